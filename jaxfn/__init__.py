@@ -1,0 +1,7 @@
+"""PyTorch's `torch.autograd.Function` protocol on JAX."""
+
+from jaxfn._context import FunctionCtx as FunctionCtx
+from jaxfn._function import Function as Function
+from jaxfn._once import once_differentiable as once_differentiable
+
+__version__ = "0.1.0"

@@ -1,0 +1,250 @@
+"""The ctx that user code sees in `forward`, `setup_context` and `backward`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jaxfn._arguments import Form
+from jaxfn._leaves import is_array_leaf
+
+
+class NeedsInputGrad(tuple[bool, ...]):
+    """Whether each input is being differentiated: by position, `["weight"]` or `.weight`.
+
+    The name of a `*args` parameter gives the tuple of its items' flags.
+    """
+
+    _names: tuple[str, ...]
+
+    def __new__(cls, flags: tuple[bool, ...], names: tuple[str, ...]) -> NeedsInputGrad:
+        self = super().__new__(cls, flags)
+        self._names = names
+        return self
+
+    def _named(self, name: str) -> bool | tuple[bool, ...]:
+        names: tuple[str, ...] = tuple.__getattribute__(self, "_names")
+        if name in names:
+            return tuple.__getitem__(self, names.index(name))
+        items = tuple(flag for flag, full in zip(self, names, strict=True) if full.startswith(f"{name}["))
+        if items:
+            return items
+        raise KeyError(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._named(key) if isinstance(key, str) else super().__getitem__(key)
+
+    def __getattribute__(self, name: str) -> Any:
+        # Before tuple's own attributes, or a parameter called `index` or `count` would read as a method, always true.
+        if not name.startswith("_"):
+            try:
+                return tuple.__getattribute__(self, "_named")(name)
+            except KeyError:
+                pass
+        return super().__getattribute__(name)
+
+
+class SavedVariables(Mapping[str, Any]):
+    """What was saved by name: `saved["weight"]`, `saved.weight`, in the order given."""
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._named = dict(named)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __getattribute__(self, name: str) -> Any:
+        # Before Mapping's own attributes: `values`, `items` and `keys` are good names for saved arrays.
+        if not name.startswith("_"):
+            named = object.__getattribute__(self, "_named")
+            if name in named:
+                return named[name]
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"nothing was saved as {name!r}; saved: {', '.join(self._named) or 'nothing'}")
+
+    def __repr__(self) -> str:
+        return f"SavedVariables({self._named!r})"
+
+
+class ContextState:
+    """What a `FunctionCtx` holds for jaxfn, out of the way of the user's own attributes."""
+
+    __slots__ = (
+        "dirty",
+        "form",
+        "materialize_grads",
+        "named",
+        "needs_input_grad",
+        "non_differentiable",
+        "num_outputs",
+        "read_needs_input_grad",
+        "tensors",
+    )
+
+    def __init__(self, form: Form, needs_input_grad: tuple[bool, ...]) -> None:
+        self.form = form
+        self.needs_input_grad = needs_input_grad
+        self.read_needs_input_grad = False
+        self.num_outputs: int | None = None
+        self.tensors: tuple[Any, ...] = ()
+        self.named: dict[str, Any] = {}
+        self.non_differentiable: tuple[Any, ...] = ()
+        self.dirty: tuple[Any, ...] = ()
+        self.materialize_grads = True
+
+
+class FunctionCtx:
+    """Carries what `forward` wants `backward` to have: torch's ctx.
+
+    Assign any attribute (`ctx.scale = scale`): arrays inside become residuals, the rest travels as it is. Each call of
+    a Function has a ctx of its own.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> class Scale(jaxfn.Function):
+      ...     @staticmethod
+      ...     def forward(ctx, x, factor):
+      ...         ctx.factor = factor
+      ...         return x * factor
+      ...     @staticmethod
+      ...     def backward(ctx, grad_output):
+      ...         return grad_output * ctx.factor, None
+      >>> print(jax.grad(Scale.apply)(1.0, 3.0))
+      3.0
+
+    Torch counterpart: `torch.autograd.function.FunctionCtx`.
+    """
+
+    # One slot of jaxfn's own, so that vars(ctx) is exactly what the user assigned.
+    __slots__ = ("__dict__", "__weakref__", "_jaxfn")
+
+    def __init__(self, state: ContextState) -> None:
+        self._jaxfn = state
+
+    def save_for_backward(self, *tensors: Any, **named: Any) -> None:
+        """Keeps arrays for `backward`; a second call replaces what the first one kept.
+
+        Args:
+          *tensors: arrays (inputs, outputs or intermediates) or `None`, read back as `ctx.saved_tensors`.
+          **named: the same by name, read back as `ctx.saved_variables.name`; other Python values may be saved too.
+
+        Raises:
+          TypeError: a positional argument is neither an array nor `None`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxfn
+          >>> @jaxfn.function
+          ... def square(ctx, x):
+          ...     ctx.save_for_backward(x)
+          ...     return x * x
+          >>> @square.backward
+          ... def _(ctx, grad_output):
+          ...     (x,) = ctx.saved_tensors
+          ...     return 2 * x * grad_output
+          >>> print(jax.grad(square)(3.0))
+          6.0
+
+        Torch counterpart: `ctx.save_for_backward`; the named form is R torch's.
+        """
+        for position, tensor in enumerate(tensors):
+            if tensor is not None and not is_array_leaf(tensor):
+                raise TypeError(
+                    f"save_for_backward can only save arrays or None, but argument {position} is of type "
+                    f"{type(tensor).__name__}. Set it as an attribute (ctx.name = value) or save it by name "
+                    "(ctx.save_for_backward(name=value))."
+                )
+        self._jaxfn.tensors = tensors
+        self._jaxfn.named = named
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """What `save_for_backward` kept: the positional ones, then the named ones that are arrays or `None`."""
+        named = self._jaxfn.named.values()
+        return self._jaxfn.tensors + tuple(value for value in named if value is None or is_array_leaf(value))
+
+    @property
+    def saved_variables(self) -> SavedVariables:
+        """What `save_for_backward` kept by name (R torch's form)."""
+        return SavedVariables(self._jaxfn.named)
+
+    @property
+    def needs_input_grad(self) -> NeedsInputGrad:
+        """Whether each input is being differentiated, by position and by parameter name."""
+        self._jaxfn.read_needs_input_grad = True
+        return NeedsInputGrad(self._jaxfn.needs_input_grad, self._jaxfn.form.names)
+
+    @property
+    def num_inputs(self) -> int:
+        """How many inputs `forward` has, those left to their defaults included."""
+        return len(self._jaxfn.form.names)
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs `forward` returned."""
+        if self._jaxfn.num_outputs is None:
+            raise AttributeError("ctx.num_outputs is known once forward has returned: in setup_context and backward")
+        return self._jaxfn.num_outputs
+
+    def mark_non_differentiable(self, *outputs: Any) -> None:
+        """Says that these outputs have no derivative: they pass through `jax.lax.stop_gradient`.
+
+        `backward` still gets an argument for each: zeros, or `None` when not materializing.
+
+        Torch counterpart: `ctx.mark_non_differentiable`.
+        """
+        self._jaxfn.non_differentiable = outputs
+
+    def mark_dirty(self, *inputs: Any) -> None:
+        """Says that these inputs are updated by `forward`, which returns their new values.
+
+        JAX arrays are immutable, so the caller's array keeps its value and the new one is the returned one. A
+        `jax.Ref` argument really is written in place and need not be returned.
+
+        Torch counterpart: `ctx.mark_dirty`.
+        """
+        self._jaxfn.dirty = inputs
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """With `False`, `backward` gets `None`, not zeros, for an output whose gradient is symbolically zero.
+
+        Torch counterpart: `ctx.set_materialize_grads`.
+        """
+        self._jaxfn.materialize_grads = value
+
+
+class SavedNames(NamedTuple):
+    """What the values that a ctx keeps are called."""
+
+    num_tensors: int
+    named: tuple[str, ...]
+    attributes: tuple[str, ...]
+
+
+def state_of(ctx: FunctionCtx) -> ContextState:
+    """jaxfn's side of a ctx."""
+    return ctx._jaxfn  # pyright: ignore[reportPrivateUsage]
+
+
+def saved_by(ctx: FunctionCtx) -> tuple[SavedNames, list[Any]]:
+    """Everything that a ctx keeps for `backward`."""
+    state, attributes = state_of(ctx), vars(ctx)
+    names = SavedNames(len(state.tensors), tuple(state.named), tuple(attributes))
+    return names, [*state.tensors, *state.named.values(), *attributes.values()]
+
+
+def restored(state: ContextState, names: SavedNames, values: Iterable[Any]) -> FunctionCtx:
+    """A ctx that has what `saved_by` returned of another."""
+    values = iter(values)
+    state.tensors = tuple(next(values) for _ in range(names.num_tensors))
+    state.named = {name: next(values) for name in names.named}
+    ctx = FunctionCtx(state)
+    vars(ctx).update(zip(names.attributes, values, strict=True))
+    return ctx

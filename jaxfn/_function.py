@@ -1,0 +1,156 @@
+"""`Function`, the base class: torch's protocol, and the path that one call takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from jaxfn._arguments import Form
+from jaxfn._compat import is_eager
+from jaxfn._leaves import Layout, as_array, is_traced, split
+from jaxfn._methods import Methods, undefined
+from jaxfn._reverse import Outputs, differentiable
+from jaxfn._run import Call
+
+# Per Function: how many argument structures and static values keep their custom_vjp at the same time.
+_RULES_KEPT = 256
+
+
+class Function:
+    """A function with a derivative of its own: torch's protocol on JAX.
+
+    Subclass it, write `forward` and `backward` as static methods, and call `apply`::
+
+        class Square(jaxfn.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)     # what backward will want
+                return x * x                 # any pytree; a tuple is several outputs
+
+            @staticmethod
+            def backward(ctx, grad_output):  # one gradient per output
+                (x,) = ctx.saved_tensors
+                return 2 * x * grad_output   # one gradient per input, None for none
+
+    `forward` runs once per call, eagerly or while JAX traces; `backward` runs when JAX differentiates in reverse, and
+    what it does can be differentiated again. Instead of `forward(ctx, ...)` a Function may define `forward(...)` and
+    `setup_context(ctx, inputs, output)`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> class Round(jaxfn.Function):
+      ...     @staticmethod
+      ...     def forward(ctx, x):
+      ...         return jnp.round(x)
+      ...     @staticmethod
+      ...     def backward(ctx, grad_output):
+      ...         return grad_output
+      >>> print(jax.grad(lambda x: Round.apply(x) ** 2)(2.3))
+      4.0
+
+    Differences from torch: arrays inside lists, dicts and other pytrees are differentiated too; Python numbers are
+    static unless JAX traces them; a saved intermediate differentiates through the code that made it; arrays are
+    immutable (see `FunctionCtx.mark_dirty`).
+
+    Torch counterpart: `torch.autograd.Function`.
+    """
+
+    apply: ClassVar[Callable[..., Any]]
+    """Calls the Function; the very same object on every access, so that `jax.jit(F.apply)` compiles once."""
+
+    generate_vmap_rule: ClassVar[bool] = False
+    generate_jvp_rule: ClassVar[bool] = False
+    boxed_grads_call: ClassVar[bool] = False
+    """Whether `backward` gets its gradients as one list instead of one by one."""
+
+    clear_saved_tensors_on_access: ClassVar[bool] = False
+    """Accepted for torch's sake; JAX frees residuals by itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        name = type(self).__name__
+        raise TypeError(f"{name} is not to be instantiated: call {name}.apply(...)")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.apply = staticmethod(make_apply(cls))
+
+    @staticmethod
+    @undefined
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        """Computes the outputs: `forward(ctx, *args)`, or `forward(*args)` where `setup_context` is defined."""
+        raise NotImplementedError("a Function defines forward")
+
+    @staticmethod
+    @undefined
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        """Saves what `backward` needs, given all inputs (defaults filled in) and the outputs."""
+        raise NotImplementedError("a Function in separate style defines setup_context")
+
+    @staticmethod
+    @undefined
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Gives the gradient of each input, from the gradient of each output."""
+        raise NotImplementedError("a differentiable Function defines backward")
+
+    @staticmethod
+    @undefined
+    def vjp(ctx: Any, *grad_outputs: Any) -> Any:
+        """Another name of `backward`."""
+        raise NotImplementedError("a differentiable Function defines backward")
+
+
+def make_apply(function: type[Function]) -> Callable[..., Any]:
+    """The `apply` of one Function class: a plain function, so JAX caches by it and pickle finds it by name."""
+    entry = _Entry(function)
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return entry.call(args, kwargs)
+
+    apply.__module__ = function.__module__
+    apply.__name__ = function.__name__
+    apply.__qualname__ = f"{function.__qualname__}.apply"
+    apply.__doc__ = function.__doc__
+    return apply
+
+
+class _Entry:
+    """Where calls of one Function come in."""
+
+    def __init__(self, function: type[Function]) -> None:
+        self._function = function
+        self._methods: Methods | None = None
+        self._rule: Callable[[Form, tuple[Layout, ...]], Callable[..., Outputs]]
+
+    def methods(self) -> Methods:
+        """The class's methods, looked up again where they were replaced."""
+        methods = self._methods
+        if methods is None or not methods.is_current():
+            methods = self._methods = Methods(self._function)
+            self._rule = lru_cache(_RULES_KEPT)(lambda form, layouts: differentiable(Call(methods, form, layouts)))
+        return methods
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call: bind the arguments, take out the array leaves, run."""
+        methods = self.methods()
+        form, values = methods.parameters.bind(args, kwargs)
+        arrays: list[Any] = []
+        layouts: list[Layout] = []
+        for value in values:
+            leaves, layout = split(value)
+            arrays += map(as_array, leaves)
+            layouts.append(layout)
+        call = Call(methods, form, tuple(layouts))
+        if is_eager() and not any(map(is_traced, arrays)):
+            # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
+            _, _, returned = call.forward(arrays, (False,) * len(arrays))
+            # A forward that closes over somebody's tracer goes the full way, to get JAX's own error.
+            if not any(map(is_traced, returned.arrays)):
+                return returned.value
+        try:
+            rule = self._rule(form, call.layouts)
+        except TypeError:  # a static argument that is not compared by value
+            rule = differentiable(call)
+        outputs = rule(*arrays)
+        return outputs.layout.merge(outputs.arrays)
+

@@ -1,0 +1,232 @@
+"""What `backward` returned, checked and turned into cotangents of the inputs.
+
+Inner functions know one gradient and one input; `input_cotangents` walks over all of them. Every refusal is a row of
+`_MESSAGES`, raised by `_refuse` with the Function's and the input's name put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from jaxfn._arguments import Form
+from jaxfn._compat import varying_axes
+from jaxfn._leaves import Layout, as_array, is_array_leaf
+
+_MESSAGES: dict[str, tuple[type[Exception], str]] = {
+    "count": (
+        RuntimeError,
+        "returned an incorrect number of gradients: expected {expected} ({names}), got {got}. Return one gradient for "
+        "each input, and None for an input that has none.",
+    ),
+    "names": (
+        RuntimeError,
+        "returned gradients for {unknown}, which {verb} not among its parameters. The parameters are {names}.",
+    ),
+    "type": (
+        TypeError,
+        "returned {got} as the gradient of {where}: expected an array{shape} or None.",
+    ),
+    "static": (
+        RuntimeError,
+        "returned a gradient different than None for {where}, but that input is the Python value {value}, not an "
+        "array. Return None for it.",
+    ),
+    "structure": (
+        RuntimeError,
+        "returned a gradient for {where} that does not have that input's structure: {problem}. Any subtree of the "
+        "gradient may be None.",
+    ),
+    "shape": (
+        RuntimeError,
+        "returned an invalid gradient for {where}: got shape {got}, which cannot be summed to the input's shape "
+        "{expected}.",
+    ),
+    "complex": (
+        TypeError,
+        "returned a complex gradient ({got}) for {where}, which is real ({expected}). Return its .real.",
+    ),
+}
+
+
+class Owner(Protocol):
+    """Who is speaking in the messages, and how its inputs are called."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def form(self) -> Form: ...
+
+
+def _refuse(owner: Owner, row: str, **facts: object) -> Exception:
+    kind, text = _MESSAGES[row]
+    return kind(f"{owner.name}.backward {text.format(**facts)}")
+
+
+def input_cotangents(
+    owner: Owner,
+    returned: Any,
+    layouts: Sequence[Layout],
+    avals: Sequence[Any],
+    perturbed: Sequence[bool],
+) -> list[jax.Array | None]:
+    """One JAX cotangent (or `None` for zero) for each array leaf of the inputs.
+
+    Args:
+      owner: names the Function and its inputs.
+      returned: what the user's `backward` returned.
+      layouts: one per input.
+      avals: one per array leaf, over all inputs.
+      perturbed: whether each array leaf is being differentiated; gradients of the others are not looked into.
+
+    Raises:
+      RuntimeError, TypeError: see the table at the top of this module.
+    """
+    gradients = _one_per_input(owner, returned, layouts)
+    cotangents: list[jax.Array | None] = []
+    leaves = iter(zip(avals, perturbed, strict=True))
+    for index, (gradient, layout) in enumerate(zip(gradients, layouts, strict=True)):
+        where = owner.form.describe(index)
+        for path, piece, is_array in _pieces(owner, gradient, layout, where):
+            if is_array:
+                aval, is_perturbed = next(leaves)
+                cotangents.append(_cotangent(owner, piece, aval, is_perturbed, where + path))
+            elif piece is not None:
+                value = repr(next(iter(layout.leaves))) if layout.treedef is None else "there"
+                raise _refuse(owner, "static", where=where + path, value=value)
+    return cotangents
+
+
+def _one_per_input(owner: Owner, returned: Any, layouts: Sequence[Layout]) -> Sequence[Any]:
+    form = owner.form
+    expected = len(form.names)
+    if isinstance(returned, dict):
+        named = cast(dict[Any, Any], returned)
+        known = _by_name(form)
+        unknown = [name for name in named if name not in known]
+        if not unknown:
+            gradients: list[Any] = [None] * expected
+            for name, gradient in named.items():
+                positions = known[name]
+                items = (gradient,) if name in form.names else gradient or (None,) * len(positions)
+                if len(items) != len(positions):
+                    problem = f"{len(items)} gradients were returned for {len(positions)} arguments"
+                    raise _refuse(owner, "structure", where=f"*{name}", problem=problem)
+                for position, item in zip(positions, items, strict=True):
+                    gradients[position] = item
+            return gradients
+        if len(unknown) < len(named):
+            names = ", ".join(map(repr, unknown))
+            verb = "is" if len(unknown) == 1 else "are"
+            raise _refuse(owner, "names", unknown=names, verb=verb, names=", ".join(form.names))
+    if not isinstance(returned, tuple) or _is_sole_namedtuple(returned, layouts):
+        returned = (returned,)
+    gradients = list(cast(tuple[Any, ...], returned))
+    while len(gradients) > expected and gradients[-1] is None:
+        gradients.pop()
+    if not form.num_given <= len(gradients) <= expected:
+        wanted = expected if form.num_given == expected else f"{form.num_given} to {expected}"
+        names = ", ".join(form.names)
+        raise _refuse(owner, "count", expected=wanted, names=names, got=len(gradients))
+    return gradients + [None] * (expected - len(gradients))
+
+
+def _by_name(form: Form) -> dict[str, list[int]]:
+    """The positions that each parameter name stands for: several for `*args`."""
+    known: dict[str, list[int]] = {name: [i] for i, name in enumerate(form.names)}
+    for i, name in enumerate(form.names):
+        group, bracket, _ = name.partition("[")
+        if bracket:
+            known.setdefault(group, []).append(i)
+    return known
+
+
+def _is_sole_namedtuple(returned: object, layouts: Sequence[Layout]) -> bool:
+    """Whether a namedtuple is the gradient of the one input, itself such a namedtuple, and not one value per input."""
+    if len(layouts) != 1 or type(returned) is tuple:
+        return False
+    return type(layouts[0].skeleton()) is type(returned)
+
+
+def _pieces(owner: Owner, gradient: Any, layout: Layout, where: str) -> Iterator[tuple[str, Any, bool]]:
+    """Each leaf of an input: its path, the gradient for it, and whether it is an array."""
+    if layout.treedef is None:
+        yield "", gradient, layout.num_arrays == 1
+        return
+    wanted = tree_flatten_with_path(layout.skeleton())[0]
+    if gradient is None:
+        yield from ((keystr(path), None, is_array) for path, is_array in wanted)
+        return
+    got = dict(tree_flatten_with_path(gradient, is_leaf=lambda x: x is None)[0])
+    used: set[Any] = set()
+    for path, is_array in wanted:
+        # A None anywhere above a leaf stands for the whole subtree.
+        found = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
+        if found is None:
+            raise _refuse(owner, "structure", where=where, problem=f"nothing was returned for {_at(path)}")
+        if len(found) < len(path) and got[found] is not None:
+            problem = f"one value was returned at {_at(found)}, where the input has several leaves"
+            raise _refuse(owner, "structure", where=where, problem=problem)
+        used.add(found)
+        yield keystr(path), got[found], is_array
+    for path, piece in got.items():
+        if path not in used and piece is not None:
+            raise _refuse(owner, "structure", where=where, problem=f"there is nothing at {_at(path)} in the input")
+
+
+def _at(path: Iterable[Any]) -> str:
+    return keystr(tuple(path)) or "its top"
+
+
+def _cotangent(owner: Owner, gradient: Any, aval: Any, perturbed: bool, where: str) -> jax.Array | None:
+    """The cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
+    if gradient is None:
+        return None
+    if not is_array_leaf(gradient):
+        got = f"a Python {type(gradient).__name__}"
+        raise _refuse(owner, "type", got=got, where=where, shape=f" of shape {getattr(aval, 'shape', ())}")
+    if not perturbed:  # integers, and whatever torch would not look at either
+        return None
+    gradient = as_array(gradient)
+    if jnp.iscomplexobj(gradient) and not np.issubdtype(aval.dtype, np.complexfloating):
+        raise _refuse(owner, "complex", got=gradient.dtype, where=where, expected=aval.dtype)
+    gradient = _sum_to_shape(owner, gradient, aval, where)
+    if gradient.dtype != aval.dtype:
+        gradient = gradient.astype(aval.dtype)
+    return match_varying(conjugate(gradient), aval)
+
+
+def _sum_to_shape(owner: Owner, gradient: jax.Array, aval: Any, where: str) -> jax.Array:
+    shape: tuple[int, ...] = aval.shape
+    if gradient.shape == shape:
+        return gradient
+    extra = gradient.ndim - len(shape)
+    pairs = list(zip(gradient.shape[max(extra, 0) :], shape, strict=False))
+    if extra < 0 or any(got != want and want != 1 for got, want in pairs):
+        raise _refuse(owner, "shape", got=gradient.shape, where=where, expected=shape)
+    stretched = [extra + axis for axis, (got, want) in enumerate(pairs) if got != want]
+    return jnp.sum(gradient, axis=(*range(extra), *stretched)).reshape(shape)
+
+
+def conjugate(value: jax.Array) -> jax.Array:
+    """Between torch's and JAX's convention for complex gradients; each is the other's conjugate."""
+    return jnp.conj(value) if jnp.iscomplexobj(value) else value
+
+
+def match_varying(cotangent: jax.Array, aval: Any) -> jax.Array:
+    """Makes a cotangent vary over the manual mesh axes that its input varies over, and no others.
+
+    A gradient for a weight that is replicated over a mesh axis is the sum of what each device has; without this,
+    `shard_map(check_vma=True)` refuses the rule.
+    """
+    wanted, got = varying_axes(aval), varying_axes(jax.typeof(cotangent))
+    if got - wanted:
+        cotangent = jax.lax.psum(cotangent, tuple(sorted(got - wanted)))
+    if wanted - got:
+        cotangent = jax.lax.pcast(cotangent, tuple(sorted(wanted - got)), to="varying")
+    return cotangent

@@ -1,0 +1,119 @@
+"""What `forward` returned: top-level outputs, their array leaves, and the gradients that `backward` gets for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxfn._compat import SymbolicZero, zeros_of
+from jaxfn._gradients import conjugate
+from jaxfn._leaves import Layout, as_array, split
+
+
+class OutputLayout:
+    """The outputs of one run of `forward` without their arrays; equal where the caller would see the same."""
+
+    __slots__ = ("container", "layouts", "non_differentiable")
+
+    def __init__(self, container: type | None, layouts: tuple[Layout, ...], non_differentiable: frozenset[int]) -> None:
+        self.container = container  # tuple or a namedtuple type; None: one output
+        self.layouts = layouts
+        self.non_differentiable = non_differentiable  # positions among the array leaves
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OutputLayout):
+            return NotImplemented
+        return (
+            self.container is other.container
+            and self.non_differentiable == other.non_differentiable
+            and len(self.layouts) == len(other.layouts)
+            and all(_look_alike(a, b) for a, b in zip(self.layouts, other.layouts, strict=True))
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.container, self.non_differentiable, len(self.layouts)))
+
+    def merge(self, arrays: Sequence[jax.Array]) -> Any:
+        """The outputs as the caller gets them."""
+        stopped = iter(self.without_derivatives(arrays))
+        values = [layout.merge(stopped) for layout in self.layouts]
+        if self.container is None:
+            return values[0]
+        make: Any = getattr(self.container, "_make", self.container)  # a namedtuple's constructor takes no iterable
+        return make(values)
+
+    def without_derivatives(self, arrays: Sequence[Any]) -> list[Any]:
+        """The array leaves, those marked non-differentiable under `stop_gradient`."""
+        marked = self.non_differentiable
+        return [jax.lax.stop_gradient(array) if i in marked else array for i, array in enumerate(arrays)]
+
+    def grad_outputs(self, cotangents: Sequence[Any], avals: Sequence[Any], materialize: bool) -> list[Any] | None:
+        """One gradient for each top-level output, in torch's convention; `None` where all of them are zero.
+
+        Args:
+          cotangents: one for each array leaf, JAX's, possibly symbolic zeros.
+          avals: the types of those leaves.
+          materialize: whether zeros are given as arrays; as `None` otherwise.
+        """
+        zero = [isinstance(ct, SymbolicZero) or i in self.non_differentiable for i, ct in enumerate(cotangents)]
+        if all(zero):
+            return None
+        leaves: list[Any] = [
+            (_zeros(aval) if materialize else None) if is_zero else conjugate(ct)
+            for ct, aval, is_zero in zip(cotangents, avals, zero, strict=True)
+        ]
+        gradients: list[Any] = []
+        for layout in self.layouts:
+            own, leaves = leaves[: layout.num_arrays], leaves[layout.num_arrays :]
+            all_none = all(leaf is None for leaf in own)
+            gradients.append(None if all_none else layout.merge_or_none(iter(own)))
+        return gradients
+
+
+def _zeros(aval: Any) -> Any:
+    # Random keys have no zero.
+    return None if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else zeros_of(aval)
+
+
+def _look_alike(a: Layout, b: Layout) -> bool:
+    """Whether two runs of the same `forward` gave this output alike; objects made anew each time count as alike."""
+    return a.treedef == b.treedef and all(
+        type(x) is type(y) and (x is y or type(x).__eq__ is object.__eq__ or bool(x == y))
+        for x, y in zip(a.leaves, b.leaves, strict=True)
+    )
+
+
+class Returned(NamedTuple):
+    """What `forward` returned, taken apart.
+
+    Attributes:
+      value: the outputs themselves, NumPy arrays in them made into JAX ones.
+      arrays: their array leaves.
+      container: `tuple` or a namedtuple type where there are several outputs, `None` where there is one.
+      layouts: one per top-level output.
+    """
+
+    value: Any
+    arrays: list[Any]
+    container: type | None
+    layouts: tuple[Layout, ...]
+
+
+def take_apart(value: Any) -> Returned:
+    """Splits what `forward` returned into outputs: a tuple is several, anything else is one."""
+    container: type | None = None
+    outputs: tuple[Any, ...] = (value,)
+    if isinstance(value, tuple):
+        container, outputs = type(value), value
+    arrays: list[Any] = []
+    layouts: list[Layout] = []
+    for output in outputs:
+        leaves, layout = split(output)
+        arrays += leaves
+        layouts.append(layout)
+    converted = [as_array(array) for array in arrays]
+    if any(a is not b for a, b in zip(arrays, converted, strict=True)):
+        value = OutputLayout(container, tuple(layouts), frozenset()).merge(converted)
+    return Returned(value, converted, container, tuple(layouts))

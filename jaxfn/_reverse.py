@@ -1,0 +1,149 @@
+"""One call of a Function as a `jax.custom_vjp`.
+
+    arrays --primal--> Outputs                      nothing is differentiated
+    arrays --fwd-----> Outputs, Residuals           the user's forward, once; then attach
+    Residuals, cotangents --bwd--> cotangents       the user's backward
+
+What `forward` decided besides arrays (the outputs' structure, static ctx attributes, what was saved) leaves the traced
+function as the static part of the `Outputs` and `Residuals` pytree nodes, never through a closure: JAX may cache a
+trace and not run the function again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfn._attach import attach
+from jaxfn._compat import is_ref
+from jaxfn._leaves import as_array, is_traced
+from jaxfn._run import Call, Run, run_forward
+
+
+class Outputs:
+    """The outputs' array leaves, with their layout: a pytree node."""
+
+    def __init__(self, arrays: Sequence[Any], layout: Any) -> None:
+        self.arrays = arrays
+        self.layout = layout
+
+
+class Residuals:
+    """The arrays kept for backward, with the run that kept them: a pytree node."""
+
+    def __init__(self, arrays: Sequence[Any], run: Run) -> None:
+        self.arrays = arrays
+        self.run = run
+
+
+jax.tree_util.register_pytree_node(Outputs, lambda o: (o.arrays, o.layout), lambda layout, a: Outputs(a, layout))
+jax.tree_util.register_pytree_node(Residuals, lambda r: (r.arrays, r.run), lambda run, a: Residuals(a, run))
+
+
+def differentiable(call: Call) -> Callable[..., Outputs]:
+    """A function of a call's array leaves, differentiable by the Function's own rule at every order."""
+    num_arrays = sum(layout.num_arrays for layout in call.layouts)
+
+    def primal(*arrays: Any) -> Outputs:
+        run, outputs, _ = run_forward(call, [as_array(x) for x in arrays], (False,) * num_arrays)
+        return Outputs(outputs, run.outputs)
+
+    def fwd(*primals: Any) -> tuple[Outputs, Residuals]:
+        inputs = [as_array(p.value) for p in primals]
+        run, outputs, own = _run_underived(call, inputs, tuple(p.perturbed for p in primals))
+        outputs = _attached(run, outputs, own, inputs)
+        return Outputs(outputs, run.outputs), Residuals(run.residuals(inputs, outputs, own), run)
+
+    def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
+        return tuple(residuals.run.backward(residuals.arrays, cotangents.arrays))
+
+    primal.__name__ = primal.__qualname__ = call.name
+    rule = jax.custom_vjp(primal)
+    rule.defvjp(fwd, bwd, symbolic_zeros=True)
+    return rule
+
+
+def _run_underived(
+    call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]
+) -> tuple[Run, list[Any], list[Any]]:
+    """Runs forward so that nothing differentiates its operations unless a saved intermediate needs it.
+
+    An outer differentiation would otherwise go through operations whose derivative nobody uses, and fail where they
+    have none (a callback, a kernel). Whether a Function saves intermediates is seen the first time.
+    """
+    if not call.methods.keeps_intermediates and any(map(is_traced, inputs)) and not any(map(is_ref, inputs)):
+        stopped = [as_array(jax.lax.stop_gradient(x)) if is_traced(x) else x for x in inputs]
+        # Inputs that differ only in what is differentiated may now be one object, and a saved one be taken for another.
+        if len({*map(id, stopped)}) == len({*map(id, inputs)}):
+            underived = run_forward(call, stopped, perturbed)
+            if not call.methods.keeps_intermediates:
+                return underived
+    return run_forward(call, inputs, perturbed)
+
+
+def _attached(run: Run, outputs: list[Any], own: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """The outputs with the Function's own rule for an outer differentiation; see `_attach`."""
+    operands = [x for x in inputs if not is_ref(x)]
+    if any(map(is_traced, [*outputs, *operands])) and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands):
+        outputs = attach(outputs, own, operands, _Identity(run, len(outputs), len(own)))
+    return run.outputs.without_derivatives(outputs)
+
+
+class _Identity:
+    """Returns the outputs among (outputs..., own..., inputs...); their derivative is one run's backward.
+
+    Hashed by identity, and made into a custom_vjp when something differentiates or batches it, which is seldom.
+    """
+
+    def __init__(self, run: Run, num_outputs: int, num_own: int) -> None:
+        self.run = run
+        self.num_outputs = num_outputs
+        self.num_own = num_own
+
+    def __repr__(self) -> str:
+        return self.run.call.name
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        start = self.num_outputs + self.num_own
+
+        def primal(*operands: Any) -> list[Any]:
+            return list(operands[: self.num_outputs])
+
+        def fwd(*primals: Any) -> tuple[list[Any], Residuals]:
+            values = [as_array(p.value) for p in primals]
+            outputs, own, inputs = values[: self.num_outputs], values[self.num_outputs : start], values[start:]
+            run, own = _widened(self.run, own, inputs, tuple(p.perturbed for p in primals[start:]))
+            outputs = _attached(run, outputs, own, inputs)
+            return outputs, Residuals(run.residuals(inputs, outputs, own), run)
+
+        def bwd(residuals: Residuals, cotangents: list[Any]) -> tuple[Any, ...]:
+            return (None,) * start + tuple(residuals.run.backward(residuals.arrays, cotangents))
+
+        rule = jax.custom_vjp(primal)
+        rule.defvjp(fwd, bwd, symbolic_zeros=True)
+        return rule(*operands)
+
+
+def _widened(
+    run: Run, own: list[Any], inputs: Sequence[Any], perturbed: tuple[bool, ...]
+) -> tuple[Run, list[Any]]:
+    """The run as if these inputs too had been perturbed, and its intermediates.
+
+    A forward that looked at `ctx.needs_input_grad` may have saved less than the wider flags need, so it runs again.
+    """
+    union = tuple(a or b for a, b in zip(run.perturbed, perturbed, strict=True))
+    if union == run.perturbed:
+        return run, own
+    if not run.read_needs_input_grad:
+        return run.with_perturbed(union), own
+    again, _, own = _run_underived(run.call, inputs, union)
+    if again.outputs != run.outputs:
+        raise RuntimeError(
+            f"{run.call.name}.forward returned outputs of another structure when ctx.needs_input_grad was "
+            f"{again.needs_input_grad} than when it was {run.needs_input_grad}. What forward returns must "
+            "not depend on ctx.needs_input_grad."
+        )
+    return again, own

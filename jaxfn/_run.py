@@ -1,0 +1,153 @@
+"""One run of the user's `forward`, and the `backward` that belongs to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfn._arguments import Form
+from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by
+from jaxfn._gradients import input_cotangents
+from jaxfn._leaves import Layout, as_array, split_saved
+from jaxfn._marks import check_dirty, non_differentiable_positions
+from jaxfn._methods import Methods
+from jaxfn._outputs import OutputLayout, Returned
+
+
+class Call:
+    """A way of calling a Function: everything about the arguments but the arrays."""
+
+    def __init__(self, methods: Methods, form: Form, layouts: tuple[Layout, ...]) -> None:
+        self.methods = methods
+        self.name = methods.name
+        self.form = form
+        self.layouts = layouts
+
+    def needs_input_grad(self, perturbed: Sequence[bool]) -> tuple[bool, ...]:
+        """For each input, whether some array leaf of it is perturbed."""
+        flags = iter(perturbed)
+        return tuple(any([next(flags) for _ in range(layout.num_arrays)]) for layout in self.layouts)
+
+    def forward(self, arrays: Sequence[Any], perturbed: Sequence[bool]) -> tuple[ContextState, FunctionCtx, Returned]:
+        """Runs the user's forward with these arrays in their places: the ctx that it filled and its outputs."""
+        remaining = iter(arrays)
+        inputs = tuple(layout.merge(remaining) for layout in self.layouts)
+        state = ContextState(self.form, self.needs_input_grad(perturbed))
+        ctx = FunctionCtx(state)
+        returned = self.methods.forward(ctx, self.form, inputs)
+        if check_dirty(self.name, state, arrays, returned.arrays):
+            self.methods.warn_of_dirty()
+        return state, ctx, returned
+
+
+class Saved(NamedTuple):
+    """What a ctx keeps for `backward`, less its arrays.
+
+    A saved input or output is not stored again: the residual *is* that input or output, and so it differentiates as
+    that. An intermediate ("own") differentiates through the operations that made it.
+
+    Attributes:
+      names: what the kept values are called.
+      layouts: one per kept value.
+      sources: where each residual comes from, "input", "output" or "own", and its index there.
+      order: for each array leaf of the kept values, which residual it is.
+    """
+
+    names: SavedNames
+    layouts: list[Layout]
+    sources: list[tuple[str, int]]
+    order: list[int]
+
+
+def _save(ctx: FunctionCtx, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Saved, list[jax.Array]]:
+    """What this ctx keeps, and the intermediates among it."""
+    names, values = saved_by(ctx)
+    known = {id(x): ("output", i) for i, x in enumerate(outputs)}
+    known |= {id(x): ("input", i) for i, x in enumerate(inputs)}
+    own: list[Any] = []
+    layouts: list[Layout] = []
+    leaves: list[tuple[str, int]] = []
+    for value in values:
+        arrays, layout = split_saved(value)
+        layouts.append(layout)
+        for array in arrays:
+            if id(array) not in known:
+                known[id(array)] = ("own", len(own))
+                own.append(array)
+            leaves.append(known[id(array)])
+    sources = list(dict.fromkeys(leaves))
+    return Saved(names, layouts, sources, [sources.index(leaf) for leaf in leaves]), [as_array(x) for x in own]
+
+
+class Run:
+    """One run of `forward`, less its arrays: all that `backward` needs besides the residuals."""
+
+    def __init__(
+        self,
+        call: Call,
+        perturbed: tuple[bool, ...],
+        state: ContextState,
+        saved: Saved,
+        inputs: Sequence[Any],
+        returned: Returned,
+    ) -> None:
+        marked = non_differentiable_positions(call.name, state, returned.arrays)
+        self.call = call
+        self.perturbed = perturbed
+        self.needs_input_grad = state.needs_input_grad
+        self.read_needs_input_grad = state.read_needs_input_grad
+        self.materialize_grads = state.materialize_grads
+        self.saved = saved
+        self.outputs = OutputLayout(returned.container, returned.layouts, marked)
+        # Types only: a closure over the arrays themselves would leak their tracers into backward.
+        self.input_avals = [jax.typeof(x) for x in inputs]
+        self.output_avals = [jax.typeof(x) for x in returned.arrays]
+
+    def with_perturbed(self, perturbed: tuple[bool, ...]) -> Run:
+        """The same run, as if other inputs had been perturbed."""
+        run = copy.copy(self)
+        run.perturbed = perturbed
+        run.needs_input_grad = self.call.needs_input_grad(perturbed)
+        return run
+
+    def residuals(self, inputs: Sequence[Any], outputs: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+        """The arrays that `backward` will want."""
+        arrays = {"input": inputs, "output": outputs, "own": own}
+        return [arrays[kind][index] for kind, index in self.saved.sources]
+
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
+        """Calls the user's backward; returns a cotangent for each array leaf of the inputs, `None` for zero."""
+        grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
+        if grad_outputs is None:
+            return [None] * len(self.input_avals)
+        state = ContextState(self.call.form, self.needs_input_grad)
+        state.num_outputs = len(self.outputs.layouts)
+        state.materialize_grads = self.materialize_grads
+        arrays = iter([residuals[i] for i in self.saved.order])
+        ctx = restored(state, self.saved.names, [layout.merge(arrays) for layout in self.saved.layouts])
+        returned = self.call.methods.backward(ctx, grad_outputs)
+        return input_cotangents(self.call, returned, self.call.layouts, self.input_avals, self.perturbed)
+
+
+def run_forward(
+    call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]
+) -> tuple[Run, list[Any], list[Any]]:
+    """Runs forward.
+
+    Args:
+      call: the call.
+      inputs: its array leaves.
+      perturbed: which of them are being differentiated.
+
+    Returns:
+      The run, the outputs' array leaves, and the intermediates that were saved.
+    """
+    state, ctx, returned = call.forward(inputs, perturbed)
+    saved, own = _save(ctx, inputs, returned.arrays)
+    if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in own):
+        call.methods.keeps_intermediates = True
+    return Run(call, perturbed, state, saved, inputs, returned), returned.arrays, own
