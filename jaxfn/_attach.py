@@ -29,16 +29,23 @@ def attach(outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any], id
     return attach_p.bind(*outputs, *own, *inputs, identity=identity, num_outputs=len(outputs))
 
 
-def _returned(*operands: Any, identity: Identity, num_outputs: int) -> list[Any]:
+def detach(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays without a derivative: `stop_gradient` in one equation."""
+    return attach_p.bind(*arrays, identity=None, num_outputs=len(arrays))
+
+
+def _returned(*operands: Any, identity: Identity | None, num_outputs: int) -> list[Any]:
     return list(operands[:num_outputs])
 
 
-def _lowering(ctx: Any, *operands: Any, identity: Identity, num_outputs: int) -> list[Any]:
+def _lowering(ctx: Any, *operands: Any, identity: Identity | None, num_outputs: int) -> list[Any]:
     return list(operands[:num_outputs])
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, identity: Identity, num_outputs: int) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, identity: Identity | None, num_outputs: int) -> Any:
     # jax.jvp of a custom_vjp is what reverse mode transposes; its `perturbed` flags are then exactly the tangents here.
+    if identity is None:
+        return primals, [_zero(x) for x in primals]
     perturbed = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def of_perturbed(*values: Any) -> Sequence[jax.Array]:
@@ -47,16 +54,22 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, identity: Identity,
             operands[i] = value
         return identity(*operands)
 
-    outputs, output_tangents = jax.jvp(
-        of_perturbed, [primals[i] for i in perturbed], [tangents[i] for i in perturbed]
-    )
+    outputs, output_tangents = jax.jvp(of_perturbed, [primals[i] for i in perturbed], [tangents[i] for i in perturbed])
     return outputs, [
-        ad.Zero(jax.typeof(output).to_tangent_aval()) if tangent.dtype == jax.float0 else tangent
+        _zero(output) if tangent.dtype == jax.float0 else tangent
         for output, tangent in zip(outputs, output_tangents, strict=True)
     ]
 
 
-def _batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, identity: Identity, num_outputs: int) -> Any:
+def _zero(primal: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def _batch(
+    axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, identity: Identity | None, num_outputs: int
+) -> Any:
+    if identity is None:
+        return detach(operands), dims
     moved = [x if d is None else batching.bdim_at_front(x, d, axis.size) for x, d in zip(operands, dims, strict=True)]
     axes = tuple(None if d is None else 0 for d in dims)
     batched = jax.vmap(

@@ -5,6 +5,8 @@ Every entry says which versions it was checked on. Nothing here reaches into `ja
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, get_opaque_trace_state
@@ -38,7 +40,7 @@ def is_ref(value: object) -> bool:
     return isinstance(value, jax.Ref)
 
 
-def varying_axes(aval: jax.core.AbstractValue) -> frozenset[str]:
+def varying_axes(aval: Any) -> frozenset[str]:
     """The manual mesh axes that a value varies over inside `shard_map(check_vma=True)`.
 
     0.10.0 to 0.12.0 keep them in `manual_axis_type`; the older `.vma` is gone at both ends.
@@ -47,6 +49,6 @@ def varying_axes(aval: jax.core.AbstractValue) -> frozenset[str]:
     return frozenset() if manual is None else manual.varying
 
 
-def zeros_of(aval: jax.core.AbstractValue) -> jax.Array:
+def zeros_of(aval: Any) -> jax.Array:
     """Zeros of an abstract value, with its sharding and varying axes (0.10.0 to 0.12.0)."""
     return ad.zeros_like_aval(aval)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from jaxfn._arguments import Form
@@ -114,6 +114,10 @@ def make_apply(function: type[Function]) -> Callable[..., Any]:
     return apply
 
 
+def _rule(methods: Methods, form: Form, layouts: tuple[Layout, ...]) -> Callable[..., Outputs]:
+    return differentiable(Call(methods, form, layouts))
+
+
 class _Entry:
     """Where calls of one Function come in."""
 
@@ -127,7 +131,7 @@ class _Entry:
         methods = self._methods
         if methods is None or not methods.is_current():
             methods = self._methods = Methods(self._function)
-            self._rule = lru_cache(_RULES_KEPT)(lambda form, layouts: differentiable(Call(methods, form, layouts)))
+            self._rule = lru_cache(_RULES_KEPT)(partial(_rule, methods))
         return methods
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,7 +154,6 @@ class _Entry:
         try:
             rule = self._rule(form, call.layouts)
         except TypeError:  # a static argument that is not compared by value
-            rule = differentiable(call)
+            rule = _rule(methods, form, call.layouts)
         outputs = rule(*arrays)
         return outputs.layout.merge(outputs.arrays)
-

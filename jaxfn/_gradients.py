@@ -11,12 +11,11 @@ from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxfn._arguments import Form
 from jaxfn._compat import varying_axes
-from jaxfn._leaves import Layout, as_array, is_array_leaf
+from jaxfn._leaves import Layout, as_array, is_array_leaf, is_none
 
 _MESSAGES: dict[str, tuple[type[Exception], str]] = {
     "count": (
@@ -162,7 +161,7 @@ def _pieces(owner: Owner, gradient: Any, layout: Layout, where: str) -> Iterator
     if gradient is None:
         yield from ((keystr(path), None, is_array) for path, is_array in wanted)
         return
-    got = dict(tree_flatten_with_path(gradient, is_leaf=lambda x: x is None)[0])
+    got = dict(tree_flatten_with_path(gradient, is_leaf=is_none)[0])
     used: set[Any] = set()
     for path, is_array in wanted:
         # A None anywhere above a leaf stands for the whole subtree.
@@ -193,7 +192,7 @@ def _cotangent(owner: Owner, gradient: Any, aval: Any, perturbed: bool, where: s
     if not perturbed:  # integers, and whatever torch would not look at either
         return None
     gradient = as_array(gradient)
-    if jnp.iscomplexobj(gradient) and not np.issubdtype(aval.dtype, np.complexfloating):
+    if gradient.dtype.kind == "c" and aval.dtype.kind != "c":
         raise _refuse(owner, "complex", got=gradient.dtype, where=where, expected=aval.dtype)
     gradient = _sum_to_shape(owner, gradient, aval, where)
     if gradient.dtype != aval.dtype:
@@ -215,7 +214,7 @@ def _sum_to_shape(owner: Owner, gradient: jax.Array, aval: Any, where: str) -> j
 
 def conjugate(value: jax.Array) -> jax.Array:
     """Between torch's and JAX's convention for complex gradients; each is the other's conjugate."""
-    return jnp.conj(value) if jnp.iscomplexobj(value) else value
+    return jnp.conj(value) if value.dtype.kind == "c" else value
 
 
 def match_varying(cotangent: jax.Array, aval: Any) -> jax.Array:

@@ -15,10 +15,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxfn._compat import is_ref
 
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 # NumPy arrays of these kinds (objects, text, dates) cannot be JAX arrays, so they stay static.
 _STATIC_KINDS = frozenset("OSUMm")
 
@@ -30,39 +31,55 @@ class _Array:
         return "array"
 
 
+class _Ref(_Array):
+    """The same for a `jax.Ref`, which is written in place and has no derivative of its own here."""
+
+    def __repr__(self) -> str:
+        return "ref"
+
+
 _ARRAY = _Array()
+_REF = _Ref()
 
 
 @lru_cache(maxsize=4096)
 def _is_array_type(kind: type) -> bool:
     # JAX hands Python numbers on as subclasses of int, float, ... that have a dtype.
     is_typed_scalar = issubclass(kind, (int, float, complex)) and hasattr(kind, "dtype")
-    return issubclass(kind, (jax.Array, jax.Ref)) or is_typed_scalar or hasattr(kind, "__jax_array__")
+    return _is_jax_type(kind) or is_typed_scalar or hasattr(kind, "__jax_array__")
 
 
 @lru_cache(maxsize=4096)
 def _is_jax_type(kind: type) -> bool:
-    return issubclass(kind, (jax.Array, jax.Ref))
+    return issubclass(kind, (jax.Array, jax.Ref, Tracer))
+
+
+@lru_cache(maxsize=4096)
+def is_inexact(dtype: Any) -> bool:
+    """Whether arrays of this dtype can be differentiated."""
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def is_array_leaf(leaf: object) -> bool:
     """Whether a leaf is data for JAX rather than a Python value."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in _STATIC_KINDS
-    # The metaclass check covers traced references, whose type alone does not say what they are.
-    return _is_array_type(type(leaf)) or isinstance(leaf, jax.Array)
+    return _is_array_type(type(leaf))
 
 
 def is_traced(leaf: object) -> bool:
     """Whether an array leaf is a JAX tracer."""
-    return isinstance(leaf, jax.core.Tracer)
+    return isinstance(leaf, Tracer)
 
 
 def as_array(leaf: Any) -> jax.Array:
     """An array leaf as something that JAX takes as an operand."""
-    if _is_jax_type(type(leaf)) or isinstance(leaf, jax.Array) or is_ref(leaf):
-        return leaf
-    return jnp.asarray(leaf)
+    return leaf if _is_jax_type(type(leaf)) else jnp.asarray(leaf)
+
+
+def _marker(leaf: Any) -> _Array:
+    # Only a tracer does not show by its type whether it is a reference, and asking its value is slow.
+    return _REF if type(leaf) is jax.Ref or (is_traced(leaf) and is_ref(leaf)) else _ARRAY
 
 
 class Layout:
@@ -73,27 +90,28 @@ class Layout:
     mutable object that compares equal today need not do so tomorrow.
     """
 
-    __slots__ = ("_key", "leaves", "num_arrays", "treedef")
+    __slots__ = ("_key", "are_refs", "leaves", "num_arrays", "treedef")
 
     def __init__(self, treedef: Any, leaves: tuple[object, ...]) -> None:
         self.treedef = treedef  # None: the value is its own single leaf
         self.leaves = leaves
-        self.num_arrays = sum(leaf is _ARRAY for leaf in leaves)
+        self.are_refs = tuple(leaf is _REF for leaf in leaves if isinstance(leaf, _Array))  # one for each array leaf
+        self.num_arrays = len(self.are_refs)
         self._key: tuple[object, ...] | None = None
 
     def merge(self, arrays: Iterator[Any]) -> Any:
         """The value again, with the next `num_arrays` of `arrays` in the array leaves' places."""
-        leaves = [next(arrays) if leaf is _ARRAY else leaf for leaf in self.leaves]
+        leaves = [next(arrays) if isinstance(leaf, _Array) else leaf for leaf in self.leaves]
         return leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, leaves)
 
     def merge_or_none(self, arrays: Iterator[Any]) -> Any:
         """As `merge`, with `None` for the static leaves too: a gradient of this structure."""
-        leaves = [next(arrays) if leaf is _ARRAY else None for leaf in self.leaves]
+        leaves = [next(arrays) if isinstance(leaf, _Array) else None for leaf in self.leaves]
         return leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, leaves)
 
     def skeleton(self) -> Any:
         """The value with `True` for each array leaf and `False` for each static one."""
-        leaves = [leaf is _ARRAY for leaf in self.leaves]
+        leaves = [isinstance(leaf, _Array) for leaf in self.leaves]
         return leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, leaves)
 
     def key(self) -> tuple[object, ...]:
@@ -113,8 +131,8 @@ class Layout:
 
 def _value_key(leaf: object) -> tuple[object, ...]:
     kind = type(leaf)
-    if leaf is _ARRAY:
-        return (_ARRAY,)
+    if isinstance(leaf, _Array):
+        return (leaf,)
     if kind is float:
         return (kind, cast(float, leaf).hex())  # tells -0.0 from 0.0, and nan equals itself
     if kind is complex:
@@ -127,10 +145,13 @@ def _value_key(leaf: object) -> tuple[object, ...]:
     raise TypeError(f"{kind.__name__} is not compared by value")
 
 
+# A value that is one array, by far the most frequent kind, shares its layout.
 _ARRAY_LAYOUT = Layout(None, (_ARRAY,))
+_REF_LAYOUT = Layout(None, (_REF,))
 
 
-def _is_none(value: object) -> bool:
+def is_none(value: object) -> bool:
+    """For `is_leaf`: pytrees would otherwise drop `None`."""
     return value is None
 
 
@@ -143,15 +164,15 @@ def split(value: Any) -> tuple[Sequence[Any], Layout]:
     Returns:
       The array leaves in tree order, as they are, and the `Layout` that puts them back.
     """
-    if is_array_leaf(value):
-        return (value,), _ARRAY_LAYOUT
     if type(value) in _SCALARS:
         return (), Layout(None, (value,))
-    leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=_is_none)
+    if is_array_leaf(value):
+        return (value,), (_ARRAY_LAYOUT if _marker(value) is _ARRAY else _REF_LAYOUT)
+    leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)
     if len(leaves) == 1 and leaves[0] is value:
         return (), Layout(None, (value,))
     arrays = [leaf for leaf in leaves if is_array_leaf(leaf)]
-    return arrays, Layout(treedef, tuple(_ARRAY if is_array_leaf(leaf) else leaf for leaf in leaves))
+    return arrays, Layout(treedef, tuple(_marker(leaf) if is_array_leaf(leaf) else leaf for leaf in leaves))
 
 
 def split_saved(value: Any) -> tuple[Sequence[Any], Layout]:

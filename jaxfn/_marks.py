@@ -14,6 +14,8 @@ from jaxfn._context import ContextState
 
 def non_differentiable_positions(name: str, state: ContextState, outputs: Sequence[Any]) -> frozenset[int]:
     """Where the marked outputs are among the outputs' array leaves; warns of what is not an output."""
+    if not state.non_differentiable:
+        return frozenset()
     marked = jax.tree_util.tree_leaves(state.non_differentiable)
     for mark in marked:
         if not any(mark is output for output in outputs):
@@ -31,6 +33,8 @@ def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: 
     Raises:
       ValueError: something that is not an array input, or an input of whose shape and dtype there is no output.
     """
+    if not state.dirty:
+        return False
     found_array = False
     for position, marked in enumerate(jax.tree_util.tree_leaves(state.dirty)):
         if not any(marked is x for x in inputs):

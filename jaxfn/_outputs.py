@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxfn._compat import SymbolicZero, zeros_of
 from jaxfn._gradients import conjugate
@@ -74,7 +75,7 @@ class OutputLayout:
 
 def _zeros(aval: Any) -> Any:
     # Random keys have no zero.
-    return None if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else zeros_of(aval)
+    return None if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else zeros_of(aval)
 
 
 def _look_alike(a: Layout, b: Layout) -> bool:

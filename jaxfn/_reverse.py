@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxfn._attach import attach
-from jaxfn._compat import is_ref
-from jaxfn._leaves import as_array, is_traced
+from jaxfn._attach import attach, detach
+from jaxfn._leaves import as_array, is_inexact, is_traced
 from jaxfn._run import Call, Run, run_forward
 
 
@@ -66,16 +64,14 @@ def differentiable(call: Call) -> Callable[..., Outputs]:
     return rule
 
 
-def _run_underived(
-    call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]
-) -> tuple[Run, list[Any], list[Any]]:
+def _run_underived(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any], list[Any]]:
     """Runs forward so that nothing differentiates its operations unless a saved intermediate needs it.
 
     An outer differentiation would otherwise go through operations whose derivative nobody uses, and fail where they
     have none (a callback, a kernel). Whether a Function saves intermediates is seen the first time.
     """
-    if not call.methods.keeps_intermediates and any(map(is_traced, inputs)) and not any(map(is_ref, inputs)):
-        stopped = [as_array(jax.lax.stop_gradient(x)) if is_traced(x) else x for x in inputs]
+    if not call.methods.keeps_intermediates and not any(call.are_refs) and any(map(is_traced, inputs)):
+        stopped = [as_array(x) for x in detach(inputs)]
         # Inputs that differ only in what is differentiated may now be one object, and a saved one be taken for another.
         if len({*map(id, stopped)}) == len({*map(id, inputs)}):
             underived = run_forward(call, stopped, perturbed)
@@ -86,8 +82,8 @@ def _run_underived(
 
 def _attached(run: Run, outputs: list[Any], own: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """The outputs with the Function's own rule for an outer differentiation; see `_attach`."""
-    operands = [x for x in inputs if not is_ref(x)]
-    if any(map(is_traced, [*outputs, *operands])) and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands):
+    operands = [x for x, is_ref in zip(inputs, run.call.are_refs, strict=True) if not is_ref]
+    if any(map(is_traced, operands)) and any(is_inexact(x.dtype) for x in operands):
         outputs = attach(outputs, own, operands, _Identity(run, len(outputs), len(own)))
     return run.outputs.without_derivatives(outputs)
 
@@ -107,29 +103,32 @@ class _Identity:
         return self.run.call.name
 
     def __call__(self, *operands: Any) -> list[Any]:
-        start = self.num_outputs + self.num_own
+        num_outputs, num_own, are_refs = self.num_outputs, self.num_own, self.run.call.are_refs
 
         def primal(*operands: Any) -> list[Any]:
-            return list(operands[: self.num_outputs])
+            return list(operands[:num_outputs])
 
         def fwd(*primals: Any) -> tuple[list[Any], Residuals]:
-            values = [as_array(p.value) for p in primals]
-            outputs, own, inputs = values[: self.num_outputs], values[self.num_outputs : start], values[start:]
-            run, own = _widened(self.run, own, inputs, tuple(p.perturbed for p in primals[start:]))
+            remaining = iter(primals)
+            outputs = [as_array(next(remaining).value) for _ in range(num_outputs)]
+            own = [as_array(next(remaining).value) for _ in range(num_own)]
+            leaves = [None if is_ref else next(remaining) for is_ref in are_refs]
+            inputs = [None if p is None else as_array(p.value) for p in leaves]
+            run, own = _widened(self.run, own, inputs, tuple(p is not None and p.perturbed for p in leaves))
             outputs = _attached(run, outputs, own, inputs)
             return outputs, Residuals(run.residuals(inputs, outputs, own), run)
 
         def bwd(residuals: Residuals, cotangents: list[Any]) -> tuple[Any, ...]:
-            return (None,) * start + tuple(residuals.run.backward(residuals.arrays, cotangents))
+            of_inputs = residuals.run.backward(residuals.arrays, cotangents)
+            of_operands = [ct for ct, is_ref in zip(of_inputs, are_refs, strict=True) if not is_ref]
+            return (None,) * (num_outputs + num_own) + tuple(of_operands)
 
         rule = jax.custom_vjp(primal)
         rule.defvjp(fwd, bwd, symbolic_zeros=True)
         return rule(*operands)
 
 
-def _widened(
-    run: Run, own: list[Any], inputs: Sequence[Any], perturbed: tuple[bool, ...]
-) -> tuple[Run, list[Any]]:
+def _widened(run: Run, own: list[Any], inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any]]:
     """The run as if these inputs too had been perturbed, and its intermediates.
 
     A forward that looked at `ctx.needs_input_grad` may have saved less than the wider flags need, so it runs again.
@@ -139,6 +138,11 @@ def _widened(
         return run, own
     if not run.read_needs_input_grad:
         return run.with_perturbed(union), own
+    if any(run.call.are_refs):
+        raise NotImplementedError(
+            f"{run.call.name}.forward looks at ctx.needs_input_grad and would have to run again for this mixed second "
+            "derivative, which would write to its jax.Ref arguments twice. Let it save the same whatever the flags are."
+        )
     again, _, own = _run_underived(run.call, inputs, union)
     if again.outputs != run.outputs:
         raise RuntimeError(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxfn._arguments import Form
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by
 from jaxfn._gradients import input_cotangents
-from jaxfn._leaves import Layout, as_array, split_saved
+from jaxfn._leaves import Layout, as_array, is_inexact, split_saved
 from jaxfn._marks import check_dirty, non_differentiable_positions
 from jaxfn._methods import Methods
 from jaxfn._outputs import OutputLayout, Returned
@@ -26,11 +26,12 @@ class Call:
         self.name = methods.name
         self.form = form
         self.layouts = layouts
+        self.are_refs = tuple(flag for layout in layouts for flag in layout.are_refs)  # one for each array leaf
 
     def needs_input_grad(self, perturbed: Sequence[bool]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""
         flags = iter(perturbed)
-        return tuple(any([next(flags) for _ in range(layout.num_arrays)]) for layout in self.layouts)
+        return tuple(any(list(islice(flags, layout.num_arrays))) for layout in self.layouts)
 
     def forward(self, arrays: Sequence[Any], perturbed: Sequence[bool]) -> tuple[ContextState, FunctionCtx, Returned]:
         """Runs the user's forward with these arrays in their places: the ctx that it filled and its outputs."""
@@ -133,9 +134,7 @@ class Run:
         return input_cotangents(self.call, returned, self.call.layouts, self.input_avals, self.perturbed)
 
 
-def run_forward(
-    call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]
-) -> tuple[Run, list[Any], list[Any]]:
+def run_forward(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any], list[Any]]:
     """Runs forward.
 
     Args:
@@ -148,6 +147,6 @@ def run_forward(
     """
     state, ctx, returned = call.forward(inputs, perturbed)
     saved, own = _save(ctx, inputs, returned.arrays)
-    if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in own):
+    if any(is_inexact(x.dtype) for x in own):
         call.methods.keeps_intermediates = True
     return Run(call, perturbed, state, saved, inputs, returned), returned.arrays, own

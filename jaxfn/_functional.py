@@ -1,0 +1,129 @@
+"""Functions without a class: the `function` decorator, and R torch's `autograd_function`."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jaxfn._function import Function
+from jaxfn._methods import Methods
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class CallableFunction:
+    """What `function` and `autograd_function` return: a callable with a `Function` underneath.
+
+    Attributes:
+      Function: the class that does the work.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.__name__: str = getattr(forward, "__name__", type(forward).__name__)
+        self.__qualname__: str = getattr(forward, "__qualname__", self.__name__)
+        self.__module__: str = getattr(forward, "__module__", __name__)
+        self.__doc__ = forward.__doc__
+        self.__wrapped__ = forward
+        body = {"__module__": self.__module__, "__qualname__": self.__qualname__, "__doc__": forward.__doc__}
+        self.Function: Any = type(self.__name__, (Function,), body | {"forward": staticmethod(forward)})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.Function.apply(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<jaxfn function {self.__qualname__}>"
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled by name, as functions are
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return Methods(self.Function).parameters.signature
+
+    @property
+    def apply(self) -> Callable[..., Any]:
+        """The `apply` of the class underneath."""
+        return self.Function.apply
+
+    def backward(self, rule: _F) -> _F:
+        """Registers `backward(ctx, *grad_outputs)`; returns it unchanged."""
+        return self._register("backward", rule)
+
+    def setup_context(self, rule: _F) -> _F:
+        """Registers `setup_context(ctx, inputs, output)`, after which the function takes no ctx; returns it."""
+        return self._register("setup_context", rule)
+
+    def _register(self, method: str, rule: _F) -> _F:
+        setattr(self.Function, method, staticmethod(rule))
+        return rule
+
+
+def function(forward: Callable[..., Any]) -> CallableFunction:
+    """Makes a plain function one with a derivative of its own.
+
+    Args:
+      forward: `forward(ctx, *args)`, or `forward(*args)` where `setup_context` is registered afterwards.
+
+    Returns:
+      A callable with the function's name, docstring and signature (less the ctx), and with `.backward` and
+      `.setup_context` as registering decorators. Rules and errors are those of `Function`.
+
+    Example:
+      >>> import jax, jaxfn
+      >>> @jaxfn.function
+      ... def mul_constant(ctx, tensor, constant):
+      ...     ctx.constant = constant
+      ...     return tensor * constant
+      >>> @mul_constant.backward
+      ... def _(ctx, grad_output):
+      ...     return grad_output * ctx.constant, None
+      >>> print(jax.jit(jax.grad(lambda x: mul_constant(x, 3.0)))(1.0))
+      3.0
+
+    Torch counterpart: a `torch.autograd.Function` subclass and its `apply`.
+    """
+    return CallableFunction(forward)
+
+
+def autograd_function(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    *,
+    setup_context: Callable[..., Any] | None = None,
+) -> CallableFunction:
+    """A function with a derivative of its own, from two functions: R torch's form.
+
+    Args:
+      forward: `forward(ctx, *args)`; it saves by name, `ctx.save_for_backward(input=input)`.
+      backward: `backward(ctx, *grad_outputs)`; it reads `ctx.saved_variables.input` and
+        `ctx.needs_input_grad.input`, and returns `{"input": gradient}`. Names left out have no gradient.
+      setup_context: `setup_context(ctx, inputs, output)`, with which `forward` takes no ctx.
+
+    Returns:
+      The callable, as `function` gives it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> def forward(ctx, i):
+      ...     result = jnp.exp(i)
+      ...     ctx.save_for_backward(result=result)
+      ...     return result
+      >>> def backward(ctx, grad_output):
+      ...     return {"i": grad_output * ctx.saved_variables.result}
+      >>> exp = jaxfn.autograd_function(forward=forward, backward=backward)
+      >>> print(jax.grad(exp)(0.0))
+      1.0
+
+    Torch counterpart: `torch::autograd_function` of R torch.
+    """
+    made = CallableFunction(forward)
+    if backward is not None:
+        made.backward(backward)
+    if setup_context is not None:
+        made.setup_context(setup_context)
+    return made
