@@ -70,14 +70,47 @@ def _run_underived(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...
     An outer differentiation would otherwise go through operations whose derivative nobody uses, and fail where they
     have none (a callback, a kernel). Whether a Function saves intermediates is seen the first time.
     """
-    if not call.methods.keeps_intermediates and not any(call.are_refs) and any(map(is_traced, inputs)):
-        stopped = [as_array(x) for x in detach(inputs)]
+    if any(call.are_refs):
+        return _run_with_refs(call, inputs, perturbed)
+    if not call.methods.keeps_intermediates and any(map(is_traced, inputs)):
+        detached = [as_array(x) for x in detach(inputs)]
         # Inputs that differ only in what is differentiated may now be one object, and a saved one be taken for another.
-        if len({*map(id, stopped)}) == len({*map(id, inputs)}):
-            underived = run_forward(call, stopped, perturbed)
+        if len({*map(id, detached)}) == len({*map(id, inputs)}):
+            underived = run_forward(call, detached, perturbed)
             if not call.methods.keeps_intermediates:
                 return underived
     return run_forward(call, inputs, perturbed)
+
+
+def _run_with_refs(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any], list[Any]]:
+    """Runs a forward that may write to references: once, and never writing values that are being differentiated."""
+    for index, (is_ref, is_perturbed) in enumerate(zip(call.are_refs, perturbed, strict=True)):
+        if is_ref and is_perturbed:
+            raise NotImplementedError(
+                f"{call.name}: {call.describe_array(index)} is a jax.Ref that was made inside the function being "
+                "differentiated. What a Function reads from or writes to it would have no derivative. Make the Ref "
+                "outside, or return the value instead of writing it."
+            )
+    arrays = [x for x, is_ref in zip(inputs, call.are_refs, strict=True) if not is_ref]
+    detached = iter([as_array(x) for x in detach(arrays)])
+    mixed = [x if is_ref else next(detached) for x, is_ref in zip(inputs, call.are_refs, strict=True)]
+    run, outputs, own = run_forward(call, mixed, perturbed)
+    if own and any(map(is_traced, arrays)):
+        own = attach(own, (), arrays, _Refusal(call.name))
+    return run, outputs, own
+
+
+class _Refusal:
+    """Stands for the derivative of an intermediate that cannot be had: forward would have to write twice."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        raise NotImplementedError(
+            f"{self.name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be "
+            "differentiated twice. Save inputs or outputs instead."
+        )
 
 
 def _attached(run: Run, outputs: list[Any], own: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

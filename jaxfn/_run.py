@@ -28,6 +28,11 @@ class Call:
         self.layouts = layouts
         self.are_refs = tuple(flag for layout in layouts for flag in layout.are_refs)  # one for each array leaf
 
+    def describe_array(self, index: int) -> str:
+        """The input that an array leaf belongs to, as error messages name it."""
+        owners = [i for i, layout in enumerate(self.layouts) for _ in range(layout.num_arrays)]
+        return self.form.describe(owners[index])
+
     def needs_input_grad(self, perturbed: Sequence[bool]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""
         flags = iter(perturbed)
