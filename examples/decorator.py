@@ -74,7 +74,7 @@ class Results(NamedTuple):
 def main() -> Results:
     keys = jax.random.split(jax.random.key(0), 3)
     weight = jax.random.normal(keys[0], (3,))
-    x = 2 * jax.random.normal(keys[1], (5, 3))
+    x = jax.random.normal(keys[1], (5, 3))
     labels = jax.random.rademacher(keys[2], (5,), jnp.float32)
     gradients = per_example_gradients(weight, x, labels)
     slope = float(jax.grad(softplus)(100.0))

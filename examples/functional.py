@@ -64,9 +64,7 @@ def sum_of_squares(arguments: dict[str, jax.Array]) -> jax.Array:
 def main() -> Results:
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {"input": (4, 3), "weight": (2, 3), "bias": (2,)}
-    arguments = {
-        name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    arguments = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
     gradients = jax.grad(sum_of_squares)(arguments)
     without_bias = jax.grad(sum_of_squares)({"input": arguments["input"], "weight": arguments["weight"]})
     constant = float(jax.grad(mul_constant)(1.0, 2))

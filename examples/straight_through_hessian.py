@@ -87,7 +87,11 @@ def least_squares() -> tuple[jax.Array, jax.Array]:
 
 
 def newton(round: Round, num_steps: int = 4) -> Newton:
-    """Minimizes ||A round(w) - b||^2 / 2 by Newton's method, from w = 0.3."""
+    """Minimizes ||A round(w) - b||^2 / 2 by Newton's method, from w = 0.3.
+
+    The Hessian is A.T @ A, with which a single step ends so near to the solution that rounding does the rest. With a
+    Hessian of zeros a step is the gradient divided by the damping, however steep the loss is.
+    """
     A, b = least_squares()
 
     def loss(w: jax.Array) -> jax.Array:
@@ -95,7 +99,7 @@ def newton(round: Round, num_steps: int = 4) -> Newton:
 
     # jax.hessian uses forward mode, which a Function with only a backward does not have, and neither has a custom_vjp.
     hessian = jax.jacrev(jax.jacrev(loss))
-    # Usual damping. It makes a step possible where the Hessian is singular.
+    # The usual damping makes a step possible where the Hessian is singular.
     damping = 1e-3 * jnp.eye(3)
     w = jnp.full(3, 0.3)
     first_hessian = hessian(w)
@@ -130,8 +134,8 @@ def main() -> Results:
         print(f"  torch       {results.torch}")
     print("loss of quantized least squares, Newton step by Newton step")
     for name, run in (("jaxfn", results.newton), ("custom_vjp", results.custom_vjp_newton)):
-        print(f"  {name:10}  {'  '.join(f'{loss:.3g}' for loss in run.losses)}")
-    print(f"its Hessian with custom_vjp is at most {abs(results.custom_vjp_newton.hessian).max()}")
+        losses = "  ".join(f"{loss:.3g}" for loss in run.losses)
+        print(f"  {name:10}  {losses}  (diagonal of the Hessian: {jnp.diag(run.hessian)})")
     return results
 
 

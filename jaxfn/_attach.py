@@ -45,7 +45,7 @@ def _lowering(ctx: Any, *operands: Any, identity: Identity | None, num_outputs: 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, identity: Identity | None, num_outputs: int) -> Any:
     # jax.jvp of a custom_vjp is what reverse mode transposes; its `perturbed` flags are then exactly the tangents here.
     if identity is None:
-        return primals, [_zero(x) for x in primals]
+        return detach(primals), [_zero(x) for x in primals]  # bound again, for whatever differentiates further out
     perturbed = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def of_perturbed(*values: Any) -> Sequence[jax.Array]:

@@ -83,19 +83,19 @@ class Function:
 
     @staticmethod
     @undefined
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Saves what `backward` needs, given all inputs (defaults filled in) and the outputs."""
+    def setup_context(*args: Any, **kwargs: Any) -> Any:
+        """`setup_context(ctx, inputs, output)`: saves what `backward` needs, given all inputs and outputs."""
         raise NotImplementedError("a Function in separate style defines setup_context")
 
     @staticmethod
     @undefined
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Gives the gradient of each input, from the gradient of each output."""
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        """`backward(ctx, *grad_outputs)`: the gradient of each input, from the gradient of each output."""
         raise NotImplementedError("a differentiable Function defines backward")
 
     @staticmethod
     @undefined
-    def vjp(ctx: Any, *grad_outputs: Any) -> Any:
+    def vjp(*args: Any, **kwargs: Any) -> Any:
         """Another name of `backward`."""
         raise NotImplementedError("a differentiable Function defines backward")
 

@@ -1,0 +1,63 @@
+"""`python -m benchmarks`: measures, prints the table, saves it as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import jax
+
+from benchmarks import suite, table
+from benchmarks.environment import environment
+from benchmarks.functions import installed_forms
+from benchmarks.measure import settle
+from benchmarks.results import Row
+
+_FULL = suite.Effort(calls=40, builds=20, compiles=5, steps=20)
+_QUICK = suite.Effort(calls=8, builds=4, compiles=1, steps=8)
+
+
+def main() -> None:
+    options = _arguments()
+    begin = time.perf_counter()
+    jax.config.update("jax_enable_compilation_cache", False)  # a compilation found on disk is none
+    forms = installed_forms()
+    where = environment()
+    print(", ".join(f"{name} {value}" for name, value in where.items() if value is not None))
+    rows = _measure(forms, _QUICK if options.quick else _FULL)
+    print("\n" + "\n".join(table.summary(rows)))
+    _save(options.output, {"environment": where, "quick": options.quick, "rows": [row.as_json() for row in rows]})
+    print(f"\n{time.perf_counter() - begin:.0f} s; saved to {options.output}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What a Function costs in four forms.")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.json"), help="the JSON file")
+    parser.add_argument("--quick", action="store_true", help="few repeats: less than 20 seconds, and more noise")
+    return parser.parse_args()
+
+
+def _measure(forms: Mapping[str, ModuleType], effort: suite.Effort) -> list[Row]:
+    """Prints the table as it is measured."""
+    print(table.header(list(forms)))
+    rows: list[Row] = []
+    settle()
+    for row in suite.run(forms, effort):
+        if not rows or table.title(rows[-1]) != table.title(row):
+            print(table.title(row))
+        print(table.line(row, list(forms)), flush=True)
+        rows.append(row)
+    return rows
+
+
+def _save(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

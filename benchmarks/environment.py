@@ -1,0 +1,36 @@
+"""Where the measurements were taken."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import jax
+
+import jaxfn
+
+
+def environment() -> dict[str, Any]:
+    """Versions of all that matters, and the machine."""
+    return {
+        "jaxfn": jaxfn.__version__,
+        "jax": jax.__version__,
+        "jaxlib": _version("jaxlib"),
+        "python": platform.python_version(),
+        "equinox": _version("equinox"),
+        "torch": _version("torch"),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cpus": os.cpu_count(),
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,73 @@
+"""Timing several implementations so that noise falls on all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+_K = TypeVar("_K")
+
+Samples = dict[str, list[float]]
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps the garbage collector out of a timing, as `timeit` does."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def settle() -> None:
+    """Takes everything made so far out of the collector's sight, so that `no_collection` is quick."""
+    gc.collect()
+    gc.freeze()
+
+
+def seconds(call: Callable[[], object], number: int = 1) -> float:
+    """Seconds of one call, over `number` of them."""
+    begin = time.perf_counter()
+    for _ in range(number):
+        call()
+    return (time.perf_counter() - begin) / number
+
+
+def rotated(names: Iterable[_K], by: int) -> list[_K]:
+    """The names beginning elsewhere each round, so that none always follows the same other one."""
+    names = list(names)
+    by %= len(names)
+    return names[by:] + names[:by]
+
+
+def interleaved(
+    calls: Mapping[_K, Callable[[], object]], rounds: int, sample_seconds: float = 0.004
+) -> dict[_K, list[float]]:
+    """Seconds of each call in each round, every round going through all of the calls.
+
+    Args:
+      calls: by name; each waits for its own result.
+      rounds: how many samples of each.
+      sample_seconds: how long one sample should take: short calls are repeated within it.
+    """
+    numbers: dict[_K, int] = {}
+    for name, call in calls.items():
+        seconds(call)  # warms up
+        numbers[name] = max(1, round(sample_seconds / seconds(call, 3)))
+    samples: dict[_K, list[float]] = {name: [] for name in calls}
+    for i in range(rounds):
+        with no_collection():
+            for name in rotated(calls, i):
+                samples[name].append(seconds(calls[name], numbers[name]))
+    return samples
+
+
+def upper_quartile(values: Sequence[float]) -> float:
+    """The third quartile; of one value, itself."""
+    return statistics.quantiles(values, n=4, method="inclusive")[2] if len(values) > 1 else values[0]

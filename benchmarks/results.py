@@ -1,0 +1,74 @@
+"""What was measured: samples, medians, ratios, targets."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.functions import BY_HAND
+from benchmarks.measure import upper_quartile
+
+# jaxfn's time over that of the form by hand, at most.
+TARGETS = {"eager call": 0.35, "eager value-and-grad": 1.15, "trace": 1.10}
+# jaxfn's time over that of the form by hand is to be 1.00 within noise.
+SAME_AS_BY_HAND = "compiled step"
+BYTES = ("saved bytes", "peak memory")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement of one Function in every form.
+
+    Attributes:
+      function: its name.
+      network: what it was called in, "call" for a single call.
+      measurement: what was measured.
+      samples: for each form its samples, in seconds or bytes; empty where there was nothing to measure.
+    """
+
+    function: str
+    network: str
+    measurement: str
+    samples: Mapping[str, Sequence[float]]
+
+    @property
+    def medians(self) -> dict[str, float | None]:
+        """The median of each form."""
+        return {form: statistics.median(values) if values else None for form, values in self.samples.items()}
+
+    @property
+    def ratios(self) -> dict[str, float | None]:
+        """Each form's median over that of the form by hand."""
+        medians = self.medians
+        base = medians[BY_HAND]
+        return {form: value / base if value is not None and base else None for form, value in medians.items()}
+
+    @property
+    def target(self) -> float | None:
+        """What jaxfn's ratio is to be at most; for the compiled step, the upper quartile by hand over its median."""
+        if self.measurement != SAME_AS_BY_HAND:
+            return TARGETS.get(self.measurement)
+        by_hand = self.samples[BY_HAND]
+        return upper_quartile(by_hand) / statistics.median(by_hand)
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether jaxfn meets the target; `None` without one."""
+        ratio, target = self.ratios["jaxfn"], self.target
+        return None if ratio is None or target is None else ratio <= target
+
+    def as_json(self) -> dict[str, Any]:
+        """What is saved."""
+        return {
+            "function": self.function,
+            "network": self.network,
+            "measurement": self.measurement,
+            "unit": "bytes" if self.measurement in BYTES else "seconds",
+            "medians": self.medians,
+            "ratios_to_by_hand": self.ratios,
+            "num_samples": {form: len(values) for form, values in self.samples.items()},
+            "target_ratio": self.target,
+            "target_met": self.is_met,
+        }

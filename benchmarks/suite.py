@@ -1,0 +1,120 @@
+"""Which Functions are measured, how, and in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from benchmarks import calls, networks, steps
+from benchmarks.functions import BY_HAND, TORCH
+from benchmarks.measure import interleaved
+from benchmarks.results import Row
+
+Forms = Mapping[str, Callable[..., Any]]
+
+_ROWS, _COLUMNS = 32, 32
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many samples are taken of what."""
+
+    calls: int
+    builds: int
+    compiles: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A Function and the networks that it is measured in.
+
+    Attributes:
+      name: what the modules of `functions` call it.
+      shapes: of the arguments of a single call.
+      networks: by name, how a Function becomes a network, and what makes the network's arguments.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    networks: dict[str, tuple[Callable[..., networks.Forward], Callable[[], tuple[Any, Any]]]]
+
+    def args(self) -> list[calls.Array]:
+        """Random arguments of a single call."""
+        generator = np.random.default_rng(0)
+        return [generator.standard_normal(shape).astype(np.float32) for shape in self.shapes]
+
+
+_ELEMENTWISE = {
+    f"{networks.CALLS} calls": (networks.chain, networks.chain_args),
+    f"{networks.CALLS}-layer MLP": (networks.activation_mlp, networks.mlp_args),
+}
+_LINEAR = {f"{networks.CALLS}-layer MLP": (networks.linear_mlp, networks.mlp_args)}
+
+WORKLOADS = (
+    Workload("relu", ((_ROWS, _COLUMNS),), _ELEMENTWISE),
+    Workload("swish", ((_ROWS, _COLUMNS),), _ELEMENTWISE),
+    Workload("straight_through", ((_ROWS, _COLUMNS),), _ELEMENTWISE),
+    Workload("linear", ((_ROWS, _COLUMNS), (_COLUMNS, _COLUMNS), (_COLUMNS,)), _LINEAR),
+)
+
+
+def run(modules: Mapping[str, ModuleType], effort: Effort) -> Iterator[Row]:
+    """Every row, as it is measured."""
+    for workload in WORKLOADS:
+        forms = {form: getattr(module, workload.name) for form, module in modules.items()}
+        yield from _single_call(workload, forms, effort)
+        in_jax = {form: f for form, f in forms.items() if form != TORCH}
+        for name in workload.networks:
+            yield from _network(workload, name, in_jax, effort)
+
+
+def _single_call(workload: Workload, forms: Forms, effort: Effort) -> Iterator[Row]:
+    args = workload.args()
+    eager = {form: (calls.torch_call if form == TORCH else calls.call)(f, args) for form, f in forms.items()}
+    check_same(eager)
+    yield Row(workload.name, "call", "eager call", interleaved(eager, effort.calls))
+    both = {
+        form: (calls.torch_value_and_grad if form == TORCH else calls.value_and_grad)(f, args)
+        for form, f in forms.items()
+    }
+    check_same(both)
+    yield Row(workload.name, "call", "eager value-and-grad", interleaved(both, effort.calls))
+    saved = {
+        form: [(calls.torch_saved_bytes if form == TORCH else calls.saved_bytes)(f, args)] for form, f in forms.items()
+    }
+    yield Row(workload.name, "call", "saved bytes", saved)
+
+
+def _network(workload: Workload, name: str, forms: Forms, effort: Effort) -> Iterator[Row]:
+    network, make_args = workload.networks[name]
+    args = make_args()
+    new_steps = {form: lambda f=f: networks.train_step(network(f)) for form, f in forms.items()}
+    stages, executables = steps.build_all(new_steps, args, effort.builds, effort.compiles)
+    for stage, samples in stages.items():
+        yield Row(workload.name, name, stage, samples)
+    yield Row(workload.name, name, "compiled step", steps.run_all(executables, args, effort.steps))
+    memory = {form: steps.peak_memory(compiled[0]) for form, compiled in executables.items()}
+    yield Row(workload.name, name, "peak memory", {form: [] if m is None else [m] for form, m in memory.items()})
+
+
+def check_same(computations: Mapping[str, Callable[[], Any]]) -> None:
+    """Fails where a form computes something else than the one by hand: its time would mean nothing.
+
+    Loosely, since matrix products on an accelerator may be of low precision, and a wrong rule is off by more.
+    """
+    expected = _leaves(computations[BY_HAND]())
+    for form, compute in computations.items():
+        for a, b in zip(_leaves(compute()), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02, err_msg=form)
+
+
+def _leaves(value: Any) -> list[calls.Array]:
+    """The arrays in nested tuples and lists, torch's tensors among them."""
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [np.asarray(value)]

@@ -1,0 +1,75 @@
+"""The measurements as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks.functions import BY_HAND
+from benchmarks.results import BYTES, SAME_AS_BY_HAND, TARGETS, Row
+
+_LABEL, _CELL = 22, 18
+
+
+def header(forms: Sequence[str]) -> str:
+    """The line over the table."""
+    return " " * _LABEL + "".join(form.rjust(_CELL) for form in forms) + "   jaxfn's target"
+
+
+def title(row: Row) -> str:
+    """The line over the measurements of one Function in one network."""
+    return f"{row.function}, {row.network}"
+
+
+def line(row: Row, forms: Sequence[str]) -> str:
+    """One measurement, in every form, with its ratio to the form by hand."""
+    cells = "".join(_cell(row, form).rjust(_CELL) for form in forms)
+    return f"  {row.measurement.ljust(_LABEL - 2)}{cells}   {_verdict(row)}".rstrip()
+
+
+def summary(rows: Iterable[Row]) -> list[str]:
+    """How often each target was met, and where it was furthest off."""
+    rows = list(rows)
+    lines: list[str] = []
+    for measurement in (*TARGETS, SAME_AS_BY_HAND):
+        judged = [row for row in rows if row.measurement == measurement and row.is_met is not None]
+        if judged:
+            lines.append(_summary_line(measurement, judged))
+    return lines
+
+
+def _summary_line(measurement: str, judged: Sequence[Row]) -> str:
+    wanted = f"<= {TARGETS[measurement]:.2f}" if measurement in TARGETS else "1.00 within noise"
+    met = sum(bool(row.is_met) for row in judged)
+    worst = max(judged, key=lambda row: row.ratios["jaxfn"] or 0)
+    verdict = "met" if met == len(judged) else "NOT MET"
+    return (
+        f"{measurement} {wanted} x by hand: {verdict}, in {met} of {len(judged)}; "
+        f"highest {worst.ratios['jaxfn']:.3f} ({title(worst)})"
+    )
+
+
+def _cell(row: Row, form: str) -> str:
+    value = row.medians.get(form)
+    if value is None:
+        return "-"
+    shown = _size(value) if row.measurement in BYTES else _duration(value)
+    ratio = row.ratios[form]
+    return shown + " " * 7 if form == BY_HAND or ratio is None else f"{shown} {ratio:5.2f}x"
+
+
+def _duration(value: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value / 1e-6:.1f} us"
+
+
+def _size(value: float) -> str:
+    return f"{value:,.0f} B" if value < 100_000 else f"{value / 1024:,.0f} KiB"
+
+
+def _verdict(row: Row) -> str:
+    if row.is_met is None:
+        return ""
+    noise = " (noise)" if row.measurement == SAME_AS_BY_HAND else ""
+    return f"<= {row.target:.2f}{noise}: {'met' if row.is_met else 'NOT MET'}"
