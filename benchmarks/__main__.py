@@ -18,7 +18,7 @@ from benchmarks.measure import settle
 from benchmarks.results import Row
 
 _FULL = suite.Effort(calls=40, builds=20, compiles=5, steps=20)
-_QUICK = suite.Effort(calls=8, builds=4, compiles=1, steps=8)
+_QUICK = suite.Effort(calls=8, builds=3, compiles=1, steps=8)
 
 
 def main() -> None:
@@ -30,6 +30,8 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in where.items() if value is not None))
     rows = _measure(forms, _QUICK if options.quick else _FULL)
     print("\n" + "\n".join(table.summary(rows)))
+    if options.quick:
+        print("Quick: few samples, and one executable of each form; take the verdicts from a full run.")
     _save(options.output, {"environment": where, "quick": options.quick, "rows": [row.as_json() for row in rows]})
     print(f"\n{time.perf_counter() - begin:.0f} s; saved to {options.output}")
 

@@ -13,7 +13,7 @@ import jaxfn
 
 
 def environment() -> dict[str, Any]:
-    """Versions of all that matters, and the machine."""
+    """Versions of all that matters, the machine, and how busy it is."""
     return {
         "jaxfn": jaxfn.__version__,
         "jax": jax.__version__,
@@ -24,6 +24,8 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "system": platform.system(),
         "cpus": os.cpu_count(),
+        # On a busy machine waiting for a result costs tens of microseconds, which raises the ratios of eager calls.
+        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
     }

@@ -68,6 +68,6 @@ def interleaved(
     return samples
 
 
-def upper_quartile(values: Sequence[float]) -> float:
-    """The third quartile; of one value, itself."""
-    return statistics.quantiles(values, n=4, method="inclusive")[2] if len(values) > 1 else values[0]
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The first quartile, the median and the third quartile; of one value, three times itself."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3

@@ -148,10 +148,15 @@ def test_E5_a_pallas_kernel_in_forward_and_backward(wrap):
 def test_E5_an_ffi_call_in_forward_and_backward(wrap):
     """LAPACK's Cholesky factorization, which jaxlib itself registers, called as a user's own kernel would be."""
 
+    jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # has jaxlib set up its LAPACK calls
+
     def factor(a):
-        call = jax.ffi.ffi_call("lapack_spotrf_ffi", (jax.ShapeDtypeStruct(a.shape, a.dtype), jax.ShapeDtypeStruct((), np.int32)),
-                                input_layouts=[(1, 0)], output_layouts=[(1, 0), ()])  # fmt: skip
-        return jnp.tril(call(a, uplo=np.uint8(ord("L")))[0])
+        info = jax.ShapeDtypeStruct((), np.int32)
+        call = jax.ffi.ffi_call(
+            "lapack_spotrf_ffi", (jax.ShapeDtypeStruct(a.shape, a.dtype), info), input_output_aliases={0: 0}
+        )
+        # LAPACK counts columns first; the upper factor there is the lower one here.
+        return jnp.tril(call(a, uplo=np.uint8(ord("U")))[0])
 
     @jaxfn.function
     def logdet(ctx, a):
