@@ -105,7 +105,8 @@ def _unavailable(variables: Sequence[Any], available: Sequence[bool]) -> list[An
 
 attach_p.def_impl(_returned)
 attach_p.def_abstract_eval(_returned)
-mlir.register_lowering(attach_p, _lowering)
+# Not cacheable: every equation has an `identity` of its own, so that looking it up costs more than lowering it.
+mlir.register_lowering(attach_p, _lowering, cacheable=False)
 ad.primitive_jvps[attach_p] = _jvp
 batching.fancy_primitive_batchers[attach_p] = _batch
 partial_eval.partial_eval_jaxpr_custom_rules[attach_p] = _partial_eval

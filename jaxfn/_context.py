@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxfn._arguments import Form
@@ -77,28 +79,18 @@ class SavedVariables(Mapping[str, Any]):
 class ContextState:
     """What a `FunctionCtx` holds for jaxfn, out of the way of the user's own attributes."""
 
-    __slots__ = (
-        "dirty",
-        "form",
-        "materialize_grads",
-        "named",
-        "needs_input_grad",
-        "non_differentiable",
-        "num_outputs",
-        "read_needs_input_grad",
-        "tensors",
-    )
+    # Class attributes are the defaults, so that making one for every call is cheap.
+    read_needs_input_grad: bool = False
+    num_outputs: int | None = None
+    tensors: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = MappingProxyType({})
+    non_differentiable: tuple[Any, ...] = ()
+    dirty: tuple[Any, ...] = ()
+    materialize_grads: bool = True
 
     def __init__(self, form: Form, needs_input_grad: tuple[bool, ...]) -> None:
         self.form = form
         self.needs_input_grad = needs_input_grad
-        self.read_needs_input_grad = False
-        self.num_outputs: int | None = None
-        self.tensors: tuple[Any, ...] = ()
-        self.named: dict[str, Any] = {}
-        self.non_differentiable: tuple[Any, ...] = ()
-        self.dirty: tuple[Any, ...] = ()
-        self.materialize_grads = True
 
 
 class FunctionCtx:
@@ -243,8 +235,10 @@ def saved_by(ctx: FunctionCtx) -> tuple[SavedNames, list[Any]]:
 def restored(state: ContextState, names: SavedNames, values: Iterable[Any]) -> FunctionCtx:
     """A ctx that has what `saved_by` returned of another."""
     values = iter(values)
-    state.tensors = tuple(next(values) for _ in range(names.num_tensors))
-    state.named = {name: next(values) for name in names.named}
     ctx = FunctionCtx(state)
-    vars(ctx).update(zip(names.attributes, values, strict=True))
+    state.tensors = tuple(islice(values, names.num_tensors))
+    if names.named:
+        state.named = dict(zip(names.named, islice(values, len(names.named)), strict=True))
+    if names.attributes:
+        vars(ctx).update(zip(names.attributes, values, strict=True))
     return ctx

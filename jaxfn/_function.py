@@ -13,8 +13,8 @@ from jaxfn._methods import Methods, undefined
 from jaxfn._reverse import Outputs, differentiable
 from jaxfn._run import Call
 
-# Per Function: how many argument structures and static values keep their custom_vjp at the same time.
-_RULES_KEPT = 256
+# Per Function: how many argument structures and static values are kept prepared at the same time.
+_CALLS_KEPT = 256
 
 
 class Function:
@@ -114,29 +114,24 @@ def make_apply(function: type[Function]) -> Callable[..., Any]:
     return apply
 
 
-def _rule(methods: Methods, form: Form, layouts: tuple[Layout, ...]) -> Callable[..., Outputs]:
-    return differentiable(Call(methods, form, layouts))
-
-
 class _Entry:
     """Where calls of one Function come in."""
 
     def __init__(self, function: type[Function]) -> None:
         self._function = function
-        self._methods: Methods | None = None
-        self._rule: Callable[[Form, tuple[Layout, ...]], Callable[..., Outputs]]
+        self._prepared: tuple[Methods, _Prepare] | None = None
 
-    def methods(self) -> Methods:
-        """The class's methods, looked up again where they were replaced."""
-        methods = self._methods
-        if methods is None or not methods.is_current():
-            methods = self._methods = Methods(self._function)
-            self._rule = lru_cache(_RULES_KEPT)(partial(_rule, methods))
-        return methods
+    def prepared(self) -> tuple[Methods, _Prepare]:
+        """The class's methods, looked up again where they were replaced, and the calls prepared for them."""
+        prepared = self._prepared
+        if prepared is None or not prepared[0].is_current():
+            methods = Methods(self._function)
+            prepared = self._prepared = methods, lru_cache(_CALLS_KEPT)(partial(_prepare, methods))
+        return prepared
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call: bind the arguments, take out the array leaves, run."""
-        methods = self.methods()
+        methods, prepare = self.prepared()
         form, values = methods.parameters.bind(args, kwargs)
         arrays: list[Any] = []
         layouts: list[Layout] = []
@@ -144,16 +139,24 @@ class _Entry:
             leaves, layout = split(value)
             arrays += map(as_array, leaves)
             layouts.append(layout)
-        call = Call(methods, form, tuple(layouts))
+        try:
+            call, rule = prepare(form, tuple(layouts))
+        except TypeError:  # a static argument that is not compared by value
+            call, rule = _prepare(methods, form, tuple(layouts))
         if is_eager() and not any(map(is_traced, arrays)):
             # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
-            _, _, returned = call.forward(arrays, (False,) * len(arrays))
+            _, _, returned = call.forward(arrays, call.unperturbed)
             # A forward that closes over somebody's tracer goes the full way, to get JAX's own error.
             if not any(map(is_traced, returned.arrays)):
                 return returned.value
-        try:
-            rule = self._rule(form, call.layouts)
-        except TypeError:  # a static argument that is not compared by value
-            rule = _rule(methods, form, call.layouts)
         outputs = rule(*arrays)
         return outputs.layout.merge(outputs.arrays)
+
+
+_Prepare = Callable[[Form, tuple[Layout, ...]], tuple[Call, Callable[..., Outputs]]]
+
+
+def _prepare(methods: Methods, form: Form, layouts: tuple[Layout, ...]) -> tuple[Call, Callable[..., Outputs]]:
+    """A way of calling a Function, and its custom_vjp: JAX's caches go by the identity of the latter."""
+    call = Call(methods, form, layouts)
+    return call, differentiable(call)

@@ -7,7 +7,7 @@ Inner functions know one gradient and one input; `input_cotangents` walks over a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,17 @@ class Owner(Protocol):
     def form(self) -> Form: ...
 
 
+class _Place(NamedTuple):
+    """An input, or a leaf of it; put into words only when something is wrong there."""
+
+    owner: Owner
+    position: int
+    path: str = ""
+
+    def __str__(self) -> str:
+        return self.owner.form.describe(self.position) + self.path
+
+
 def _refuse(owner: Owner, row: str, **facts: object) -> Exception:
     kind, text = _MESSAGES[row]
     return kind(f"{owner.name}.backward {text.format(**facts)}")
@@ -90,14 +101,13 @@ def input_cotangents(
     cotangents: list[jax.Array | None] = []
     leaves = iter(zip(avals, perturbed, strict=True))
     for index, (gradient, layout) in enumerate(zip(gradients, layouts, strict=True)):
-        where = owner.form.describe(index)
-        for path, piece, is_array in _pieces(owner, gradient, layout, where):
+        for path, piece, is_array in _pieces(gradient, layout, _Place(owner, index)):
+            place = _Place(owner, index, path)
             if is_array:
-                aval, is_perturbed = next(leaves)
-                cotangents.append(_cotangent(owner, piece, aval, is_perturbed, where + path))
+                cotangents.append(_cotangent(piece, *next(leaves), place))
             elif piece is not None:
-                value = repr(next(iter(layout.leaves))) if layout.treedef is None else "there"
-                raise _refuse(owner, "static", where=where + path, value=value)
+                value = repr(layout.leaves[0]) if layout.treedef is None else "there"
+                raise _refuse(owner, "static", where=place, value=value)
     return cotangents
 
 
@@ -152,11 +162,15 @@ def _is_sole_namedtuple(returned: object, layouts: Sequence[Layout]) -> bool:
     return type(layouts[0].skeleton()) is type(returned)
 
 
-def _pieces(owner: Owner, gradient: Any, layout: Layout, where: str) -> Iterator[tuple[str, Any, bool]]:
+def _pieces(gradient: Any, layout: Layout, where: _Place) -> Iterable[tuple[str, Any, bool]]:
     """Each leaf of an input: its path, the gradient for it, and whether it is an array."""
     if layout.treedef is None:
-        yield "", gradient, layout.num_arrays == 1
-        return
+        return (("", gradient, layout.num_arrays == 1),)
+    return _tree_pieces(gradient, layout, where)
+
+
+def _tree_pieces(gradient: Any, layout: Layout, where: _Place) -> Iterator[tuple[str, Any, bool]]:
+    owner = where.owner
     wanted = tree_flatten_with_path(layout.skeleton())[0]
     if gradient is None:
         yield from ((keystr(path), None, is_array) for path, is_array in wanted)
@@ -182,32 +196,31 @@ def _at(path: Iterable[Any]) -> str:
     return keystr(tuple(path)) or "its top"
 
 
-def _cotangent(owner: Owner, gradient: Any, aval: Any, perturbed: bool, where: str) -> jax.Array | None:
+def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.Array | None:
     """The cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
     if gradient is None:
         return None
     if not is_array_leaf(gradient):
         got = f"a Python {type(gradient).__name__}"
-        raise _refuse(owner, "type", got=got, where=where, shape=f" of shape {getattr(aval, 'shape', ())}")
+        raise _refuse(where.owner, "type", got=got, where=where, shape=f" of shape {getattr(aval, 'shape', ())}")
     if not perturbed:  # integers, and whatever torch would not look at either
         return None
     gradient = as_array(gradient)
     if gradient.dtype.kind == "c" and aval.dtype.kind != "c":
-        raise _refuse(owner, "complex", got=gradient.dtype, where=where, expected=aval.dtype)
-    gradient = _sum_to_shape(owner, gradient, aval, where)
+        raise _refuse(where.owner, "complex", got=gradient.dtype, where=where, expected=aval.dtype)
+    gradient = _sum_to_shape(gradient, aval.shape, where)
     if gradient.dtype != aval.dtype:
         gradient = gradient.astype(aval.dtype)
     return match_varying(conjugate(gradient), aval)
 
 
-def _sum_to_shape(owner: Owner, gradient: jax.Array, aval: Any, where: str) -> jax.Array:
-    shape: tuple[int, ...] = aval.shape
+def _sum_to_shape(gradient: jax.Array, shape: tuple[int, ...], where: _Place) -> jax.Array:
     if gradient.shape == shape:
         return gradient
     extra = gradient.ndim - len(shape)
     pairs = list(zip(gradient.shape[max(extra, 0) :], shape, strict=False))
     if extra < 0 or any(got != want and want != 1 for got, want in pairs):
-        raise _refuse(owner, "shape", got=gradient.shape, where=where, expected=shape)
+        raise _refuse(where.owner, "shape", got=gradient.shape, where=where, expected=shape)
     stretched = [extra + axis for axis, (got, want) in enumerate(pairs) if got != want]
     return jnp.sum(gradient, axis=(*range(extra), *stretched)).reshape(shape)
 

@@ -101,6 +101,8 @@ class Layout:
 
     def merge(self, arrays: Iterator[Any]) -> Any:
         """The value again, with the next `num_arrays` of `arrays` in the array leaves' places."""
+        if self is ARRAY_LAYOUT:
+            return next(arrays)
         leaves = [next(arrays) if isinstance(leaf, _Array) else leaf for leaf in self.leaves]
         return leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, leaves)
 
@@ -146,7 +148,7 @@ def _value_key(leaf: object) -> tuple[object, ...]:
 
 
 # A value that is one array, by far the most frequent kind, shares its layout.
-_ARRAY_LAYOUT = Layout(None, (_ARRAY,))
+ARRAY_LAYOUT = Layout(None, (_ARRAY,))
 _REF_LAYOUT = Layout(None, (_REF,))
 
 
@@ -167,7 +169,7 @@ def split(value: Any) -> tuple[Sequence[Any], Layout]:
     if type(value) in _SCALARS:
         return (), Layout(None, (value,))
     if is_array_leaf(value):
-        return (value,), (_ARRAY_LAYOUT if _marker(value) is _ARRAY else _REF_LAYOUT)
+        return (value,), (ARRAY_LAYOUT if _marker(value) is _ARRAY else _REF_LAYOUT)
     leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)
     if len(leaves) == 1 and leaves[0] is value:
         return (), Layout(None, (value,))

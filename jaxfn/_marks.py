@@ -33,8 +33,6 @@ def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: 
     Raises:
       ValueError: something that is not an array input, or an input of whose shape and dtype there is no output.
     """
-    if not state.dirty:
-        return False
     found_array = False
     for position, marked in enumerate(jax.tree_util.tree_leaves(state.dirty)):
         if not any(marked is x for x in inputs):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxfn._compat import SymbolicZero, zeros_of
 from jaxfn._gradients import conjugate
-from jaxfn._leaves import Layout, as_array, split
+from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, split
 
 
 class OutputLayout:
@@ -45,9 +45,11 @@ class OutputLayout:
         make: Any = getattr(self.container, "_make", self.container)  # a namedtuple's constructor takes no iterable
         return make(values)
 
-    def without_derivatives(self, arrays: Sequence[Any]) -> list[Any]:
+    def without_derivatives(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """The array leaves, those marked non-differentiable under `stop_gradient`."""
         marked = self.non_differentiable
+        if not marked:
+            return arrays
         return [jax.lax.stop_gradient(array) if i in marked else array for i, array in enumerate(arrays)]
 
     def grad_outputs(self, cotangents: Sequence[Any], avals: Sequence[Any], materialize: bool) -> list[Any] | None:
@@ -58,9 +60,12 @@ class OutputLayout:
           avals: the types of those leaves.
           materialize: whether zeros are given as arrays; as `None` otherwise.
         """
-        zero = [isinstance(ct, SymbolicZero) or i in self.non_differentiable for i, ct in enumerate(cotangents)]
+        marked = self.non_differentiable
+        zero = [isinstance(ct, SymbolicZero) or i in marked for i, ct in enumerate(cotangents)]
         if all(zero):
             return None
+        if len(zero) == len(self.layouts) == 1 and self.layouts[0] is ARRAY_LAYOUT:  # by far the most frequent
+            return [conjugate(cotangents[0])]
         leaves: list[Any] = [
             (_zeros(aval) if materialize else None) if is_zero else conjugate(ct)
             for ct, aval, is_zero in zip(cotangents, avals, zero, strict=True)

@@ -11,6 +11,7 @@ trace and not run the function again.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,10 +44,9 @@ jax.tree_util.register_pytree_node(Residuals, lambda r: (r.arrays, r.run), lambd
 
 def differentiable(call: Call) -> Callable[..., Outputs]:
     """A function of a call's array leaves, differentiable by the Function's own rule at every order."""
-    num_arrays = sum(layout.num_arrays for layout in call.layouts)
 
     def primal(*arrays: Any) -> Outputs:
-        run, outputs, _ = run_forward(call, [as_array(x) for x in arrays], (False,) * num_arrays)
+        run, outputs, _ = run_forward(call, [as_array(x) for x in arrays], call.unperturbed)
         return Outputs(outputs, run.outputs)
 
     def fwd(*primals: Any) -> tuple[Outputs, Residuals]:
@@ -59,9 +59,20 @@ def differentiable(call: Call) -> Callable[..., Outputs]:
         return tuple(residuals.run.backward(residuals.arrays, cotangents.arrays))
 
     primal.__name__ = primal.__qualname__ = call.name
+    return _custom_vjp(primal, fwd, bwd)
+
+
+def _custom_vjp(primal: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
+    # JAX asks for all three signatures at every call; stated beforehand, they need not be read off the code each time.
+    for function, signature in ((primal, _ARRAYS), (fwd, _ARRAYS), (bwd, _RESIDUALS_AND_COTANGENTS)):
+        function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     rule = jax.custom_vjp(primal)
     rule.defvjp(fwd, bwd, symbolic_zeros=True)
     return rule
+
+
+_ARRAYS = inspect.signature(lambda *arrays: None)
+_RESIDUALS_AND_COTANGENTS = inspect.signature(lambda residuals, cotangents: None)
 
 
 def _run_underived(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any], list[Any]]:
@@ -113,7 +124,7 @@ class _Refusal:
         )
 
 
-def _attached(run: Run, outputs: list[Any], own: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+def _attached(run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
     """The outputs with the Function's own rule for an outer differentiation; see `_attach`."""
     operands = [x for x, is_ref in zip(inputs, run.call.are_refs, strict=True) if not is_ref]
     if any(map(is_traced, operands)) and any(is_inexact(x.dtype) for x in operands):
@@ -141,7 +152,7 @@ class _Identity:
         def primal(*operands: Any) -> list[Any]:
             return list(operands[:num_outputs])
 
-        def fwd(*primals: Any) -> tuple[list[Any], Residuals]:
+        def fwd(*primals: Any) -> tuple[Sequence[Any], Residuals]:
             remaining = iter(primals)
             outputs = [as_array(next(remaining).value) for _ in range(num_outputs)]
             own = [as_array(next(remaining).value) for _ in range(num_own)]
@@ -156,9 +167,7 @@ class _Identity:
             of_operands = [ct for ct, is_ref in zip(of_inputs, are_refs, strict=True) if not is_ref]
             return (None,) * (num_outputs + num_own) + tuple(of_operands)
 
-        rule = jax.custom_vjp(primal)
-        rule.defvjp(fwd, bwd, symbolic_zeros=True)
-        return rule(*operands)
+        return _custom_vjp(primal, fwd, bwd)(*operands)
 
 
 def _widened(run: Run, own: list[Any], inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any]]:

@@ -27,25 +27,29 @@ class Call:
         self.form = form
         self.layouts = layouts
         self.are_refs = tuple(flag for layout in layouts for flag in layout.are_refs)  # one for each array leaf
+        self.unperturbed = (False,) * len(self.are_refs)
+        self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
     def describe_array(self, index: int) -> str:
         """The input that an array leaf belongs to, as error messages name it."""
         owners = [i for i, layout in enumerate(self.layouts) for _ in range(layout.num_arrays)]
         return self.form.describe(owners[index])
 
-    def needs_input_grad(self, perturbed: Sequence[bool]) -> tuple[bool, ...]:
+    def needs_input_grad(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""
+        if self._is_flat:
+            return perturbed
         flags = iter(perturbed)
         return tuple(any(list(islice(flags, layout.num_arrays))) for layout in self.layouts)
 
-    def forward(self, arrays: Sequence[Any], perturbed: Sequence[bool]) -> tuple[ContextState, FunctionCtx, Returned]:
+    def forward(self, arrays: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[ContextState, FunctionCtx, Returned]:
         """Runs the user's forward with these arrays in their places: the ctx that it filled and its outputs."""
         remaining = iter(arrays)
         inputs = tuple(layout.merge(remaining) for layout in self.layouts)
         state = ContextState(self.form, self.needs_input_grad(perturbed))
         ctx = FunctionCtx(state)
         returned = self.methods.forward(ctx, self.form, inputs)
-        if check_dirty(self.name, state, arrays, returned.arrays):
+        if state.dirty and check_dirty(self.name, state, arrays, returned.arrays):
             self.methods.warn_of_dirty()
         return state, ctx, returned
 
@@ -72,21 +76,23 @@ class Saved(NamedTuple):
 def _save(ctx: FunctionCtx, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Saved, list[jax.Array]]:
     """What this ctx keeps, and the intermediates among it."""
     names, values = saved_by(ctx)
-    known = {id(x): ("output", i) for i, x in enumerate(outputs)}
-    known |= {id(x): ("input", i) for i, x in enumerate(inputs)}
+    sources: dict[int, tuple[str, int]] = {id(x): ("output", i) for i, x in enumerate(outputs)}
+    for i, x in enumerate(inputs):
+        sources[id(x)] = ("input", i)
     own: list[Any] = []
     layouts: list[Layout] = []
-    leaves: list[tuple[str, int]] = []
+    places: dict[tuple[str, int], int] = {}
+    order: list[int] = []
     for value in values:
         arrays, layout = split_saved(value)
         layouts.append(layout)
         for array in arrays:
-            if id(array) not in known:
-                known[id(array)] = ("own", len(own))
+            source = sources.get(id(array))
+            if source is None:
+                source = sources[id(array)] = ("own", len(own))
                 own.append(array)
-            leaves.append(known[id(array)])
-    sources = list(dict.fromkeys(leaves))
-    return Saved(names, layouts, sources, [sources.index(leaf) for leaf in leaves]), [as_array(x) for x in own]
+            order.append(places.setdefault(source, len(places)))
+    return Saved(names, layouts, list(places), order), [as_array(x) for x in own]
 
 
 class Run:

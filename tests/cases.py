@@ -511,7 +511,9 @@ def make_args(case: Case, batch: int | None = None) -> tuple[Any, ...]:
         return case.args(np.random.default_rng(0))
     samples = [case.args(np.random.default_rng(i)) for i in range(batch)]
     return tuple(
-        jax.tree.map(lambda *leaves: jnp.stack(leaves), *(sample[i] for sample in samples)) if batched else samples[0][i]
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *(sample[i] for sample in samples))
+        if batched
+        else samples[0][i]
         for i, batched in enumerate(case.batched)
     )
 

@@ -364,7 +364,9 @@ def test_B10_refs_are_written_in_place(mode):
 
 
 def test_B10_refs_made_inside_the_differentiated_function_are_refused():
-    write = jaxfn.autograd_function(lambda ctx, x, ref: ref.__setitem__(..., 3 * x) or 2 * x, lambda ctx, g: (2 * g, None))
+    write = jaxfn.autograd_function(
+        lambda ctx, x, ref: ref.__setitem__(..., 3 * x) or 2 * x, lambda ctx, g: (2 * g, None)
+    )
 
     def loss(x):
         ref = jax.new_ref(x)

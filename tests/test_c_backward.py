@@ -216,14 +216,18 @@ def test_C8_complex_for_real_is_an_error(wrap):
 @pytest.mark.parametrize("value", [1.0, 0, [X], (X,), "text"], ids=repr)
 @WRAPS
 def test_C9_python_values_are_an_error(value, wrap):
-    with pytest.raises(TypeError, match=rf"returned a Python {type(value).__name__} as the gradient of input 0 \('x'\)"):
+    with pytest.raises(
+        TypeError, match=rf"returned a Python {type(value).__name__} as the gradient of input 0 \('x'\)"
+    ):
         wrap(lambda x: gradient(returning(lambda g: (value,)), x))(X)
 
 
 @WRAPS
 def test_C10_gradient_for_a_static_input(wrap):
     f = returning(lambda g: (g, g), lambda ctx, x, w: x * w)
-    with pytest.raises(RuntimeError, match=r"different than None for input 1 \('w'\), but that input is the Python value 2"):
+    with pytest.raises(
+        RuntimeError, match=r"different than None for input 1 \('w'\), but that input is the Python value 2"
+    ):
         wrap(lambda x: gradient(f, x, 2))(X)
 
 

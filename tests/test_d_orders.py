@@ -192,7 +192,9 @@ def test_E5_nothing_differentiates_a_forward_that_cannot_be():
     @jaxfn.function
     def opaque(ctx, x):
         ctx.save_for_backward(x)
-        return jax.pure_callback(lambda v: np.sin(v), jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
+        return jax.pure_callback(
+            lambda v: np.sin(v), jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+        )
 
     opaque.backward(lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]))
     for wrap in (lambda f: f, jax.jit):

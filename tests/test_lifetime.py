@@ -92,7 +92,9 @@ def test_B13_mutable_statics_are_never_stale():
         def __hash__(self):
             return 0
 
-    f = jaxfn.autograd_function(lambda ctx, x, c: setattr(ctx, "c", c) or x * c.scale, lambda ctx, g: (g * ctx.c.scale, None))
+    f = jaxfn.autograd_function(
+        lambda ctx, x, c: setattr(ctx, "c", c) or x * c.scale, lambda ctx, g: (g * ctx.c.scale, None)
+    )
     config = Config()
     assert jax.grad(f)(1.0, config) == 2.0
     config.scale = 5.0
@@ -105,7 +107,8 @@ def test_B13_mutable_statics_are_never_stale():
 @pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (0.0, -0.0), (2, 2 + 0j)], ids=str)
 def test_A3_statics_that_compare_equal_are_told_apart(first, second):
     f = jaxfn.autograd_function(
-        lambda ctx, x, c: setattr(ctx, "seen", repr(c)) or (x * 1.0, repr(c)), lambda ctx, g, _: (g * len(ctx.seen), None)
+        lambda ctx, x, c: setattr(ctx, "seen", repr(c)) or (x * 1.0, repr(c)),
+        lambda ctx, g, _: (g * len(ctx.seen), None),
     )
     for c in (first, second, first):
         assert jax.jit(lambda x, c=c: f(x, c)[0])(1.0) == 1.0

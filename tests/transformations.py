@@ -107,7 +107,9 @@ def carried_scan(case, f):
 
     def loss(*args):
         def step(first, _):
-            return jax.tree.map(lambda x, d: x + 0.01 * jnp.cos(d), first, grad(loss_of(f), args)(first, *args[1:])[0]), None
+            return jax.tree.map(
+                lambda x, d: x + 0.01 * jnp.cos(d), first, grad(loss_of(f), args)(first, *args[1:])[0]
+            ), None
 
         return loss_of(f)(jax.lax.scan(step, args[0], None, length=3)[0], *args[1:])
 
