@@ -44,8 +44,8 @@ _REF = _Ref()
 
 @lru_cache(maxsize=4096)
 def _is_array_type(kind: type) -> bool:
-    # JAX hands Python numbers on as subclasses of int, float, ... that have a dtype.
-    is_typed_scalar = issubclass(kind, (int, float, complex)) and hasattr(kind, "dtype")
+    # JAX hands Python numbers on as subclasses of int, float and complex, its own ones, that have a dtype.
+    is_typed_scalar = issubclass(kind, (int, float, complex)) and kind.__module__.partition(".")[0] == "jax"
     return _is_jax_type(kind) or is_typed_scalar or hasattr(kind, "__jax_array__")
 
 

@@ -74,7 +74,7 @@ def test_same_optimized_hlo_for_a_deep_network():
 def residual_bytes(f, args):
     """What the linearized function keeps; arguments that it keeps whole are counted too."""
     _, pullback = jax.vjp(f, *args)
-    return sum(x.nbytes for x in jax.tree.leaves(pullback))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,0 +1,65 @@
+"""Every example in the README and the docstrings runs, and the package is what it says it is."""
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import jaxfn
+
+ROOT = Path(__file__).parents[1]
+MODULES = ["jaxfn", *(f"jaxfn.{module.name}" for module in pkgutil.iter_modules(jaxfn.__path__))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert results.failed == 0
+
+
+def test_there_are_docstring_examples():
+    for name in ("Function", "FunctionCtx", "function", "autograd_function", "once_differentiable"):
+        doc = getattr(jaxfn, name).__doc__
+        assert ">>>" in doc and "Torch counterpart" in doc, name
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_readme_examples(block, capsys):
+    """Each block runs by itself; `print(...)  # expected` lines are checked."""
+    if "import torch" in block:
+        pytest.importorskip("torch")
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    expected = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+    assert capsys.readouterr().out.split("\n")[:-1] == expected
+
+
+def test_readme_has_examples_and_commands():
+    readme = (ROOT / "README.md").read_text()
+    assert len(BLOCKS) >= 3
+    assert "examples/digits.py" in readme and "pytest" in readme
+
+
+def test_import_needs_nothing_but_jax_and_numpy():
+    code = "import sys, jaxfn; assert not {'torch', 'equinox', 'optax', 'sklearn', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(re.match(r"\w+", d)[0] for d in dependencies) == ["jax", "jaxlib", "numpy"]
+
+
+def test_package_is_typed_and_uses_no_private_jax():
+    assert files("jaxfn").joinpath("py.typed").is_file()
+    for path in (ROOT / "jaxfn").rglob("*.py"):
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        imports = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+        assert "_src" not in names and not any("_src" in (n.module or "") for n in imports), path
