@@ -1,4 +1,3 @@
-# ruff: noqa: N802 (names begin with the contract's row)
 """The real torch.autograd.Function beside jaxfn's: one source, built on both, the same NumPy numbers.
 
 A *definition* is a function of a library, torch or JAX, that writes a Function in it and returns what calls it.

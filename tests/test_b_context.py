@@ -51,7 +51,7 @@ def test_B2_setup_context_sees_all_inputs_in_order():
 
         @staticmethod
         def backward(ctx, g):
-            x, scale, power, offset = ctx.inputs
+            x, scale, power, _offset = ctx.inputs
             return g * scale * power * x ** (power - 1) + 0 * ctx.output, None, None
 
     value, grad = jax.value_and_grad(lambda x: Separate.apply(x, power=3))(2.0)
