@@ -16,11 +16,13 @@ class Form(NamedTuple):
       names: one per input, in signature order; the items of `*args` are called `args[0]`, `args[1]`, ...
       num_positional: how many of the inputs `forward` takes by position; the others it takes by keyword.
       num_given: one more than the index of the last input that the caller wrote out.
+      variadic: the name of the `*args` parameter, whether or not it got items.
     """
 
     names: tuple[str, ...]
     num_positional: int
     num_given: int
+    variadic: str | None = None
 
     def call(self, forward: Callable[..., Any], leading: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
         """Calls `forward` with the inputs, after the `leading` ones (the ctx, in combined style)."""
@@ -79,10 +81,12 @@ class Parameters:
         names: list[str] = []
         inputs: list[Any] = []
         num_positional = num_given = 0
+        variadic: str | None = None
         for name, parameter in self.signature.parameters.items():
             written = name in bound.arguments
             value = bound.arguments.get(name, parameter.default)
             if parameter.kind is parameter.VAR_POSITIONAL:
+                variadic = name
                 values = value if written else ()
                 names += [f"{name}[{i}]" for i in range(len(values))]
                 inputs += values
@@ -98,4 +102,7 @@ class Parameters:
                     num_positional = len(inputs)
             if written:
                 num_given = len(inputs)
-        return Form(tuple(names), num_positional, num_given), tuple(inputs)
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise TypeError(f"{self._owner}.apply{self.signature}: {twice!r} names two inputs. Rename the parameter.")
+        return Form(tuple(names), num_positional, num_given, variadic), tuple(inputs)

@@ -17,63 +17,56 @@ class NeedsInputGrad(tuple[bool, ...]):
     The name of a `*args` parameter gives the tuple of its items' flags.
     """
 
-    _names: tuple[str, ...]
+    _jaxfn_named: dict[str, bool | tuple[bool, ...]]
 
-    def __new__(cls, flags: tuple[bool, ...], names: tuple[str, ...]) -> NeedsInputGrad:
+    def __new__(cls, flags: tuple[bool, ...], form: Form) -> NeedsInputGrad:
         self = super().__new__(cls, flags)
-        self._names = names
+        self._jaxfn_named = dict(zip(form.names, flags, strict=True))
+        if form.variadic is not None:
+            items = zip(form.names, flags, strict=True)
+            self._jaxfn_named[form.variadic] = tuple(
+                flag for name, flag in items if name.startswith(f"{form.variadic}[")
+            )
         return self
 
-    def _named(self, name: str) -> bool | tuple[bool, ...]:
-        names: tuple[str, ...] = tuple.__getattribute__(self, "_names")
-        if name in names:
-            return tuple.__getitem__(self, names.index(name))
-        items = tuple(flag for flag, full in zip(self, names, strict=True) if full.startswith(f"{name}["))
-        if items:
-            return items
-        raise KeyError(name)
-
     def __getitem__(self, key: Any) -> Any:
-        return self._named(key) if isinstance(key, str) else super().__getitem__(key)
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if key not in self._jaxfn_named:
+            raise KeyError(f"{key!r} is not among the parameters: {', '.join(self._jaxfn_named)}")
+        return self._jaxfn_named[key]
 
     def __getattribute__(self, name: str) -> Any:
         # Before tuple's own attributes, or a parameter called `index` or `count` would read as a method, always true.
-        if not name.startswith("_"):
-            try:
-                return tuple.__getattribute__(self, "_named")(name)
-            except KeyError:
-                pass
-        return super().__getattribute__(name)
+        named = super().__getattribute__("__dict__").get("_jaxfn_named", {})
+        return named[name] if name in named else super().__getattribute__(name)
 
 
 class SavedVariables(Mapping[str, Any]):
     """What was saved by name: `saved["weight"]`, `saved.weight`, in the order given."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
-        self._named = dict(named)
+        self._jaxfn_named = dict(named)
 
     def __getitem__(self, name: str) -> Any:
-        return self._named[name]
+        return self._jaxfn_named[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._named)
+        return iter(self._jaxfn_named)
 
     def __len__(self) -> int:
-        return len(self._named)
+        return len(self._jaxfn_named)
 
     def __getattribute__(self, name: str) -> Any:
         # Before Mapping's own attributes: `values`, `items` and `keys` are good names for saved arrays.
-        if not name.startswith("_"):
-            named = object.__getattribute__(self, "_named")
-            if name in named:
-                return named[name]
-        return super().__getattribute__(name)
+        named = super().__getattribute__("__dict__").get("_jaxfn_named", {})
+        return named[name] if name in named else super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"nothing was saved as {name!r}; saved: {', '.join(self._named) or 'nothing'}")
+        raise AttributeError(f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}")
 
     def __repr__(self) -> str:
-        return f"SavedVariables({self._named!r})"
+        return f"SavedVariables({self._jaxfn_named!r})"
 
 
 class ContextState:
@@ -171,7 +164,7 @@ class FunctionCtx:
     def needs_input_grad(self) -> NeedsInputGrad:
         """Whether each input is being differentiated, by position and by parameter name."""
         self._jaxfn.read_needs_input_grad = True
-        return NeedsInputGrad(self._jaxfn.needs_input_grad, self._jaxfn.form.names)
+        return NeedsInputGrad(self._jaxfn.needs_input_grad, self._jaxfn.form)
 
     @property
     def num_inputs(self) -> int:

@@ -10,7 +10,7 @@ from jaxfn._arguments import Form
 from jaxfn._compat import is_eager
 from jaxfn._leaves import Layout, as_array, is_traced, split
 from jaxfn._methods import Methods, undefined
-from jaxfn._reverse import Outputs, differentiable
+from jaxfn._reverse import Outputs, Site, differentiable
 from jaxfn._run import Call
 
 # Per Function: how many argument structures and static values are kept prepared at the same time.
@@ -149,7 +149,7 @@ class _Entry:
             # A forward that closes over somebody's tracer goes the full way, to get JAX's own error.
             if not any(map(is_traced, returned.arrays)):
                 return returned.value
-        outputs = rule(*arrays)
+        outputs = rule(Site(), *arrays)
         return outputs.layout.merge(outputs.arrays)
 
 

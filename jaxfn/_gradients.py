@@ -15,7 +15,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxfn._arguments import Form
 from jaxfn._compat import varying_axes
-from jaxfn._leaves import Layout, as_array, is_array_leaf, is_none
+from jaxfn._leaves import Layout, as_array, is_array_leaf, is_key, is_none
 
 _MESSAGES: dict[str, tuple[type[Exception], str]] = {
     "count": (
@@ -73,6 +73,26 @@ class _Place(NamedTuple):
         return self.owner.form.describe(self.position) + self.path
 
 
+class _Leaf:
+    """An array leaf of an input, in the place where it was. Has what pytree classes look at when they are rebuilt."""
+
+    def __init__(self, aval: Any, perturbed: bool) -> None:
+        self.aval = aval
+        self.perturbed = perturbed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+
 def _refuse(owner: Owner, row: str, **facts: object) -> Exception:
     kind, text = _MESSAGES[row]
     return kind(f"{owner.name}.backward {text.format(**facts)}")
@@ -97,43 +117,36 @@ def input_cotangents(
     Raises:
       RuntimeError, TypeError: see the table at the top of this module.
     """
-    gradients = _one_per_input(owner, returned, layouts)
+    leaves = iter(_Leaf(aval, flag) for aval, flag in zip(avals, perturbed, strict=True))
+    skeletons = [layout.merge(leaves) for layout in layouts]
     cotangents: list[jax.Array | None] = []
-    leaves = iter(zip(avals, perturbed, strict=True))
-    for index, (gradient, layout) in enumerate(zip(gradients, layouts, strict=True)):
-        for path, piece, is_array in _pieces(gradient, layout, _Place(owner, index)):
-            place = _Place(owner, index, path)
-            if is_array:
-                cotangents.append(_cotangent(piece, *next(leaves), place))
+    for position, (gradient, skeleton) in enumerate(
+        zip(_one_per_input(owner, returned, skeletons), skeletons, strict=True)
+    ):
+        for path, piece, leaf in _pieces(gradient, skeleton, _Place(owner, position)):
+            where = _Place(owner, position, path)
+            if isinstance(leaf, _Leaf):
+                cotangents.append(_cotangent(piece, leaf.aval, leaf.perturbed, where))
             elif piece is not None:
-                value = repr(layout.leaves[0]) if layout.treedef is None else "there"
-                raise _refuse(owner, "static", where=place, value=value)
+                raise _refuse(owner, "static", where=where, value=repr(leaf))
     return cotangents
 
 
-def _one_per_input(owner: Owner, returned: Any, layouts: Sequence[Layout]) -> Sequence[Any]:
+def _one_per_input(owner: Owner, returned: Any, skeletons: Sequence[Any]) -> Sequence[Any]:
     form = owner.form
     expected = len(form.names)
     if isinstance(returned, dict):
         named = cast(dict[Any, Any], returned)
-        known = _by_name(form)
-        unknown = [name for name in named if name not in known]
+        unknown = [name for name in named if name not in form.names and name != form.variadic]
         if not unknown:
-            gradients: list[Any] = [None] * expected
-            for name, gradient in named.items():
-                positions = known[name]
-                items = (gradient,) if name in form.names else gradient or (None,) * len(positions)
-                if len(items) != len(positions):
-                    problem = f"{len(items)} gradients were returned for {len(positions)} arguments"
-                    raise _refuse(owner, "structure", where=f"*{name}", problem=problem)
-                for position, item in zip(positions, items, strict=True):
-                    gradients[position] = item
-            return gradients
+            return _from_names(owner, named)
         if len(unknown) < len(named):
             names = ", ".join(map(repr, unknown))
             verb = "is" if len(unknown) == 1 else "are"
             raise _refuse(owner, "names", unknown=names, verb=verb, names=", ".join(form.names))
-    if not isinstance(returned, tuple) or _is_sole_namedtuple(returned, layouts):
+    # A namedtuple is the gradient of the one input where that is itself such a namedtuple.
+    is_sole = expected == 1 and type(returned) is not tuple and type(returned) is type(skeletons[0])
+    if not isinstance(returned, tuple) or is_sole:
         returned = (returned,)
     gradients = list(cast(tuple[Any, ...], returned))
     while len(gradients) > expected and gradients[-1] is None:
@@ -141,43 +154,44 @@ def _one_per_input(owner: Owner, returned: Any, layouts: Sequence[Layout]) -> Se
     if not form.num_given <= len(gradients) <= expected:
         wanted = expected if form.num_given == expected else f"{form.num_given} to {expected}"
         names = ", ".join(form.names)
-        raise _refuse(owner, "count", expected=wanted, names=names, got=len(gradients))
+        is_list = len(gradients) == 1 and isinstance(gradients[0], list)
+        got = "a list, which counts as one gradient" if is_list else len(gradients)
+        raise _refuse(owner, "count", expected=wanted, names=names, got=got)
     return gradients + [None] * (expected - len(gradients))
 
 
-def _by_name(form: Form) -> dict[str, list[int]]:
-    """The positions that each parameter name stands for: several for `*args`."""
-    known: dict[str, list[int]] = {name: [i] for i, name in enumerate(form.names)}
-    for i, name in enumerate(form.names):
-        group, bracket, _ = name.partition("[")
-        if bracket:
-            known.setdefault(group, []).append(i)
-    return known
+def _from_names(owner: Owner, named: dict[Any, Any]) -> Sequence[Any]:
+    """Gradients in the inputs' order; the name of a `*args` parameter stands for all of its items."""
+    form = owner.form
+    by_name = dict(named)
+    if form.variadic in by_name:
+        items = by_name.pop(form.variadic)
+        group = [name for name in form.names if name.startswith(f"{form.variadic}[")]
+        if items is not None:
+            if len(items) != len(group):
+                problem = f"{len(items)} gradients were returned for {len(group)} arguments"
+                raise _refuse(owner, "structure", where=f"*{form.variadic}", problem=problem)
+            by_name |= dict(zip(group, items, strict=True))
+    return [by_name.get(name) for name in form.names]
 
 
-def _is_sole_namedtuple(returned: object, layouts: Sequence[Layout]) -> bool:
-    """Whether a namedtuple is the gradient of the one input, itself such a namedtuple, and not one value per input."""
-    if len(layouts) != 1 or type(returned) is tuple:
-        return False
-    return type(layouts[0].skeleton()) is type(returned)
-
-
-def _pieces(gradient: Any, layout: Layout, where: _Place) -> Iterable[tuple[str, Any, bool]]:
-    """Each leaf of an input: its path, the gradient for it, and whether it is an array."""
-    if layout.treedef is None:
-        return (("", gradient, layout.num_arrays == 1),)
-    return _tree_pieces(gradient, layout, where)
-
-
-def _tree_pieces(gradient: Any, layout: Layout, where: _Place) -> Iterator[tuple[str, Any, bool]]:
-    owner = where.owner
-    wanted = tree_flatten_with_path(layout.skeleton())[0]
+def _pieces(gradient: Any, skeleton: Any, where: _Place) -> Iterable[tuple[str, Any, Any]]:
+    """Each leaf of an input: its path, the gradient for it, and the leaf itself, a `_Leaf` for an array."""
+    if isinstance(skeleton, _Leaf):
+        return (("", gradient, skeleton),)
+    wanted = tree_flatten_with_path(skeleton, is_leaf=is_none)[0]
+    if wanted and wanted[0][1] is skeleton:
+        return (("", gradient, skeleton),)
     if gradient is None:
-        yield from ((keystr(path), None, is_array) for path, is_array in wanted)
-        return
+        return [(keystr(path), None, leaf) for path, leaf in wanted]
+    return _tree_pieces(gradient, wanted, where)
+
+
+def _tree_pieces(gradient: Any, wanted: Sequence[tuple[Any, Any]], where: _Place) -> Iterator[tuple[str, Any, Any]]:
+    owner = where.owner
     got = dict(tree_flatten_with_path(gradient, is_leaf=is_none)[0])
     used: set[Any] = set()
-    for path, is_array in wanted:
+    for path, leaf in wanted:
         # A None anywhere above a leaf stands for the whole subtree.
         found = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
         if found is None:
@@ -186,7 +200,7 @@ def _tree_pieces(gradient: Any, layout: Layout, where: _Place) -> Iterator[tuple
             problem = f"one value was returned at {_at(found)}, where the input has several leaves"
             raise _refuse(owner, "structure", where=where, problem=problem)
         used.add(found)
-        yield keystr(path), got[found], is_array
+        yield keystr(path), got[found], leaf
     for path, piece in got.items():
         if path not in used and piece is not None:
             raise _refuse(owner, "structure", where=where, problem=f"there is nothing at {_at(path)} in the input")
@@ -200,8 +214,8 @@ def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.
     """The cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
     if gradient is None:
         return None
-    if not is_array_leaf(gradient):
-        got = f"a Python {type(gradient).__name__}"
+    if not is_array_leaf(gradient) or is_key(gradient):
+        got = "a random key" if is_array_leaf(gradient) else f"a Python {type(gradient).__name__}"
         raise _refuse(where.owner, "type", got=got, where=where, shape=f" of shape {getattr(aval, 'shape', ())}")
     if not perturbed:  # integers, and whatever torch would not look at either
         return None

@@ -6,9 +6,11 @@ An array leaf is a `jax.Array` (traced or not), a NumPy array or scalar, a `jax.
 
 from __future__ import annotations
 
+import collections
 import enum
+import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -60,6 +62,11 @@ def is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def is_key(array: Any) -> bool:
+    """Whether an array holds random keys, which are no numbers."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
 def is_array_leaf(leaf: object) -> bool:
     """Whether a leaf is data for JAX rather than a Python value."""
     if isinstance(leaf, (np.ndarray, np.generic)):
@@ -85,9 +92,9 @@ def _marker(leaf: Any) -> _Array:
 class Layout:
     """A value with its array leaves taken out: what kind of tree it is and its static leaves.
 
-    Two layouts are equal where their trees are and their static leaves are the same *values*: `1`, `1.0` and `True`
-    differ, as do `0.0` and `-0.0`. Hashing raises `TypeError` where a static leaf is not a plain value, because a
-    mutable object that compares equal today need not do so tomorrow.
+    Layouts of single leaves are equal where those are arrays or the same *values*: `1`, `1.0` and `True` differ, as do
+    `0.0` and `-0.0`. Hashing raises `TypeError` for others: a mutable object that compares equal today need not do so
+    tomorrow, and the static parts of a pytree may compare equal and not be the same.
     """
 
     __slots__ = ("_key", "are_refs", "leaves", "num_arrays", "treedef")
@@ -111,15 +118,16 @@ class Layout:
         leaves = [next(arrays) if isinstance(leaf, _Array) else None for leaf in self.leaves]
         return leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, leaves)
 
-    def skeleton(self) -> Any:
-        """The value with `True` for each array leaf and `False` for each static one."""
-        leaves = [isinstance(leaf, _Array) for leaf in self.leaves]
-        return leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, leaves)
+    def hides_tracers(self) -> bool:
+        """Whether a static leaf, a closure or an object, holds traced arrays."""
+        return any(_hides_tracer(leaf, _SEARCH_DEPTH) for leaf in self.leaves if type(leaf) not in _SCALARS)
 
     def key(self) -> tuple[object, ...]:
         """A hashable value that stands for this layout; `TypeError` where there is none."""
         if self._key is None:
-            self._key = (self.treedef, *map(_value_key, self.leaves))
+            if self.treedef is not None:
+                raise TypeError("pytrees are not compared by value")
+            self._key = _value_key(self.leaves[0])
         return self._key
 
     def __eq__(self, other: object) -> bool:
@@ -145,6 +153,43 @@ def _value_key(leaf: object) -> tuple[object, ...]:
     if isinstance(leaf, types.FunctionType) and leaf.__closure__ is None:
         return (kind, leaf)
     raise TypeError(f"{kind.__name__} is not compared by value")
+
+
+# How many objects deep to look: a partial of a method of an object with a list, for instance.
+_SEARCH_DEPTH = 5
+
+
+def _hides_tracer(value: Any, depth: int) -> bool:
+    if is_traced(value):
+        return True
+    if depth == 0 or isinstance(value, (type, types.ModuleType, np.ndarray, jax.Array, _Array)):
+        return False
+    return any(_hides_tracer(part, depth - 1) for part in _parts(value) if type(part) not in _SCALARS)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What an object holds, as far as it can be seen without running its code."""
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return value
+    slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *slots]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 # A value that is one array, by far the most frequent kind, shares its layout.

@@ -33,13 +33,10 @@ class Methods:
     Attributes:
       name: the class's name.
       parameters: what `forward` takes besides the ctx.
-      keeps_intermediates: whether a run of `forward` has saved a differentiable array that is neither input nor
-        output; see `_reverse`.
     """
 
     def __init__(self, function: Any) -> None:
         self.name: str = function.__name__
-        self.keeps_intermediates = False
         self._function = function
         self._forward = function.forward
         self._setup_context = function.setup_context

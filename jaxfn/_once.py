@@ -49,8 +49,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def guarded(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
-        gradients = backward(ctx, *grad_outputs)
+        # Before backward, which may empty the list of its gradients or overwrite an attribute.
         sources = [leaf for leaf in jax.tree_util.tree_leaves((grad_outputs, saved_by(ctx)[1])) if is_array_leaf(leaf)]
+        gradients = backward(ctx, *grad_outputs)
         leaves, tree = jax.tree_util.tree_flatten(gradients)
         arrays = [i for i, leaf in enumerate(leaves) if is_array_leaf(leaf)]
         barred = _barrier(backward.__qualname__)([leaves[i] for i in arrays], sources)

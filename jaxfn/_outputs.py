@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxfn._compat import SymbolicZero, zeros_of
 from jaxfn._gradients import conjugate
-from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, split
+from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_key, split
 
 
 class OutputLayout:
-    """The outputs of one run of `forward` without their arrays; equal where the caller would see the same."""
+    """The outputs of one run of `forward` without their arrays; equal where they have the same structure."""
 
     __slots__ = ("container", "layouts", "non_differentiable")
 
@@ -80,15 +79,12 @@ class OutputLayout:
 
 def _zeros(aval: Any) -> Any:
     # Random keys have no zero.
-    return None if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else zeros_of(aval)
+    return None if is_key(aval) else zeros_of(aval)
 
 
 def _look_alike(a: Layout, b: Layout) -> bool:
-    """Whether two runs of the same `forward` gave this output alike; objects made anew each time count as alike."""
-    return a.treedef == b.treedef and all(
-        type(x) is type(y) and (x is y or type(x).__eq__ is object.__eq__ or bool(x == y))
-        for x, y in zip(a.leaves, b.leaves, strict=True)
-    )
+    """Whether two runs of the same `forward` gave this output alike, up to the values of static leaves."""
+    return a.treedef == b.treedef and list(map(type, a.leaves)) == list(map(type, b.leaves))
 
 
 class Returned(NamedTuple):
@@ -97,12 +93,14 @@ class Returned(NamedTuple):
     Attributes:
       value: the outputs themselves, NumPy arrays in them made into JAX ones.
       arrays: their array leaves.
+      originals: those as forward returned them, by whose identity it marks and saves them.
       container: `tuple` or a namedtuple type where there are several outputs, `None` where there is one.
       layouts: one per top-level output.
     """
 
     value: Any
     arrays: list[Any]
+    originals: list[Any]
     container: type | None
     layouts: tuple[Layout, ...]
 
@@ -122,4 +120,4 @@ def take_apart(value: Any) -> Returned:
     converted = [as_array(array) for array in arrays]
     if any(a is not b for a, b in zip(arrays, converted, strict=True)):
         value = OutputLayout(container, tuple(layouts), frozenset()).merge(converted)
-    return Returned(value, converted, container, tuple(layouts))
+    return Returned(value, converted, arrays, container, tuple(layouts))

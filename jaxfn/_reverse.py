@@ -1,62 +1,99 @@
 """One call of a Function as a `jax.custom_vjp`.
 
     arrays --primal--> Outputs                      nothing is differentiated
-    arrays --fwd-----> Outputs, Residuals           the user's forward, once; then attach
+    arrays --fwd-----> Outputs, Residuals           detach, the user's forward, attach
     Residuals, cotangents --bwd--> cotangents       the user's backward
 
-What `forward` decided besides arrays (the outputs' structure, static ctx attributes, what was saved) leaves the traced
-function as the static part of the `Outputs` and `Residuals` pytree nodes, never through a closure: JAX may cache a
-trace and not run the function again.
+What `forward` decided besides arrays leaves the traced function as the static part of the `Outputs` and `Residuals`
+pytree nodes, never through a closure: JAX may cache a trace and not run the function again.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._attach import attach, detach
 from jaxfn._leaves import as_array, is_inexact, is_traced
+from jaxfn._outputs import OutputLayout
 from jaxfn._run import Call, Run, run_forward
 
 
 class Outputs:
     """The outputs' array leaves, with their layout: a pytree node."""
 
-    def __init__(self, arrays: Sequence[Any], layout: Any) -> None:
+    def __init__(self, arrays: Sequence[Any], layout: OutputLayout) -> None:
         self.arrays = arrays
         self.layout = layout
 
 
-class Residuals:
-    """The arrays kept for backward, with the run that kept them: a pytree node."""
+class Site:
+    """One place in a program where a Function is called, and the runs of `forward` there: a pytree node without leaves.
 
-    def __init__(self, arrays: Sequence[Any], run: Run) -> None:
+    JAX keeps the trace of `fwd` for every pattern of perturbed inputs (under `cond`, `scan` and `jit`), but the tree of
+    the residuals only of the last one. So the tree must not depend on the pattern: it holds the site, and which run the
+    residuals are of is told by the shape of a last, empty one.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+
+    def keep(self, run: Run, residuals: list[Any]) -> Residuals:
+        """The residuals of a run here."""
+        self.runs.append(run)
+        if run.read_needs_input_grad:
+            # What such a forward saves may depend on the pattern, so their number must not show either.
+            residuals = residuals + [_token(0)] * (-len(residuals) % _RESIDUALS_ROUNDED_TO)
+        return Residuals([*residuals, _token(len(self.runs) - 1)], self)
+
+
+_RESIDUALS_ROUNDED_TO = 16
+
+
+@lru_cache
+def _token(number: int) -> np.ndarray[Any, Any]:
+    return np.zeros((0, number), bool)
+
+
+class Residuals:
+    """The arrays kept for backward, and where they belong: a pytree node."""
+
+    def __init__(self, arrays: Sequence[Any], site: Site) -> None:
         self.arrays = arrays
-        self.run = run
+        self.site = site
+
+    @property
+    def run(self) -> Run:
+        """The run that kept them."""
+        return self.site.runs[self.arrays[-1].shape[-1]]
 
 
 jax.tree_util.register_pytree_node(Outputs, lambda o: (o.arrays, o.layout), lambda layout, a: Outputs(a, layout))
-jax.tree_util.register_pytree_node(Residuals, lambda r: (r.arrays, r.run), lambda run, a: Residuals(a, run))
+jax.tree_util.register_pytree_node(Residuals, lambda r: (r.arrays, r.site), lambda site, a: Residuals(a, site))
+jax.tree_util.register_pytree_node(Site, lambda site: ((), site), lambda site, _: site)
 
 
 def differentiable(call: Call) -> Callable[..., Outputs]:
-    """A function of a call's array leaves, differentiable by the Function's own rule at every order."""
+    """A function of a `Site` and a call's array leaves, differentiable by the Function's own rule at every order."""
 
-    def primal(*arrays: Any) -> Outputs:
+    def primal(site: Site, *arrays: Any) -> Outputs:
         run, outputs, _ = run_forward(call, [as_array(x) for x in arrays], call.unperturbed)
         return Outputs(outputs, run.outputs)
 
-    def fwd(*primals: Any) -> tuple[Outputs, Residuals]:
+    def fwd(site: Site, *primals: Any) -> tuple[Outputs, Residuals]:
         inputs = [as_array(p.value) for p in primals]
-        run, outputs, own = _run_underived(call, inputs, tuple(p.perturbed for p in primals))
-        outputs = _attached(run, outputs, own, inputs)
-        return Outputs(outputs, run.outputs), Residuals(run.residuals(inputs, outputs, own), run)
+        run, outputs, own = _run_attached(call, inputs, tuple(p.perturbed for p in primals))
+        return Outputs(outputs, run.outputs), site.keep(run, run.residuals(inputs, outputs, own))
 
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
-        return tuple(residuals.run.backward(residuals.arrays, cotangents.arrays))
+        return None, *residuals.run.backward(residuals.arrays, cotangents.arrays)
 
     primal.__name__ = primal.__qualname__ = call.name
     return _custom_vjp(primal, fwd, bwd)
@@ -64,114 +101,135 @@ def differentiable(call: Call) -> Callable[..., Outputs]:
 
 def _custom_vjp(primal: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
     # JAX asks for all three signatures at every call; stated beforehand, they need not be read off the code each time.
-    for function, signature in ((primal, _ARRAYS), (fwd, _ARRAYS), (bwd, _RESIDUALS_AND_COTANGENTS)):
-        function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    for function, signature in ((primal, _OF_PRIMAL), (fwd, _OF_PRIMAL), (bwd, _OF_BWD)):
+        vars(function)["__signature__"] = signature
     rule = jax.custom_vjp(primal)
     rule.defvjp(fwd, bwd, symbolic_zeros=True)
     return rule
 
 
-_ARRAYS = inspect.signature(lambda *arrays: None)
-_RESIDUALS_AND_COTANGENTS = inspect.signature(lambda residuals, cotangents: None)
+def _of_primal(site: Any, *arrays: Any) -> None: ...
+def _of_bwd(residuals: Any, cotangents: Any) -> None: ...
 
 
-def _run_underived(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any], list[Any]]:
-    """Runs forward so that nothing differentiates its operations unless a saved intermediate needs it.
+_OF_PRIMAL = inspect.signature(_of_primal)
+_OF_BWD = inspect.signature(_of_bwd)
 
-    An outer differentiation would otherwise go through operations whose derivative nobody uses, and fail where they
-    have none (a callback, a kernel). Whether a Function saves intermediates is seen the first time.
+
+def _run_attached(
+    call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]
+) -> tuple[Run, Sequence[Any], Sequence[Any]]:
+    """Runs forward so that an outer differentiation sees the Function's rule: the run, outputs and intermediates.
+
+    Nothing differentiates forward's own operations, which may have no derivative (a callback, a kernel).
     """
-    if any(call.are_refs):
-        return _run_with_refs(call, inputs, perturbed)
-    if not call.methods.keeps_intermediates and any(map(is_traced, inputs)):
-        detached = [as_array(x) for x in detach(inputs)]
-        # Inputs that differ only in what is differentiated may now be one object, and a saved one be taken for another.
-        if len({*map(id, detached)}) == len({*map(id, inputs)}):
-            underived = run_forward(call, detached, perturbed)
-            if not call.methods.keeps_intermediates:
-                return underived
-    return run_forward(call, inputs, perturbed)
+    call.refuse_perturbed_refs(perturbed)
+    if not any(map(is_traced, inputs)):
+        return run_forward(call, inputs, perturbed)
+    run, outputs, own = run_forward(call, _detached(call, inputs), perturbed)
+    if run.hides_tracers and not any(call.are_refs):
+        # A closure or an object on ctx holds arrays that are not seen as residuals. They must be the real ones.
+        run, outputs, own = run_forward(call, inputs, perturbed)
+    return run, *_attached(run, outputs, own, inputs)
 
 
-def _run_with_refs(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any], list[Any]]:
-    """Runs a forward that may write to references: once, and never writing values that are being differentiated."""
-    for index, (is_ref, is_perturbed) in enumerate(zip(call.are_refs, perturbed, strict=True)):
-        if is_ref and is_perturbed:
-            raise NotImplementedError(
-                f"{call.name}: {call.describe_array(index)} is a jax.Ref that was made inside the function being "
-                "differentiated. What a Function reads from or writes to it would have no derivative. Make the Ref "
-                "outside, or return the value instead of writing it."
-            )
-    arrays = [x for x, is_ref in zip(inputs, call.are_refs, strict=True) if not is_ref]
-    detached = iter([as_array(x) for x in detach(arrays)])
-    mixed = [x if is_ref else next(detached) for x, is_ref in zip(inputs, call.are_refs, strict=True)]
-    run, outputs, own = run_forward(call, mixed, perturbed)
-    if own and any(map(is_traced, arrays)):
-        own = attach(own, (), arrays, _Refusal(call.name))
-    return run, outputs, own
+def _detached(call: Call, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs without derivatives, each an object of its own: what was saved is known by identity."""
+    detached = iter(detach(call.without_refs(inputs)))
+    arrays = [x if is_ref else next(detached) for x, is_ref in zip(inputs, call.are_refs, strict=True)]
+    return [x if is_traced(x) or is_ref else jnp.array(x) for x, is_ref in zip(arrays, call.are_refs, strict=True)]
 
 
-class _Refusal:
-    """Stands for the derivative of an intermediate that cannot be had: forward would have to write twice."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *operands: Any) -> list[Any]:
-        raise NotImplementedError(
-            f"{self.name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be "
-            "differentiated twice. Save inputs or outputs instead."
-        )
-
-
-def _attached(run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-    """The outputs with the Function's own rule for an outer differentiation; see `_attach`."""
-    operands = [x for x, is_ref in zip(inputs, run.call.are_refs, strict=True) if not is_ref]
+def _attached(
+    run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Outputs and intermediates with the Function's own rule for an outer differentiation; see `_attach`."""
+    operands = run.call.without_refs(inputs)
     if any(map(is_traced, operands)) and any(is_inexact(x.dtype) for x in operands):
-        outputs = attach(outputs, own, operands, _Identity(run, len(outputs), len(own)))
-    return run.outputs.without_derivatives(outputs)
+        rule = _Rule(run, len(outputs), len(own))
+        made = attach([*outputs, *own], operands, rule, made_is_detached=not run.hides_tracers)
+        outputs, own = made[: len(outputs)], made[len(outputs) :]
+    return run.outputs.without_derivatives(outputs), own
 
 
-class _Identity:
-    """Returns the outputs among (outputs..., own..., inputs...); their derivative is one run's backward.
+class _Rule:
+    """Returns the outputs and intermediates among (outputs..., own..., inputs...); see `attach`.
 
-    Hashed by identity, and made into a custom_vjp when something differentiates or batches it, which is seldom.
+    The derivative of the outputs is the user's backward. That of the intermediates is JAX's own, of forward run again.
+    Hashed by identity, and made into a custom_vjp when something differentiates it, which is seldom.
     """
 
     def __init__(self, run: Run, num_outputs: int, num_own: int) -> None:
         self.run = run
         self.num_outputs = num_outputs
-        self.num_own = num_own
+        self.num_made = num_outputs + num_own
 
     def __repr__(self) -> str:
         return self.run.call.name
 
-    def __call__(self, *operands: Any) -> list[Any]:
-        num_outputs, num_own, are_refs = self.num_outputs, self.num_own, self.run.call.are_refs
+    def __call__(self, *operands: Any) -> Sequence[Any]:
+        num_outputs, num_made, call = self.num_outputs, self.num_made, self.run.call
 
-        def primal(*operands: Any) -> list[Any]:
-            return list(operands[:num_outputs])
+        def primal(site: Site, *operands: Any) -> list[Any]:
+            return list(operands[:num_made])
 
-        def fwd(*primals: Any) -> tuple[Sequence[Any], Residuals]:
-            remaining = iter(primals)
-            outputs = [as_array(next(remaining).value) for _ in range(num_outputs)]
-            own = [as_array(next(remaining).value) for _ in range(num_own)]
-            leaves = [None if is_ref else next(remaining) for is_ref in are_refs]
-            inputs = [None if p is None else as_array(p.value) for p in leaves]
-            run, own = _widened(self.run, own, inputs, tuple(p is not None and p.perturbed for p in leaves))
-            outputs = _attached(run, outputs, own, inputs)
-            return outputs, Residuals(run.residuals(inputs, outputs, own), run)
+        def fwd(site: Site, *primals: Any) -> tuple[list[Any], tuple[list[Any], Residuals]]:
+            values = [as_array(p.value) for p in primals]
+            outputs, own, arrays = values[:num_outputs], values[num_outputs:num_made], values[num_made:]
+            inputs = call.with_refs(arrays, None)
+            perturbed = call.with_refs([p.perturbed for p in primals[num_made:]], False)
+            run, kept = _widened(self.run, own, inputs, tuple(perturbed))
+            ran_again = kept is not own
+            outputs, kept = _attached(run, outputs, kept, inputs)
+            own = _attached(self.run, (), own, inputs)[1] if ran_again else kept
+            needed = arrays if any(is_inexact(x.dtype) for x in own) else []
+            return [*outputs, *own], (needed, site.keep(run, run.residuals(inputs, outputs, kept)))
 
-        def bwd(residuals: Residuals, cotangents: list[Any]) -> tuple[Any, ...]:
-            of_inputs = residuals.run.backward(residuals.arrays, cotangents)
-            of_operands = [ct for ct, is_ref in zip(of_inputs, are_refs, strict=True) if not is_ref]
-            return (None,) * (num_outputs + num_own) + tuple(of_operands)
+        def bwd(saved: tuple[list[Any], Residuals], cotangents: list[Any]) -> tuple[Any, ...]:
+            inputs, residuals = saved
+            by_rule = call.without_refs(residuals.run.backward(residuals.arrays, cotangents[:num_outputs]))
+            by_jax = _of_intermediates(self.run, inputs, cotangents[num_outputs:])
+            return None, *[None] * num_made, *map(_add, by_rule, by_jax or [None] * len(by_rule))
 
-        return _custom_vjp(primal, fwd, bwd)(*operands)
+        return _custom_vjp(primal, fwd, bwd)(Site(), *operands)
 
 
-def _widened(run: Run, own: list[Any], inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any]]:
-    """The run as if these inputs too had been perturbed, and its intermediates.
+def _of_intermediates(run: Run, inputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any] | None:
+    """The cotangents that inputs get from saved intermediates, by differentiating forward; `None` for zero."""
+    needed = [i for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)]
+    if not needed:
+        return None
+    call = run.call
+    if any(call.are_refs):
+        raise NotImplementedError(
+            f"{call.name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be "
+            "differentiated twice: forward would have to write again. Save inputs or outputs instead."
+        )
+
+    differentiated = [i for i, x in enumerate(inputs) if is_inexact(x.dtype)]
+
+    def intermediates(*values: Any) -> list[Any]:
+        arrays = list(inputs)
+        for i, value in zip(differentiated, values, strict=True):
+            arrays[i] = value
+        own = run_forward(call, arrays, run.perturbed)[2]
+        return [own[i] for i in needed]
+
+    _, pullback = jax.vjp(intermediates, *(inputs[i] for i in differentiated))
+    found: list[Any] = [None] * len(inputs)
+    for i, cotangent in zip(differentiated, pullback([cotangents[i] for i in needed]), strict=True):
+        found[i] = cotangent
+    return found
+
+
+def _add(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a + b
+
+
+def _widened(
+    run: Run, own: Sequence[Any], inputs: Sequence[Any], perturbed: tuple[bool, ...]
+) -> tuple[Run, Sequence[Any]]:
+    """The run as if these inputs too had been perturbed, and its intermediates, not yet attached.
 
     A forward that looked at `ctx.needs_input_grad` may have saved less than the wider flags need, so it runs again.
     """
@@ -185,7 +243,7 @@ def _widened(run: Run, own: list[Any], inputs: Sequence[Any], perturbed: tuple[b
             f"{run.call.name}.forward looks at ctx.needs_input_grad and would have to run again for this mixed second "
             "derivative, which would write to its jax.Ref arguments twice. Let it save the same whatever the flags are."
         )
-    again, _, own = _run_underived(run.call, inputs, union)
+    again, _, own = run_forward(run.call, inputs if run.hides_tracers else _detached(run.call, inputs), union)
     if again.outputs != run.outputs:
         raise RuntimeError(
             f"{run.call.name}.forward returned outputs of another structure when ctx.needs_input_grad was "

@@ -12,7 +12,7 @@ import jax
 from jaxfn._arguments import Form
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by
 from jaxfn._gradients import input_cotangents
-from jaxfn._leaves import Layout, as_array, is_inexact, split_saved
+from jaxfn._leaves import Layout, as_array, split_saved
 from jaxfn._marks import check_dirty, non_differentiable_positions
 from jaxfn._methods import Methods
 from jaxfn._outputs import OutputLayout, Returned
@@ -28,12 +28,30 @@ class Call:
         self.layouts = layouts
         self.are_refs = tuple(flag for layout in layouts for flag in layout.are_refs)  # one for each array leaf
         self.unperturbed = (False,) * len(self.are_refs)
+        self._has_refs = any(self.are_refs)
         self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
-    def describe_array(self, index: int) -> str:
-        """The input that an array leaf belongs to, as error messages name it."""
-        owners = [i for i, layout in enumerate(self.layouts) for _ in range(layout.num_arrays)]
-        return self.form.describe(owners[index])
+    def without_refs(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The array leaves, or what belongs to them, that are not references."""
+        if not self._has_refs:
+            return leaves
+        return [x for x, is_ref in zip(leaves, self.are_refs, strict=True) if not is_ref]
+
+    def with_refs(self, leaves: Sequence[Any], stand_in: Any) -> Sequence[Any]:
+        """The inverse: `stand_in` where the references are."""
+        remaining = iter(leaves)
+        return [stand_in if is_ref else next(remaining) for is_ref in self.are_refs]
+
+    def refuse_perturbed_refs(self, perturbed: Sequence[bool]) -> None:
+        """Raises where a reference itself is being differentiated, whose derivative would be lost silently."""
+        owners = (i for i, layout in enumerate(self.layouts) for _ in range(layout.num_arrays))
+        for owner, is_ref, is_perturbed in zip(owners, self.are_refs, perturbed, strict=True):
+            if is_ref and is_perturbed:
+                raise NotImplementedError(
+                    f"{self.name}: {self.form.describe(owner)} is a jax.Ref that was made inside the function being "
+                    "differentiated. What a Function reads from or writes to it would have no derivative. Make the Ref "
+                    "outside, or return the value instead of writing it."
+                )
 
     def needs_input_grad(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""
@@ -107,13 +125,14 @@ class Run:
         inputs: Sequence[Any],
         returned: Returned,
     ) -> None:
-        marked = non_differentiable_positions(call.name, state, returned.arrays)
+        marked = non_differentiable_positions(call.name, state, returned.originals)
         self.call = call
         self.perturbed = perturbed
         self.needs_input_grad = state.needs_input_grad
         self.read_needs_input_grad = state.read_needs_input_grad
         self.materialize_grads = state.materialize_grads
         self.saved = saved
+        self.hides_tracers = any(map(Layout.hides_tracers, saved.layouts))
         self.outputs = OutputLayout(returned.container, returned.layouts, marked)
         # Types only: a closure over the arrays themselves would leak their tracers into backward.
         self.input_avals = [jax.typeof(x) for x in inputs]
@@ -157,7 +176,5 @@ def run_forward(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) 
       The run, the outputs' array leaves, and the intermediates that were saved.
     """
     state, ctx, returned = call.forward(inputs, perturbed)
-    saved, own = _save(ctx, inputs, returned.arrays)
-    if any(is_inexact(x.dtype) for x in own):
-        call.methods.keeps_intermediates = True
+    saved, own = _save(ctx, inputs, returned.originals)
     return Run(call, perturbed, state, saved, inputs, returned), returned.arrays, own
