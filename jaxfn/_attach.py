@@ -17,8 +17,8 @@ import jax
 
 from jaxfn._compat import Primitive, ad, batching, mlir, partial_eval
 
-# A differentiable function of (made..., inputs...) that returns its first operands, `made`. Only the inputs have a
-# derivative by it; what `made` brings along itself comes from values that forward closed over.
+# A differentiable function of (made..., kept..., inputs...) that returns its first operands, `made`. Only the inputs
+# have a derivative by it; `kept` is what it needs besides.
 Rule = Callable[..., Sequence[jax.Array]]
 
 attach_p = Primitive("attach")
@@ -28,17 +28,22 @@ detach_p = Primitive("detach")
 detach_p.multiple_results = True
 
 
-def attach(made: Sequence[Any], inputs: Sequence[Any], rule: Rule, *, made_is_detached: bool = True) -> list[Any]:
+def attach(
+    made: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], rule: Rule, *, made_is_detached: bool
+) -> list[Any]:
     """The arrays that forward made, with `rule`'s derivative with respect to the inputs.
 
     Args:
       made: the arrays.
-      inputs: what `rule` differentiates with respect to.
+      kept: what the rule needs besides the inputs.
+      inputs: what it differentiates with respect to.
       rule: see `Rule`.
       made_is_detached: whether forward ran on detached inputs, so that a derivative that `made` still has can only
-        come from values that forward closed over, and is added. It is dropped otherwise.
+        come from values that forward closed over, and is added. Otherwise it may be that of forward's operations,
+        and is dropped where inputs are being differentiated.
     """
-    return attach_p.bind(*made, *inputs, rule=rule, num_made=len(made), made_is_detached=made_is_detached)
+    sizes = len(made), len(kept)
+    return attach_p.bind(*made, *kept, *inputs, rule=rule, sizes=sizes, made_is_detached=made_is_detached)
 
 
 def detach(arrays: Sequence[Any]) -> list[Any]:
@@ -46,19 +51,20 @@ def detach(arrays: Sequence[Any]) -> list[Any]:
     return detach_p.bind(*arrays)
 
 
-def _attach_impl(*operands: Any, rule: Rule, num_made: int, made_is_detached: bool) -> list[Any]:
-    return list(operands[:num_made])
+def _attach_impl(*operands: Any, rule: Rule, sizes: tuple[int, int], made_is_detached: bool) -> list[Any]:
+    return list(operands[: sizes[0]])
 
 
-def _attach_lowering(ctx: Any, *operands: Any, rule: Rule, num_made: int, made_is_detached: bool) -> list[Any]:
-    return list(operands[:num_made])
+def _attach_lowering(ctx: Any, *operands: Any, rule: Rule, sizes: tuple[int, int], made_is_detached: bool) -> list[Any]:
+    return list(operands[: sizes[0]])
 
 
 def _attach_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, rule: Rule, num_made: int, made_is_detached: bool
+    primals: Sequence[Any], tangents: Sequence[Any], *, rule: Rule, sizes: tuple[int, int], made_is_detached: bool
 ) -> Any:
     # jax.jvp of a custom_vjp is what reverse mode transposes; its `perturbed` flags are then exactly the tangents here.
-    perturbed = [i for i, t in enumerate(tangents) if i >= num_made and not isinstance(t, ad.Zero)]
+    num_made = sizes[0]
+    perturbed = [i for i, t in enumerate(tangents) if i >= sum(sizes) and not isinstance(t, ad.Zero)]
 
     def of_perturbed(*values: Any) -> Sequence[jax.Array]:
         operands = list(primals)
@@ -70,9 +76,9 @@ def _attach_jvp(
         given = [primals[i] for i in perturbed], [tangents[i] for i in perturbed]
         outputs, by_rule = jax.jvp(of_perturbed, *given)
     else:
-        outputs = attach_p.bind(*primals, rule=rule, num_made=num_made, made_is_detached=made_is_detached)
+        outputs = attach_p.bind(*primals, rule=rule, sizes=sizes, made_is_detached=made_is_detached)
         by_rule = [None] * num_made
-    closed_over = tangents[:num_made] if made_is_detached else [None] * num_made
+    closed_over = tangents[:num_made] if made_is_detached or not perturbed else [None] * num_made
     return outputs, [_sum(y, a, b) for y, a, b in zip(outputs, by_rule, closed_over, strict=True)]
 
 
@@ -86,20 +92,26 @@ def _zero(primal: Any) -> ad.Zero:
 
 
 def _attach_batch(
-    axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, rule: Rule, num_made: int, made_is_detached: bool
+    axis: Any,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    rule: Rule,
+    sizes: tuple[int, int],
+    made_is_detached: bool,
 ) -> Any:
     moved = [x if d is None else batching.bdim_at_front(x, d, axis.size) for x, d in zip(operands, dims, strict=True)]
     axes = tuple(None if d is None else 0 for d in dims)
     batched = jax.vmap(
         rule,
         in_axes=axes,
-        out_axes=list(axes[:num_made]),
+        out_axes=list(axes[: sizes[0]]),
         axis_name=axis.name,
         axis_size=axis.size,
         spmd_axis_name=axis.spmd_name,
     )
-    made = attach(moved[:num_made], moved[num_made:], batched, made_is_detached=made_is_detached)
-    return made, list(axes[:num_made])
+    made = attach_p.bind(*moved, rule=batched, sizes=sizes, made_is_detached=made_is_detached)
+    return made, list(axes[: sizes[0]])
 
 
 def _attach_partial_eval(
@@ -110,7 +122,7 @@ def _attach_partial_eval(
     Recomputing the identity instead would keep the inputs as well, which the saved array makes needless. The policy
     itself was asked about the operation that made the array.
     """
-    num_made = eqn.params["num_made"]
+    num_made = eqn.params["sizes"][0]
     unavailable = [v for v, is_available in zip(eqn.invars, available_in, strict=True) if not is_available]
     if any(unknowns_in):
         return None, eqn, [True] * num_made, [True] * num_made, unavailable

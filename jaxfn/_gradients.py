@@ -117,18 +117,18 @@ def input_cotangents(
     Raises:
       RuntimeError, TypeError: see the table at the top of this module.
     """
-    leaves = iter(_Leaf(aval, flag) for aval, flag in zip(avals, perturbed, strict=True))
+    leaves = iter([_Leaf(aval, flag) for aval, flag in zip(avals, perturbed, strict=True)])
     skeletons = [layout.merge(leaves) for layout in layouts]
+    gradients = _one_per_input(owner, returned, skeletons)
     cotangents: list[jax.Array | None] = []
-    for position, (gradient, skeleton) in enumerate(
-        zip(_one_per_input(owner, returned, skeletons), skeletons, strict=True)
-    ):
-        for path, piece, leaf in _pieces(gradient, skeleton, _Place(owner, position)):
-            where = _Place(owner, position, path)
+    for position, (gradient, skeleton, layout) in enumerate(zip(gradients, skeletons, layouts, strict=True)):
+        where = _Place(owner, position)
+        single = (("", gradient, skeleton),)
+        for path, piece, leaf in single if layout.treedef is None else _pieces(gradient, skeleton, where):
             if isinstance(leaf, _Leaf):
-                cotangents.append(_cotangent(piece, leaf.aval, leaf.perturbed, where))
+                cotangents.append(_cotangent(piece, leaf.aval, leaf.perturbed, where._replace(path=path)))
             elif piece is not None:
-                raise _refuse(owner, "static", where=where, value=repr(leaf))
+                raise _refuse(owner, "static", where=where._replace(path=path), value=repr(leaf))
     return cotangents
 
 
@@ -175,21 +175,13 @@ def _from_names(owner: Owner, named: dict[Any, Any]) -> Sequence[Any]:
     return [by_name.get(name) for name in form.names]
 
 
-def _pieces(gradient: Any, skeleton: Any, where: _Place) -> Iterable[tuple[str, Any, Any]]:
-    """Each leaf of an input: its path, the gradient for it, and the leaf itself, a `_Leaf` for an array."""
-    if isinstance(skeleton, _Leaf):
-        return (("", gradient, skeleton),)
-    wanted = tree_flatten_with_path(skeleton, is_leaf=is_none)[0]
-    if wanted and wanted[0][1] is skeleton:
-        return (("", gradient, skeleton),)
-    if gradient is None:
-        return [(keystr(path), None, leaf) for path, leaf in wanted]
-    return _tree_pieces(gradient, wanted, where)
-
-
-def _tree_pieces(gradient: Any, wanted: Sequence[tuple[Any, Any]], where: _Place) -> Iterator[tuple[str, Any, Any]]:
+def _pieces(gradient: Any, skeleton: Any, where: _Place) -> Iterator[tuple[str, Any, Any]]:
+    """Each leaf of a pytree input: its path, the gradient for it, and the leaf itself, a `_Leaf` for an array."""
     owner = where.owner
-    got = dict(tree_flatten_with_path(gradient, is_leaf=is_none)[0])
+    wanted = tree_flatten_with_path(skeleton, is_leaf=is_none)[0]
+    got: dict[Any, Any] = {(): None}
+    if gradient is not None:
+        got = dict(tree_flatten_with_path(gradient, is_leaf=is_none)[0])
     used: set[Any] = set()
     for path, leaf in wanted:
         # A None anywhere above a leaf stands for the whole subtree.

@@ -118,9 +118,9 @@ class Layout:
         leaves = [next(arrays) if isinstance(leaf, _Array) else None for leaf in self.leaves]
         return leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, leaves)
 
-    def hides_tracers(self) -> bool:
-        """Whether a static leaf, a closure or an object, holds traced arrays."""
-        return any(_hides_tracer(leaf, _SEARCH_DEPTH) for leaf in self.leaves if type(leaf) not in _SCALARS)
+    def hides_arrays(self) -> bool:
+        """Whether a static leaf, a closure or an object, holds JAX arrays."""
+        return any(_hides_array(leaf, _SEARCH_DEPTH) for leaf in self.leaves if type(leaf) not in _SCALARS)
 
     def key(self) -> tuple[object, ...]:
         """A hashable value that stands for this layout; `TypeError` where there is none."""
@@ -159,12 +159,12 @@ def _value_key(leaf: object) -> tuple[object, ...]:
 _SEARCH_DEPTH = 5
 
 
-def _hides_tracer(value: Any, depth: int) -> bool:
-    if is_traced(value):
+def _hides_array(value: Any, depth: int) -> bool:
+    if _is_jax_type(type(value)):
         return True
-    if depth == 0 or isinstance(value, (type, types.ModuleType, np.ndarray, jax.Array, _Array)):
+    if depth == 0 or isinstance(value, (type, types.ModuleType, np.ndarray, _Array)):
         return False
-    return any(_hides_tracer(part, depth - 1) for part in _parts(value) if type(part) not in _SCALARS)
+    return any(_hides_array(part, depth - 1) for part in _parts(value) if type(part) not in _SCALARS)
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -215,7 +215,12 @@ def split(value: Any) -> tuple[Sequence[Any], Layout]:
         return (), Layout(None, (value,))
     if is_array_leaf(value):
         return (value,), (ARRAY_LAYOUT if _marker(value) is _ARRAY else _REF_LAYOUT)
-    leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)
+    try:
+        leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)
+    except ValueError:  # a dict whose keys cannot be sorted
+        if _hides_array(value, _SEARCH_DEPTH):
+            raise
+        return (), Layout(None, (value,))
     if len(leaves) == 1 and leaves[0] is value:
         return (), Layout(None, (value,))
     arrays = [leaf for leaf in leaves if is_array_leaf(leaf)]

@@ -33,10 +33,13 @@ class Methods:
     Attributes:
       name: the class's name.
       parameters: what `forward` takes besides the ctx.
+      saves_intermediates: whether a run of `forward` has saved an array that is neither input nor output, and may be
+        differentiated; see `_reverse`.
     """
 
     def __init__(self, function: Any) -> None:
         self.name: str = function.__name__
+        self.saves_intermediates = False
         self._function = function
         self._forward = function.forward
         self._setup_context = function.setup_context

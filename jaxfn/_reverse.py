@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._attach import attach, detach
 from jaxfn._leaves import as_array, is_inexact, is_traced
@@ -119,18 +118,46 @@ _OF_BWD = inspect.signature(_of_bwd)
 def _run_attached(
     call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]
 ) -> tuple[Run, Sequence[Any], Sequence[Any]]:
-    """Runs forward so that an outer differentiation sees the Function's rule: the run, outputs and intermediates.
-
-    Nothing differentiates forward's own operations, which may have no derivative (a callback, a kernel).
-    """
+    """Runs forward so that an outer differentiation sees the Function's rule: the run, outputs and intermediates."""
     call.refuse_perturbed_refs(perturbed)
+    run, outputs, own = _run_detached(call, inputs, perturbed)
+    return run, _outputs_attached(run, outputs, own, inputs), own
+
+
+def _run_detached(
+    call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]
+) -> tuple[Run, Sequence[Any], Sequence[Any]]:
+    """Runs forward so that nothing differentiates its own operations, which may have no derivative (a kernel, say).
+
+    Where forward saved intermediates, those have the derivative of its operations, so it runs on the inputs themselves.
+    That is seen at the first traced run, which is then done again, and remembered.
+    """
     if not any(map(is_traced, inputs)):
         return run_forward(call, inputs, perturbed)
-    run, outputs, own = run_forward(call, _detached(call, inputs), perturbed)
-    if run.hides_tracers and not any(call.are_refs):
-        # A closure or an object on ctx holds arrays that are not seen as residuals. They must be the real ones.
-        run, outputs, own = run_forward(call, inputs, perturbed)
-    return run, *_attached(run, outputs, own, inputs)
+    if not call.methods.saves_intermediates:
+        run, outputs, own = run_forward(call, _detached(call, inputs), perturbed)
+        if not run.saves_intermediates:
+            return run, outputs, own
+        if any(call.are_refs):  # which must not be written twice
+            own = attach(own, (), call.without_refs(inputs), _Refusal(call.name), made_is_detached=True)
+            return run, outputs, own
+        call.methods.saves_intermediates = True
+    run, outputs, own = run_forward(call, inputs, perturbed)
+    run.is_detached = False
+    return run, outputs, own
+
+
+class _Refusal:
+    """Stands for the derivative of an intermediate that cannot be had."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *operands: Any) -> Sequence[Any]:
+        raise NotImplementedError(
+            f"{self.name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be "
+            "differentiated twice: forward would have to write twice. Save inputs or outputs instead."
+        )
 
 
 def _detached(call: Call, inputs: Sequence[Any]) -> list[Any]:
@@ -140,96 +167,55 @@ def _detached(call: Call, inputs: Sequence[Any]) -> list[Any]:
     return [x if is_traced(x) or is_ref else jnp.array(x) for x, is_ref in zip(arrays, call.are_refs, strict=True)]
 
 
-def _attached(
-    run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any]
-) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Outputs and intermediates with the Function's own rule for an outer differentiation; see `_attach`."""
+def _outputs_attached(run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+    """The outputs with the Function's own rule for an outer differentiation; see `_attach`."""
     operands = run.call.without_refs(inputs)
     if any(map(is_traced, operands)) and any(is_inexact(x.dtype) for x in operands):
-        rule = _Rule(run, len(outputs), len(own))
-        made = attach([*outputs, *own], operands, rule, made_is_detached=not run.hides_tracers)
-        outputs, own = made[: len(outputs)], made[len(outputs) :]
-    return run.outputs.without_derivatives(outputs), own
+        rule = _OutputsRule(run, len(outputs), len(own))
+        outputs = attach(outputs, own, operands, rule, made_is_detached=run.is_detached)
+    return run.outputs.without_derivatives(outputs)
 
 
-class _Rule:
-    """Returns the outputs and intermediates among (outputs..., own..., inputs...); see `attach`.
+class _OutputsRule:
+    """Returns the outputs among (outputs..., intermediates..., inputs...); their derivative is the user's backward.
 
-    The derivative of the outputs is the user's backward. That of the intermediates is JAX's own, of forward run again.
     Hashed by identity, and made into a custom_vjp when something differentiates it, which is seldom.
     """
 
     def __init__(self, run: Run, num_outputs: int, num_own: int) -> None:
         self.run = run
         self.num_outputs = num_outputs
-        self.num_made = num_outputs + num_own
+        self.num_own = num_own
 
     def __repr__(self) -> str:
         return self.run.call.name
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        num_outputs, num_made, call = self.num_outputs, self.num_made, self.run.call
+        call, num_outputs = self.run.call, self.num_outputs
+        num_before = num_outputs + self.num_own
 
         def primal(site: Site, *operands: Any) -> list[Any]:
-            return list(operands[:num_made])
+            return list(operands[:num_outputs])
 
-        def fwd(site: Site, *primals: Any) -> tuple[list[Any], tuple[list[Any], Residuals]]:
+        def fwd(site: Site, *primals: Any) -> tuple[Sequence[Any], Residuals]:
             values = [as_array(p.value) for p in primals]
-            outputs, own, arrays = values[:num_outputs], values[num_outputs:num_made], values[num_made:]
-            inputs = call.with_refs(arrays, None)
-            perturbed = call.with_refs([p.perturbed for p in primals[num_made:]], False)
-            run, kept = _widened(self.run, own, inputs, tuple(perturbed))
-            ran_again = kept is not own
-            outputs, kept = _attached(run, outputs, kept, inputs)
-            own = _attached(self.run, (), own, inputs)[1] if ran_again else kept
-            needed = arrays if any(is_inexact(x.dtype) for x in own) else []
-            return [*outputs, *own], (needed, site.keep(run, run.residuals(inputs, outputs, kept)))
+            inputs = call.with_refs(values[num_before:], None)
+            perturbed = call.with_refs([p.perturbed for p in primals[num_before:]], False)
+            run, own = _widened(self.run, values[num_outputs:num_before], inputs, tuple(perturbed))
+            outputs = _outputs_attached(run, values[:num_outputs], own, inputs)
+            return outputs, site.keep(run, run.residuals(inputs, outputs, own))
 
-        def bwd(saved: tuple[list[Any], Residuals], cotangents: list[Any]) -> tuple[Any, ...]:
-            inputs, residuals = saved
-            by_rule = call.without_refs(residuals.run.backward(residuals.arrays, cotangents[:num_outputs]))
-            by_jax = _of_intermediates(self.run, inputs, cotangents[num_outputs:])
-            return None, *[None] * num_made, *map(_add, by_rule, by_jax or [None] * len(by_rule))
+        def bwd(residuals: Residuals, cotangents: list[Any]) -> tuple[Any, ...]:
+            of_inputs = residuals.run.backward(residuals.arrays, cotangents)
+            return None, *[None] * num_before, *call.without_refs(of_inputs)
 
         return _custom_vjp(primal, fwd, bwd)(Site(), *operands)
-
-
-def _of_intermediates(run: Run, inputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any] | None:
-    """The cotangents that inputs get from saved intermediates, by differentiating forward; `None` for zero."""
-    needed = [i for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)]
-    if not needed:
-        return None
-    call = run.call
-    if any(call.are_refs):
-        raise NotImplementedError(
-            f"{call.name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be "
-            "differentiated twice: forward would have to write again. Save inputs or outputs instead."
-        )
-
-    differentiated = [i for i, x in enumerate(inputs) if is_inexact(x.dtype)]
-
-    def intermediates(*values: Any) -> list[Any]:
-        arrays = list(inputs)
-        for i, value in zip(differentiated, values, strict=True):
-            arrays[i] = value
-        own = run_forward(call, arrays, run.perturbed)[2]
-        return [own[i] for i in needed]
-
-    _, pullback = jax.vjp(intermediates, *(inputs[i] for i in differentiated))
-    found: list[Any] = [None] * len(inputs)
-    for i, cotangent in zip(differentiated, pullback([cotangents[i] for i in needed]), strict=True):
-        found[i] = cotangent
-    return found
-
-
-def _add(a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else a + b
 
 
 def _widened(
     run: Run, own: Sequence[Any], inputs: Sequence[Any], perturbed: tuple[bool, ...]
 ) -> tuple[Run, Sequence[Any]]:
-    """The run as if these inputs too had been perturbed, and its intermediates, not yet attached.
+    """The run as if these inputs too had been perturbed, and its intermediates.
 
     A forward that looked at `ctx.needs_input_grad` may have saved less than the wider flags need, so it runs again.
     """
@@ -243,7 +229,7 @@ def _widened(
             f"{run.call.name}.forward looks at ctx.needs_input_grad and would have to run again for this mixed second "
             "derivative, which would write to its jax.Ref arguments twice. Let it save the same whatever the flags are."
         )
-    again, _, own = run_forward(run.call, inputs if run.hides_tracers else _detached(run.call, inputs), union)
+    again, _, own = _run_detached(run.call, inputs, union)
     if again.outputs != run.outputs:
         raise RuntimeError(
             f"{run.call.name}.forward returned outputs of another structure when ctx.needs_input_grad was "

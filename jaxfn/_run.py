@@ -12,7 +12,7 @@ import jax
 from jaxfn._arguments import Form
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by
 from jaxfn._gradients import input_cotangents
-from jaxfn._leaves import Layout, as_array, split_saved
+from jaxfn._leaves import Layout, as_array, is_inexact, split_saved
 from jaxfn._marks import check_dirty, non_differentiable_positions
 from jaxfn._methods import Methods
 from jaxfn._outputs import OutputLayout, Returned
@@ -122,6 +122,7 @@ class Run:
         perturbed: tuple[bool, ...],
         state: ContextState,
         saved: Saved,
+        saves_intermediates: bool,
         inputs: Sequence[Any],
         returned: Returned,
     ) -> None:
@@ -132,7 +133,8 @@ class Run:
         self.read_needs_input_grad = state.read_needs_input_grad
         self.materialize_grads = state.materialize_grads
         self.saved = saved
-        self.hides_tracers = any(map(Layout.hides_tracers, saved.layouts))
+        self.saves_intermediates = saves_intermediates
+        self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_reverse`
         self.outputs = OutputLayout(returned.container, returned.layouts, marked)
         # Types only: a closure over the arrays themselves would leak their tracers into backward.
         self.input_avals = [jax.typeof(x) for x in inputs]
@@ -177,4 +179,6 @@ def run_forward(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) 
     """
     state, ctx, returned = call.forward(inputs, perturbed)
     saved, own = _save(ctx, inputs, returned.originals)
-    return Run(call, perturbed, state, saved, inputs, returned), returned.arrays, own
+    # An array inside a closure or an object is an intermediate too, though no residual.
+    intermediates = any(is_inexact(x.dtype) for x in own) or any(map(Layout.hides_arrays, saved.layouts))
+    return Run(call, perturbed, state, saved, intermediates, inputs, returned), returned.arrays, own
