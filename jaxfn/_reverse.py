@@ -47,6 +47,8 @@ class Site:
     def keep(self, run: Run, residuals: list[Any]) -> Residuals:
         """The residuals of a run here."""
         self.runs.append(run)
+        if run.has_one_pattern:
+            return Residuals(residuals, self)
         if run.read_needs_input_grad:
             # What such a forward saves may depend on the pattern, so their number must not show either.
             residuals = residuals + [_token(0)] * (-len(residuals) % _RESIDUALS_ROUNDED_TO)
@@ -71,7 +73,8 @@ class Residuals:
     @property
     def run(self) -> Run:
         """The run that kept them."""
-        return self.site.runs[self.arrays[-1].shape[-1]]
+        runs = self.site.runs
+        return runs[-1] if runs[-1].has_one_pattern else runs[self.arrays[-1].shape[-1]]
 
 
 jax.tree_util.register_pytree_node(Outputs, lambda o: (o.arrays, o.layout), lambda layout, a: Outputs(a, layout))
@@ -162,9 +165,11 @@ class _Refusal:
 
 def _detached(call: Call, inputs: Sequence[Any]) -> list[Any]:
     """The inputs without derivatives, each an object of its own: what was saved is known by identity."""
-    detached = iter(detach(call.without_refs(inputs)))
-    arrays = [x if is_ref else next(detached) for x, is_ref in zip(inputs, call.are_refs, strict=True)]
-    return [x if is_traced(x) or is_ref else jnp.array(x) for x, is_ref in zip(arrays, call.are_refs, strict=True)]
+    detached = [x if is_traced(x) else jnp.array(x) for x in detach(call.without_refs(inputs))]
+    if len(detached) == len(inputs):
+        return detached
+    remaining = iter(detached)
+    return [x if is_ref else next(remaining) for x, is_ref in zip(inputs, call.are_refs, strict=True)]
 
 
 def _outputs_attached(run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:

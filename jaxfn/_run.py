@@ -44,6 +44,8 @@ class Call:
 
     def refuse_perturbed_refs(self, perturbed: Sequence[bool]) -> None:
         """Raises where a reference itself is being differentiated, whose derivative would be lost silently."""
+        if not self._has_refs:
+            return
         owners = (i for i, layout in enumerate(self.layouts) for _ in range(layout.num_arrays))
         for owner, is_ref, is_perturbed in zip(owners, self.are_refs, perturbed, strict=True):
             if is_ref and is_perturbed:
@@ -139,6 +141,11 @@ class Run:
         # Types only: a closure over the arrays themselves would leak their tracers into backward.
         self.input_avals = [jax.typeof(x) for x in inputs]
         self.output_avals = [jax.typeof(x) for x in returned.arrays]
+
+    @property
+    def has_one_pattern(self) -> bool:
+        """Whether only one pattern of perturbed inputs is possible."""
+        return sum(is_inexact(aval.dtype) for aval in self.input_avals) == 1
 
     def with_perturbed(self, perturbed: tuple[bool, ...]) -> Run:
         """The same run, as if other inputs had been perturbed."""
