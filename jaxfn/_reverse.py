@@ -51,7 +51,7 @@ class Site:
             return Residuals(residuals, self)
         if run.read_needs_input_grad:
             # What such a forward saves may depend on the pattern, so their number must not show either.
-            residuals = residuals + [_token(0)] * (-len(residuals) % _RESIDUALS_ROUNDED_TO)
+            residuals = residuals + [_token(0)] * (_RESIDUALS_ROUNDED_TO - len(residuals) % _RESIDUALS_ROUNDED_TO)
         return Residuals([*residuals, _token(len(self.runs) - 1)], self)
 
 

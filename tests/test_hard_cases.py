@@ -37,11 +37,31 @@ class MulSavingLess(Mul):
         return x * w
 
 
+class MulSavingMuchLess(Mul):
+    """Saves nothing for one of the patterns."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        need_x, need_w = ctx.needs_input_grad
+        ctx.both = need_x and need_w
+        if ctx.both:
+            ctx.save_for_backward(x, w)
+        else:
+            ctx.kept = w if need_x else x if need_w else None
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.both:
+            return Mul.backward(ctx, g)
+        return tuple(g * ctx.kept if needed else None for needed in ctx.needs_input_grad)
+
+
 def scan_body(f, carry, _):
     return (f(*carry), carry[1]), None
 
 
-@pytest.mark.parametrize("f", [Mul.apply, MulSavingLess.apply], ids=["saves_all", "saves_less"])
+@pytest.mark.parametrize("f", [Mul.apply, MulSavingLess.apply, MulSavingMuchLess.apply], ids=["all", "less", "varying"])
 @pytest.mark.parametrize("wrap", ["cond", "scan", "jit", "while_in_jit"])
 def test_B7_gradients_do_not_depend_on_which_were_taken_before(f, wrap):
     """JAX keeps fwd's trace for each pattern of perturbed inputs, but only the last one's residual tree."""
