@@ -62,6 +62,11 @@ def is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def may_be_perturbed(array: Any) -> bool:
+    """Whether an array can be differentiated at all; JAX's coming `checkpoint` says so of integers too."""
+    return is_inexact(array.dtype)
+
+
 def is_key(array: Any) -> bool:
     """Whether an array holds random keys, which are no numbers."""
     return jnp.issubdtype(array.dtype, jax.dtypes.extended)
@@ -127,7 +132,9 @@ class Layout:
         if self._key is None:
             if self.treedef is not None:
                 raise TypeError("pytrees are not compared by value")
-            self._key = _value_key(self.leaves[0])
+            self._key = value_key(self.leaves[0])
+            if self._key == (type(self.leaves[0]),):
+                raise TypeError(f"{self._key[0]} is not compared by value")
         return self._key
 
     def __eq__(self, other: object) -> bool:
@@ -139,7 +146,8 @@ class Layout:
         return hash(self.key())
 
 
-def _value_key(leaf: object) -> tuple[object, ...]:
+def value_key(leaf: object) -> tuple[object, ...]:
+    """What a static leaf is compared by: its type, and its value where it is a plain one."""
     kind = type(leaf)
     if isinstance(leaf, _Array):
         return (leaf,)
@@ -152,7 +160,7 @@ def _value_key(leaf: object) -> tuple[object, ...]:
         return (kind, leaf)
     if isinstance(leaf, types.FunctionType) and leaf.__closure__ is None:
         return (kind, leaf)
-    raise TypeError(f"{kind.__name__} is not compared by value")
+    return (kind,)
 
 
 # How many objects deep to look: a partial of a method of an object with a list, for instance.

@@ -9,7 +9,7 @@ import jax
 
 from jaxfn._compat import SymbolicZero, zeros_of
 from jaxfn._gradients import conjugate
-from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_key, split
+from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_key, split, value_key
 
 
 class OutputLayout:
@@ -83,8 +83,10 @@ def _zeros(aval: Any) -> Any:
 
 
 def _look_alike(a: Layout, b: Layout) -> bool:
-    """Whether two runs of the same `forward` gave this output alike, up to the values of static leaves."""
-    return a.treedef == b.treedef and list(map(type, a.leaves)) == list(map(type, b.leaves))
+    """Whether two runs of the same `forward` gave this output alike; objects made anew each time count as alike."""
+    no_tree = a.treedef is None or b.treedef is None  # PyTreeDef does not compare with None
+    same_tree = a.treedef is b.treedef if no_tree else a.treedef == b.treedef
+    return same_tree and all(value_key(x) == value_key(y) for x, y in zip(a.leaves, b.leaves, strict=True))
 
 
 class Returned(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 
 import jaxfn
 from tests.cases import MulConstant, Square
+from tests.conftest import RUNS_PRIMAL_TOO
 
 
 class Keywords(jaxfn.Function):
@@ -205,6 +206,7 @@ def test_A5_eager_calls_build_no_custom_vjp(monkeypatch):
     assert calls
 
 
+@RUNS_PRIMAL_TOO
 def test_A5_forward_runs_once_per_eager_call():
     runs = []
 

@@ -10,6 +10,7 @@ import pytest
 
 import jaxfn
 from tests.cases import Linear, Pair, Relu, Swap
+from tests.conftest import ALL_PERTURBED, RUNS_PRIMAL_TOO
 
 MODES = {
     "eager": lambda f: f,
@@ -195,7 +196,7 @@ def test_B6_any_attribute():
     np.testing.assert_allclose(scanned(1.0), 24.0**2)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=ALL_PERTURBED if m == "checkpoint" else ()) for m in MODES])
 @pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
 def test_B7_needs_input_grad(mode, argnums):
     seen = {}
@@ -390,6 +391,7 @@ def test_B10_intermediates_beside_refs():
         jax.grad(jax.grad(lambda x: f(ref, x)))(0.5)
 
 
+@RUNS_PRIMAL_TOO
 def test_B12_counts():
     seen = []
 

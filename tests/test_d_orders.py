@@ -7,6 +7,7 @@ import pytest
 
 import jaxfn
 from tests.cases import Gelu, StraightThrough
+from tests.conftest import RUNS_PRIMAL_TOO
 
 
 def nth(f, n):
@@ -204,6 +205,7 @@ def test_E5_nothing_differentiates_a_forward_that_cannot_be():
     np.testing.assert_allclose(jax.vmap(nth(opaque, 2))(jnp.full(3, 0.3)), np.full(3, -np.sin(0.3)), rtol=1e-5)
 
 
+@RUNS_PRIMAL_TOO
 def test_D3_forward_runs_again_only_once_for_intermediates():
     """Whether a Function saves intermediates is seen at its first traced run, and known from then on."""
 
