@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from jaxfn._arguments import Form
 from jaxfn._leaves import is_array_leaf
+
+_T = TypeVar("_T")
 
 
 class NeedsInputGrad(tuple[bool, ...]):
@@ -86,6 +88,19 @@ class ContextState:
         self.needs_input_grad = needs_input_grad
 
 
+class _Overridable(Generic[_T]):
+    """A property that may be assigned to, as any other name on ctx."""
+
+    def __init__(self, compute: Callable[[FunctionCtx], _T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, ctx: FunctionCtx | None, owner: type) -> _T:
+        if ctx is None:
+            return cast(Any, self)
+        return self._compute(ctx)
+
+
 class FunctionCtx:
     """Carries what `forward` wants `backward` to have: torch's ctx.
 
@@ -160,18 +175,18 @@ class FunctionCtx:
         """What `save_for_backward` kept by name (R torch's form)."""
         return SavedVariables(self._jaxfn.named)
 
-    @property
+    @_Overridable
     def needs_input_grad(self) -> NeedsInputGrad:
         """Whether each input is being differentiated, by position and by parameter name."""
         self._jaxfn.read_needs_input_grad = True
         return NeedsInputGrad(self._jaxfn.needs_input_grad, self._jaxfn.form)
 
-    @property
+    @_Overridable
     def num_inputs(self) -> int:
         """How many inputs `forward` has, those left to their defaults included."""
         return len(self._jaxfn.form.names)
 
-    @property
+    @_Overridable
     def num_outputs(self) -> int:
         """How many outputs `forward` returned."""
         if self._jaxfn.num_outputs is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from jaxfn._arguments import Form
 from jaxfn._compat import is_eager
@@ -15,6 +15,13 @@ from jaxfn._run import Call
 
 # Per Function: how many argument structures and static values are kept prepared at the same time.
 _CALLS_KEPT = 256
+
+
+class _Apply:
+    """Finds the `apply` of the class that it is asked of, by way of `super()` too."""
+
+    def __get__(self, instance: object, owner: type[Function]) -> Callable[..., Any]:
+        return owner._jaxfn_apply  # pyright: ignore[reportPrivateUsage]
 
 
 class Function:
@@ -56,8 +63,10 @@ class Function:
     Torch counterpart: `torch.autograd.Function`.
     """
 
-    apply: ClassVar[Callable[..., Any]]
+    apply: ClassVar[Callable[..., Any]] = cast(Any, _Apply())
     """Calls the Function; the very same object on every access, so that `jax.jit(F.apply)` compiles once."""
+
+    _jaxfn_apply: ClassVar[Callable[..., Any]]
 
     generate_vmap_rule: ClassVar[bool] = False
     generate_jvp_rule: ClassVar[bool] = False
@@ -73,7 +82,7 @@ class Function:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.apply = staticmethod(make_apply(cls))
+        cls._jaxfn_apply = staticmethod(_make_apply(cls))
 
     @staticmethod
     @undefined
@@ -100,7 +109,7 @@ class Function:
         raise NotImplementedError("a differentiable Function defines backward")
 
 
-def make_apply(function: type[Function]) -> Callable[..., Any]:
+def _make_apply(function: type[Function]) -> Callable[..., Any]:
     """The `apply` of one Function class: a plain function, so JAX caches by it and pickle finds it by name."""
     entry = _Entry(function)
 

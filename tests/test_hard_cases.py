@@ -296,3 +296,27 @@ def test_C10_names_the_value_inside_a_pytree():
     f = jaxfn.autograd_function(lambda ctx, t: t["x"] * 2, lambda ctx, g: {"x": g * 2, "k": g})
     with pytest.raises(RuntimeError, match=r"input 0 \('t'\)\['k'\], but that input is the Python value 7"):
         jax.grad(lambda x: f({"x": x, "k": 7}))(1.0)
+
+
+def test_A4_apply_may_be_overridden():
+    class WithDefault(Mul):
+        @classmethod
+        def apply(cls, x):
+            return super().apply(x, jnp.float32(2))
+
+    assert WithDefault.apply(jnp.float32(3)) == 6.0
+    assert jax.grad(WithDefault.apply)(3.0) == 2.0
+
+
+def test_B6_names_of_torch_may_be_assigned():
+    @jaxfn.function
+    def f(ctx, x):
+        ctx.num_inputs, ctx.num_outputs, ctx.needs_input_grad = 7, 8, (True,)
+        return x * 2
+
+    @f.backward
+    def _(ctx, g):
+        assert (ctx.num_inputs, ctx.num_outputs, ctx.needs_input_grad) == (7, 8, (True,))
+        return g * 2
+
+    assert jax.grad(f)(1.0) == 2.0
