@@ -14,8 +14,6 @@ from jaxfn._context import ContextState
 
 def non_differentiable_positions(name: str, state: ContextState, outputs: Sequence[Any]) -> frozenset[int]:
     """Where the marked outputs are among the outputs' array leaves; warns of what is not an output."""
-    if not state.non_differentiable:
-        return frozenset()
     marked = jax.tree_util.tree_leaves(state.non_differentiable)
     for mark in marked:
         if not any(mark is output for output in outputs):

@@ -98,6 +98,7 @@ class Returned(NamedTuple):
       originals: those as forward returned them, by whose identity it marks and saves them.
       container: `tuple` or a namedtuple type where there are several outputs, `None` where there is one.
       layouts: one per top-level output.
+      non_differentiable: which array leaves were marked so.
     """
 
     value: Any
@@ -105,6 +106,7 @@ class Returned(NamedTuple):
     originals: list[Any]
     container: type | None
     layouts: tuple[Layout, ...]
+    non_differentiable: frozenset[int] = frozenset()
 
 
 def take_apart(value: Any) -> Returned:

@@ -71,6 +71,9 @@ class Call:
         returned = self.methods.forward(ctx, self.form, inputs)
         if state.dirty and check_dirty(self.name, state, arrays, returned.arrays):
             self.methods.warn_of_dirty()
+        if state.non_differentiable:
+            marked = non_differentiable_positions(self.name, state, returned.originals)
+            returned = returned._replace(non_differentiable=marked)
         return state, ctx, returned
 
 
@@ -128,7 +131,6 @@ class Run:
         inputs: Sequence[Any],
         returned: Returned,
     ) -> None:
-        marked = non_differentiable_positions(call.name, state, returned.originals)
         self.call = call
         self.perturbed = perturbed
         self.needs_input_grad = state.needs_input_grad
@@ -137,7 +139,7 @@ class Run:
         self.saved = saved
         self.saves_intermediates = saves_intermediates
         self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_reverse`
-        self.outputs = OutputLayout(returned.container, returned.layouts, marked)
+        self.outputs = OutputLayout(returned.container, returned.layouts, returned.non_differentiable)
         # Types only: a closure over the arrays themselves would leak their tracers into backward.
         self.input_avals = [jax.typeof(x) for x in inputs]
         self.output_avals = [jax.typeof(x) for x in returned.arrays]

@@ -287,6 +287,8 @@ def test_B8_marking_what_is_not_an_output_warns():
     f.backward(lambda ctx, g: g * 2)
     with pytest.warns(UserWarning, match="f: mark_non_differentiable was given a value that forward did not return"):
         assert jax.grad(f)(1.0) == 2.0
+    with pytest.warns(UserWarning, match="f: mark_non_differentiable was given a value that forward did not return"):
+        assert f(1.0) == 2.0
 
 
 @pytest.mark.parametrize("mode", ["eager", "jit_of_grad", "grad_of_jit", "scan"])
