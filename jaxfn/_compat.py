@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -17,10 +18,10 @@ __all__ = [
     "SymbolicZero",
     "ad",
     "batching",
-    "is_eager",
     "is_ref",
     "mlir",
     "partial_eval",
+    "stages_constants",
     "varying_axes",
     "zeros_of",
 ]
@@ -33,6 +34,11 @@ with jax.ensure_compile_time_eval():
 def is_eager() -> bool:
     """Whether nothing is being traced or differentiated in this thread (0.10.0 to 0.12.0)."""
     return get_opaque_trace_state() == _EAGER
+
+
+def stages_constants() -> bool:
+    """Whether operations on constants are being traced: under `jit`, and not under `grad` alone."""
+    return not is_eager() and isinstance(jax.lax.full((), 0), Tracer)
 
 
 def is_ref(value: object) -> bool:

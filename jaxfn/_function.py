@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar, cast
 
 from jaxfn._arguments import Form
-from jaxfn._compat import is_eager
+from jaxfn._compat import stages_constants
 from jaxfn._leaves import Layout, as_array, is_traced, split
 from jaxfn._methods import Methods, undefined
 from jaxfn._reverse import Outputs, Site, differentiable
@@ -152,7 +152,7 @@ class _Entry:
             call, rule = prepare(form, tuple(layouts))
         except TypeError:  # a static argument that is not compared by value
             call, rule = _prepare(methods, form, tuple(layouts))
-        if is_eager() and not any(map(is_traced, arrays)):
+        if not any(map(is_traced, arrays)) and not stages_constants():
             # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
             _, _, returned = call.forward(arrays, call.unperturbed)
             # A forward that closes over somebody's tracer goes the full way, to get JAX's own error.

@@ -201,6 +201,8 @@ def test_A5_eager_calls_build_no_custom_vjp(monkeypatch):
     monkeypatch.setattr(jax.custom_vjp, "__call__", lambda self, *a: calls.append(1) or original(self, *a))
     Square.apply(jnp.ones(3))
     MulConstant.apply(2.0, 3)
+    jax.grad(lambda w: w * Square.apply(jnp.float32(3)))(2.0)  # a constant of what is being differentiated
+    jax.vmap(lambda w: w * Square.apply(jnp.float32(3)))(jnp.ones(2))
     assert not calls
     jax.grad(Square.apply)(2.0)
     assert calls
