@@ -148,7 +148,7 @@ POLICIES = {
 def _checkpoint(policy, case, f):
     args = make_args(case)
     loss = jax.checkpoint(loss_of(f), policy=policy)
-    return jax.jit(grad(loss, args))(*args), grad(loss_of(grad(loss, args)), args)(*args)
+    return jax.jit(grad(loss, args))(*args), jax.jit(grad(loss_of(grad(loss, args)), args))(*args)
 
 
 for _name, _policy in POLICIES.items():
@@ -176,19 +176,19 @@ def third_order(case, f):
 @transformation
 def vmap_of_second_order(case, f):
     args = make_args(case, BATCH)
-    return over_batch(case, grad(loss_of(grad(loss_of(f), args)), args))(*args)
+    return jax.jit(over_batch(case, grad(loss_of(grad(loss_of(f), args)), args)))(*args)
 
 
 @transformation
 def second_order_of_vmap(case, f):
     args = make_args(case, BATCH)
-    return grad(loss_of(grad(loss_of(over_batch(case, f)), args)), args)(*args)
+    return jax.jit(grad(loss_of(grad(loss_of(over_batch(case, f)), args)), args))(*args)
 
 
 @transformation
 def grad_of_vmap_of_grad(case, f):
     args = make_args(case, BATCH)
-    return grad(loss_of(over_batch(case, grad(loss_of(f), args))), args)(*args)
+    return jax.jit(grad(loss_of(over_batch(case, grad(loss_of(f), args))), args))(*args)
 
 
 @transformation
