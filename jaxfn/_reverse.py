@@ -52,7 +52,8 @@ class Site:
         if run.read_needs_input_grad:
             # What such a forward saves may depend on the pattern, so their number must not show either.
             residuals = residuals + [_token(0)] * (_RESIDUALS_ROUNDED_TO - len(residuals) % _RESIDUALS_ROUNDED_TO)
-        return Residuals([*residuals, _token(len(self.runs) - 1)], self)
+        # Looked up, not counted: two threads may be differentiating the same traced call.
+        return Residuals([*residuals, _token(self.runs.index(run))], self)
 
 
 _RESIDUALS_ROUNDED_TO = 16
