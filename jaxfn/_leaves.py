@@ -125,7 +125,7 @@ class Layout:
 
     def hides_arrays(self) -> bool:
         """Whether a static leaf, a closure or an object, holds JAX arrays."""
-        return any(_hides_array(leaf, _SEARCH_DEPTH) for leaf in self.leaves if type(leaf) not in _SCALARS)
+        return any(map(_hides_array, self.leaves))
 
     def key(self) -> tuple[object, ...]:
         """A hashable value that stands for this layout; `TypeError` where there is none."""
@@ -163,16 +163,24 @@ def value_key(leaf: object) -> tuple[object, ...]:
     return (kind,)
 
 
-# How many objects deep to look: a partial of a method of an object with a list, for instance.
-_SEARCH_DEPTH = 5
+# How many objects to look through before taking it for granted that there is an array somewhere.
+_SEARCH_LIMIT = 2000
 
 
-def _hides_array(value: Any, depth: int) -> bool:
-    if _is_jax_type(type(value)):
-        return True
-    if depth == 0 or isinstance(value, (type, types.ModuleType, np.ndarray, _Array)):
-        return False
-    return any(_hides_array(part, depth - 1) for part in _parts(value) if type(part) not in _SCALARS)
+def _hides_array(value: Any) -> bool:
+    """Whether an object leads to a JAX array, by its attributes, items or closure."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if type(part) in _SCALARS or id(part) in seen:
+            continue
+        if _is_jax_type(type(part)) or len(seen) > _SEARCH_LIMIT:
+            return True
+        seen.add(id(part))
+        if not isinstance(part, (type, types.ModuleType, np.ndarray, _Array)):
+            pending += _parts(part)
+    return False
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -188,8 +196,9 @@ def _parts(value: Any) -> Iterable[Any]:
         return [*value, *value.values()]
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         return value
-    slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).values(), *slots]
+    members = [vars(kind).values() for kind in type(value).__mro__]
+    slots = [m for member in members for m in member if isinstance(m, types.MemberDescriptorType)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, slot.__name__, None) for slot in slots)]
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -226,7 +235,7 @@ def split(value: Any) -> tuple[Sequence[Any], Layout]:
     try:
         leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)
     except ValueError:  # a dict whose keys cannot be sorted
-        if _hides_array(value, _SEARCH_DEPTH):
+        if _hides_array(value):
             raise
         return (), Layout(None, (value,))
     if len(leaves) == 1 and leaves[0] is value:

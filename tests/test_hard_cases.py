@@ -90,7 +90,16 @@ class Holder:
         self.value = value
 
 
+class Slotted:
+    __slots__ = ("me", "value")
+
+    def __init__(self, value):
+        self.value = {"deep": [value]}
+        self.me = self  # a cycle
+
+
 HIDING = {
+    "slots": Slotted,
     "closure": lambda x: lambda g: 2 * x * g,
     "partial": lambda x: functools.partial(jnp.multiply, 2 * x),
     "object": lambda x: Holder([x]),
@@ -101,6 +110,8 @@ HIDING = {
 def backward_of(kind, hidden, g):
     if kind in ("closure", "partial"):
         return hidden(g)
+    if kind == "slots":
+        return 2 * g * hidden.value["deep"][0]
     return 2 * g * (hidden.value[0] if kind == "object" else hidden[0])
 
 
