@@ -11,6 +11,7 @@ import pytest
 
 import jaxfn
 from tests.cases import CASES, loss_of, make_args
+from tests.conftest import KEEPS_TRACES
 from tests.transformations import TRANSFORMATIONS
 
 # Plain functions too leave traces behind in shard_map over several devices, as far as the checker can tell; and what
@@ -34,6 +35,7 @@ class Token:
     """A static value whose lifetime can be watched."""
 
 
+@KEEPS_TRACES
 def test_B13_ctx_and_residuals_are_freed():
     watched = []
 
@@ -62,6 +64,7 @@ def test_B13_ctx_and_residuals_are_freed():
     assert [ref() for ref in watched] == [None] * 9
 
 
+@KEEPS_TRACES
 def test_B13_static_arguments_are_not_kept_forever():
     tokens = []
 
