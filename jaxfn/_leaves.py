@@ -62,11 +62,6 @@ def is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def may_be_perturbed(array: Any) -> bool:
-    """Whether an array can be differentiated at all; JAX's coming `checkpoint` says so of integers too."""
-    return is_inexact(array.dtype)
-
-
 def is_key(array: Any) -> bool:
     """Whether an array holds random keys, which are no numbers."""
     return jnp.issubdtype(array.dtype, jax.dtypes.extended)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._attach import attach, detach
-from jaxfn._leaves import as_array, is_inexact, is_traced, may_be_perturbed
+from jaxfn._leaves import as_array, is_inexact, is_traced
 from jaxfn._outputs import OutputLayout
 from jaxfn._run import Call, Run, run_forward
 
@@ -92,7 +92,8 @@ def differentiable(call: Call) -> Callable[..., Outputs]:
 
     def fwd(site: Site, *primals: Any) -> tuple[Outputs, Residuals]:
         inputs = [as_array(p.value) for p in primals]
-        perturbed = tuple(p.perturbed and may_be_perturbed(x) for p, x in zip(primals, inputs, strict=True))
+        # JAX's coming checkpoint says of integers too that they are perturbed.
+        perturbed = tuple(p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, inputs, strict=True))
         run, outputs, own = _run_attached(call, inputs, perturbed)
         return Outputs(outputs, run.outputs), site.keep(run, run.residuals(inputs, outputs, own))
 
