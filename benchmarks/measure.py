@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,11 +40,12 @@ def seconds(call: Callable[[], object], number: int = 1) -> float:
     return (time.perf_counter() - begin) / number
 
 
-def rotated(names: Iterable[_K], by: int) -> list[_K]:
-    """The names beginning elsewhere each round, so that none always follows the same other one."""
-    names = list(names)
-    by %= len(names)
-    return names[by:] + names[:by]
+def shuffled(names: Iterable[_K], round: int) -> list[_K]:
+    """The names in an order of this round's own, so that none always follows the same other one.
+
+    What follows another library's code finds the processor's caches cold and that library's threads still waiting.
+    """
+    return random.Random(round).sample(names := list(names), len(names))
 
 
 def interleaved(
@@ -63,7 +65,8 @@ def interleaved(
     samples: dict[_K, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
         with no_collection():
-            for name in rotated(calls, i):
+            for name in shuffled(calls, i):
+                calls[name]()  # once untimed, for the same reason
                 samples[name].append(seconds(calls[name], numbers[name]))
     return samples
 

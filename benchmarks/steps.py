@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.measure import Samples, interleaved, no_collection, rotated, seconds
+from benchmarks.measure import Samples, interleaved, no_collection, seconds, shuffled
 
 Step = Callable[[Any, Any], Any]
 Executables = dict[str, list[Any]]
@@ -38,7 +38,7 @@ def build_all(
     for new_step in new_steps.values():
         build(new_step, args, compiles=False)  # warms up
     for i in range(rounds):
-        for name in rotated(new_steps, i):
+        for name in shuffled(new_steps, i):
             with no_collection():
                 times, executable = build(new_steps[name], args, compiles=i < compiles)
             for stage, value in times.items():
