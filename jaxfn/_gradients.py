@@ -7,6 +7,7 @@ Inner functions know one gradient and one input; `input_cotangents` walks over a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
@@ -15,7 +16,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxfn._arguments import Form
 from jaxfn._compat import varying_axes
-from jaxfn._leaves import Layout, as_array, is_array_leaf, is_key, is_none
+from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_array_leaf, is_key, is_none
 
 _MESSAGES: dict[str, tuple[type[Exception], str]] = {
     "count": (
@@ -117,12 +118,15 @@ def input_cotangents(
     Raises:
       RuntimeError, TypeError: see the table at the top of this module.
     """
-    leaves = iter([_Leaf(aval, flag) for aval, flag in zip(avals, perturbed, strict=True)])
-    skeletons = [layout.merge(leaves) for layout in layouts]
-    gradients = _one_per_input(owner, returned, skeletons)
+    leaves = zip(avals, perturbed, strict=True)
+    gradients = _one_per_input(owner, returned, layouts)
     cotangents: list[jax.Array | None] = []
-    for position, (gradient, skeleton, layout) in enumerate(zip(gradients, skeletons, layouts, strict=True)):
+    for position, (gradient, layout) in enumerate(zip(gradients, layouts, strict=True)):
         where = _Place(owner, position)
+        if layout is ARRAY_LAYOUT:  # by far the most frequent
+            cotangents.append(_cotangent(gradient, *next(leaves), where))
+            continue
+        skeleton = layout.merge(_Leaf(*leaf) for leaf in islice(leaves, layout.num_arrays))
         single = (("", gradient, skeleton),)
         for path, piece, leaf in single if layout.treedef is None else _pieces(gradient, skeleton, where):
             if isinstance(leaf, _Leaf):
@@ -132,7 +136,7 @@ def input_cotangents(
     return cotangents
 
 
-def _one_per_input(owner: Owner, returned: Any, skeletons: Sequence[Any]) -> Sequence[Any]:
+def _one_per_input(owner: Owner, returned: Any, layouts: Sequence[Layout]) -> Sequence[Any]:
     form = owner.form
     expected = len(form.names)
     if isinstance(returned, dict):
@@ -145,9 +149,10 @@ def _one_per_input(owner: Owner, returned: Any, skeletons: Sequence[Any]) -> Seq
             verb = "is" if len(unknown) == 1 else "are"
             raise _refuse(owner, "names", unknown=names, verb=verb, names=", ".join(form.names))
     # A namedtuple is the gradient of the one input where that is itself such a namedtuple.
-    is_sole = expected == 1 and type(returned) is not tuple and type(returned) is type(skeletons[0])
-    if not isinstance(returned, tuple) or is_sole:
-        returned = (returned,)
+    if type(returned) is not tuple:
+        is_sole = expected == 1 and layouts[0].container is type(returned)
+        if not isinstance(returned, tuple) or is_sole:
+            returned = (returned,)
     gradients = list(cast(tuple[Any, ...], returned))
     while len(gradients) > expected and gradients[-1] is None:
         gradients.pop()
@@ -206,6 +211,8 @@ def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.
     """The cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
     if gradient is None:
         return None
+    if perturbed and isinstance(gradient, jax.Array) and jax.typeof(gradient) == aval and aval.dtype.kind == "f":
+        return gradient  # as nearly always
     if not is_array_leaf(gradient) or is_key(gradient):
         got = "a random key" if is_array_leaf(gradient) else f"a Python {type(gradient).__name__}"
         raise _refuse(where.owner, "type", got=got, where=where, shape=f" of shape {getattr(aval, 'shape', ())}")

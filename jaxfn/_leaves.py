@@ -118,9 +118,15 @@ class Layout:
         leaves = [next(arrays) if isinstance(leaf, _Array) else None for leaf in self.leaves]
         return leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, leaves)
 
+    @property
+    def container(self) -> type | None:
+        """The type of the pytree's topmost node; `None` where the value is a single leaf."""
+        node = None if self.treedef is None else self.treedef.node_data()
+        return None if node is None else node[0]
+
     def hides_arrays(self) -> bool:
         """Whether a static leaf, a closure or an object, holds JAX arrays."""
-        return any(map(_hides_array, self.leaves))
+        return self is not ARRAY_LAYOUT and any(map(_hides_array, self.leaves))
 
     def key(self) -> tuple[object, ...]:
         """A hashable value that stands for this layout; `TypeError` where there is none."""

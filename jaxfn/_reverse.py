@@ -11,6 +11,7 @@ pytree nodes, never through a closure: JAX may cache a trace and not run the fun
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -104,21 +105,32 @@ def differentiable(call: Call) -> Callable[..., Outputs]:
     return _custom_vjp(primal, fwd, bwd)
 
 
+class _Bound(inspect.BoundArguments):
+    """Positional arguments, bound to `*args`."""
+
+    def __init__(self, signature: inspect.Signature, args: tuple[Any, ...]) -> None:
+        super().__init__(signature, OrderedDict(args=args))
+
+    def apply_defaults(self) -> None:
+        pass
+
+
+class _Positional(inspect.Signature):
+    """The signature `(*args)`. JAX binds arguments to it several times a call, and `inspect` does so slowly."""
+
+    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        return _Bound(self, args)
+
+
+_POSITIONAL = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+
+
 def _custom_vjp(primal: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
-    # JAX asks for all three signatures at every call; stated beforehand, they need not be read off the code each time.
-    for function, signature in ((primal, _OF_PRIMAL), (fwd, _OF_PRIMAL), (bwd, _OF_BWD)):
-        vars(function)["__signature__"] = signature
+    for function in (primal, fwd, bwd):
+        vars(function)["__signature__"] = _POSITIONAL
     rule = jax.custom_vjp(primal)
     rule.defvjp(fwd, bwd, symbolic_zeros=True)
     return rule
-
-
-def _of_primal(site: Any, *arrays: Any) -> None: ...
-def _of_bwd(residuals: Any, cotangents: Any) -> None: ...
-
-
-_OF_PRIMAL = inspect.signature(_of_primal)
-_OF_BWD = inspect.signature(_of_bwd)
 
 
 def _run_attached(
@@ -145,6 +157,11 @@ def _run_detached(
         if not run.saves_intermediates:
             return run, outputs, own
         if any(call.are_refs):  # which must not be written twice
+            if run.hides_arrays:
+                raise NotImplementedError(
+                    f"{call.name} takes a jax.Ref and keeps a JAX array inside a closure or an object on ctx, where "
+                    "its derivative cannot be had. Save the array itself: ctx.save_for_backward(array)."
+                )
             own = attach(own, (), call.without_refs(inputs), _Refusal(call.name), made_is_detached=True)
             return run, outputs, own
         call.methods.saves_intermediates = True

@@ -12,7 +12,7 @@ import jax
 from jaxfn._arguments import Form
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by
 from jaxfn._gradients import input_cotangents
-from jaxfn._leaves import Layout, as_array, is_inexact, split_saved
+from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_inexact, split_saved
 from jaxfn._marks import check_dirty, non_differentiable_positions
 from jaxfn._methods import Methods
 from jaxfn._outputs import OutputLayout, Returned
@@ -107,7 +107,8 @@ def _save(ctx: FunctionCtx, inputs: Sequence[Any], outputs: Sequence[Any]) -> tu
     places: dict[tuple[str, int], int] = {}
     order: list[int] = []
     for value in values:
-        arrays, layout = split_saved(value)
+        # Looking at an input or output again would cost more than asking first.
+        arrays, layout = ((value,), ARRAY_LAYOUT) if id(value) in sources else split_saved(value)
         layouts.append(layout)
         for array in arrays:
             source = sources.get(id(array))
@@ -127,7 +128,7 @@ class Run:
         perturbed: tuple[bool, ...],
         state: ContextState,
         saved: Saved,
-        saves_intermediates: bool,
+        own: Sequence[Any],
         inputs: Sequence[Any],
         returned: Returned,
     ) -> None:
@@ -137,7 +138,9 @@ class Run:
         self.read_needs_input_grad = state.read_needs_input_grad
         self.materialize_grads = state.materialize_grads
         self.saved = saved
-        self.saves_intermediates = saves_intermediates
+        # An array inside a closure or an object is an intermediate too, though no residual.
+        self.hides_arrays = any(map(Layout.hides_arrays, saved.layouts))
+        self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in own)
         self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_reverse`
         self.outputs = OutputLayout(returned.container, returned.layouts, returned.non_differentiable)
         # Types only: a closure over the arrays themselves would leak their tracers into backward.
@@ -188,6 +191,4 @@ def run_forward(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) 
     """
     state, ctx, returned = call.forward(inputs, perturbed)
     saved, own = _save(ctx, inputs, returned.originals)
-    # An array inside a closure or an object is an intermediate too, though no residual.
-    intermediates = any(is_inexact(x.dtype) for x in own) or any(map(Layout.hides_arrays, saved.layouts))
-    return Run(call, perturbed, state, saved, intermediates, inputs, returned), returned.arrays, own
+    return Run(call, perturbed, state, saved, own, inputs, returned), returned.arrays, own

@@ -331,3 +331,23 @@ def test_B6_names_of_torch_may_be_assigned():
         return g * 2
 
     assert jax.grad(f)(1.0) == 2.0
+
+
+class _WritesAndHides(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x, ref):
+        slope = jnp.cos(x)
+        ref[...] = slope
+        ctx.pull = lambda g: g * slope
+        return jnp.sin(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ctx.pull(grad_output), None
+
+
+def test_D3_an_array_hidden_beside_a_ref_is_refused_where_it_could_be_differentiated_again():
+    ref = jax.new_ref(jnp.zeros(()))
+    np.testing.assert_allclose(jax.grad(_WritesAndHides.apply)(0.5, ref), np.cos(0.5), rtol=1e-6)
+    with pytest.raises(NotImplementedError, match="_WritesAndHides takes a jax.Ref and keeps a JAX array inside"):
+        jax.grad(jax.grad(_WritesAndHides.apply))(0.5, ref)
