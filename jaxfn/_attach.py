@@ -100,6 +100,8 @@ def _attach_batch(
     sizes: tuple[int, int],
     made_is_detached: bool,
 ) -> Any:
+    if all(d is None for d in dims):  # JAX asks even so
+        return attach_p.bind(*operands, rule=rule, sizes=sizes, made_is_detached=made_is_detached), [None] * sizes[0]
     moved = [x if d is None else batching.bdim_at_front(x, d, axis.size) for x, d in zip(operands, dims, strict=True)]
     axes = tuple(None if d is None else 0 for d in dims)
     batched = jax.vmap(

@@ -79,6 +79,7 @@ class ContextState:
     num_outputs: int | None = None
     tensors: tuple[Any, ...] = ()
     named: Mapping[str, Any] = MappingProxyType({})
+    for_forward: tuple[Any, ...] | None = None  # None: save_for_forward was not called
     non_differentiable: tuple[Any, ...] = ()
     dirty: tuple[Any, ...] = ()
     materialize_grads: bool = True
@@ -154,15 +155,40 @@ class FunctionCtx:
 
         Torch counterpart: `ctx.save_for_backward`; the named form is R torch's.
         """
-        for position, tensor in enumerate(tensors):
-            if tensor is not None and not is_array_leaf(tensor):
-                raise TypeError(
-                    f"save_for_backward can only save arrays or None, but argument {position} is of type "
-                    f"{type(tensor).__name__}. Set it as an attribute (ctx.name = value) or save it by name "
-                    "(ctx.save_for_backward(name=value))."
-                )
+        _check_saved("save_for_backward", tensors)
         self._jaxfn.tensors = tensors
         self._jaxfn.named = named
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """Keeps arrays for `jvp`, which reads them as `ctx.saved_tensors`; a second call replaces what the first kept.
+
+        Where it is not called, `jvp` reads what `save_for_backward` kept.
+
+        Args:
+          *tensors: arrays (inputs, outputs or intermediates) or `None`.
+
+        Raises:
+          TypeError: an argument is neither an array nor `None`.
+
+        Example:
+          >>> import jax, jaxfn
+          >>> class Square(jaxfn.Function):
+          ...     @staticmethod
+          ...     def forward(ctx, x):
+          ...         ctx.save_for_forward(x)
+          ...         return x * x
+          ...     @staticmethod
+          ...     def jvp(ctx, tangent):
+          ...         (x,) = ctx.saved_tensors
+          ...         return 2 * x * tangent
+          >>> _, tangent = jax.jvp(Square.apply, (3.0,), (1.0,))
+          >>> print(tangent)
+          6.0
+
+        Torch counterpart: `ctx.save_for_forward`.
+        """
+        _check_saved("save_for_forward", tensors)
+        self._jaxfn.for_forward = tensors
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
@@ -220,12 +246,28 @@ class FunctionCtx:
         self._jaxfn.materialize_grads = value
 
 
+def _check_saved(method: str, tensors: tuple[Any, ...]) -> None:
+    for position, tensor in enumerate(tensors):
+        if tensor is not None and not is_array_leaf(tensor):
+            by_name = " or save it by name (ctx.save_for_backward(name=value))" if method == "save_for_backward" else ""
+            raise TypeError(
+                f"{method} can only save arrays or None, but argument {position} is of type {type(tensor).__name__}. "
+                f"Set it as an attribute (ctx.name = value){by_name}."
+            )
+
+
 class SavedNames(NamedTuple):
     """What the values that a ctx keeps are called."""
 
     num_tensors: int
     named: tuple[str, ...]
+    num_for_forward: int | None
     attributes: tuple[str, ...]
+
+    @property
+    def num_for_backward(self) -> int:
+        """How many of the values were given to `save_for_backward`; they come first."""
+        return self.num_tensors + len(self.named)
 
 
 def state_of(ctx: FunctionCtx) -> ContextState:
@@ -234,10 +276,12 @@ def state_of(ctx: FunctionCtx) -> ContextState:
 
 
 def saved_by(ctx: FunctionCtx) -> tuple[SavedNames, list[Any]]:
-    """Everything that a ctx keeps for `backward`."""
+    """Everything that a ctx keeps for `backward` and `jvp`."""
     state, attributes = state_of(ctx), vars(ctx)
-    names = SavedNames(len(state.tensors), tuple(state.named), tuple(attributes))
-    return names, [*state.tensors, *state.named.values(), *attributes.values()]
+    for_forward = state.for_forward
+    num_for_forward = None if for_forward is None else len(for_forward)
+    names = SavedNames(len(state.tensors), tuple(state.named), num_for_forward, tuple(attributes))
+    return names, [*state.tensors, *state.named.values(), *(for_forward or ()), *attributes.values()]
 
 
 def restored(state: ContextState, names: SavedNames, values: Iterable[Any]) -> FunctionCtx:
@@ -247,6 +291,14 @@ def restored(state: ContextState, names: SavedNames, values: Iterable[Any]) -> F
     state.tensors = tuple(islice(values, names.num_tensors))
     if names.named:
         state.named = dict(zip(names.named, islice(values, len(names.named)), strict=True))
+    if names.num_for_forward is not None:
+        state.for_forward = tuple(islice(values, names.num_for_forward))
     if names.attributes:
         vars(ctx).update(zip(names.attributes, values, strict=True))
     return ctx
+
+
+def show_saved_for_forward(state: ContextState) -> None:
+    """Makes `saved_tensors` what `jvp` is to see."""
+    if state.for_forward is not None:
+        state.tensors, state.named = state.for_forward, {}

@@ -7,10 +7,13 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar, cast
 
 from jaxfn._arguments import Form
+from jaxfn._attached import CallRule
 from jaxfn._compat import stages_constants
+from jaxfn._differentiable import differentiable
+from jaxfn._hooks import hooks_in_force
 from jaxfn._leaves import Layout, as_array, is_traced, split
 from jaxfn._methods import Methods, undefined
-from jaxfn._reverse import Outputs, Site, differentiable
+from jaxfn._rules import Differentiable, Site
 from jaxfn._run import Call
 
 # Per Function: how many argument structures and static values are kept prepared at the same time.
@@ -44,6 +47,10 @@ class Function:
     what it does can be differentiated again. Instead of `forward(ctx, ...)` a Function may define `forward(...)` and
     `setup_context(ctx, inputs, output)`.
 
+    Forward mode works where `jvp(ctx, *tangents)` is defined too, or `generate_jvp_rule = True`; a Function with `jvp`
+    and no `backward` is differentiated in reverse by transposing `jvp`. `vmap(info, in_dims, *args)` returns outputs
+    and their batch axes, and is used by `jax.vmap` in place of automatic batching; it needs the separate style.
+
     Example:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> class Round(jaxfn.Function):
@@ -69,7 +76,11 @@ class Function:
     _jaxfn_apply: ClassVar[Callable[..., Any]]
 
     generate_vmap_rule: ClassVar[bool] = False
+    """Accepted for torch's sake; JAX batches every Function without a `vmap` by itself."""
+
     generate_jvp_rule: ClassVar[bool] = False
+    """Whether forward mode is derived by transposing `backward`, which must then be linear in its gradients."""
+
     boxed_grads_call: ClassVar[bool] = False
     """Whether `backward` gets its gradients as one list instead of one by one."""
 
@@ -107,6 +118,18 @@ class Function:
     def vjp(*args: Any, **kwargs: Any) -> Any:
         """Another name of `backward`."""
         raise NotImplementedError("a differentiable Function defines backward")
+
+    @staticmethod
+    @undefined
+    def jvp(*args: Any, **kwargs: Any) -> Any:
+        """`jvp(ctx, *tangents)`: the tangent of each output, from the tangent of each input; for forward mode."""
+        raise NotImplementedError("a Function with a forward mode of its own defines jvp")
+
+    @staticmethod
+    @undefined
+    def vmap(*args: Any, **kwargs: Any) -> Any:
+        """`vmap(info, in_dims, *args)`: outputs and their batch axes; used by `jax.vmap` in place of batching."""
+        raise NotImplementedError("a Function with a batching rule of its own defines vmap")
 
 
 def _make_apply(function: type[Function]) -> Callable[..., Any]:
@@ -158,14 +181,14 @@ class _Entry:
             # A forward that closes over somebody's tracer goes the full way, to get JAX's own error.
             if not any(map(is_traced, returned.arrays)):
                 return returned.value
-        outputs = rule(Site(), *arrays)
+        outputs = rule(Site(hooks_in_force()), *arrays)
         return outputs.layout.merge(outputs.arrays)
 
 
-_Prepare = Callable[[Form, tuple[Layout, ...]], tuple[Call, Callable[..., Outputs]]]
+_Prepare = Callable[[Form, tuple[Layout, ...]], tuple[Call, Differentiable]]
 
 
-def _prepare(methods: Methods, form: Form, layouts: tuple[Layout, ...]) -> tuple[Call, Callable[..., Outputs]]:
-    """A way of calling a Function, and its custom_vjp: JAX's caches go by the identity of the latter."""
+def _prepare(methods: Methods, form: Form, layouts: tuple[Layout, ...]) -> tuple[Call, Differentiable]:
+    """A way of calling a Function, and the function that JAX differentiates: its caches go by the latter's identity."""
     call = Call(methods, form, layouts)
-    return call, differentiable(call)
+    return call, differentiable(CallRule(call))

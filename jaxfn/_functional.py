@@ -58,6 +58,14 @@ class CallableFunction:
         """Registers `setup_context(ctx, inputs, output)`, after which the function takes no ctx; returns it."""
         return self._register("setup_context", rule)
 
+    def jvp(self, rule: _F) -> _F:
+        """Registers `jvp(ctx, *tangents)`, for forward mode; returns it unchanged."""
+        return self._register("jvp", rule)
+
+    def vmap(self, rule: _F) -> _F:
+        """Registers `vmap(info, in_dims, *args)`, used in place of automatic batching; returns it unchanged."""
+        return self._register("vmap", rule)
+
     def _register(self, method: str, rule: _F) -> _F:
         setattr(self.Function, method, staticmethod(rule))
         return rule
@@ -70,8 +78,8 @@ def function(forward: Callable[..., Any]) -> CallableFunction:
       forward: `forward(ctx, *args)`, or `forward(*args)` where `setup_context` is registered afterwards.
 
     Returns:
-      A callable with the function's name, docstring and signature (less the ctx), and with `.backward` and
-      `.setup_context` as registering decorators. Rules and errors are those of `Function`.
+      A callable with the function's name, docstring and signature (less the ctx), and with `.backward`,
+      `.setup_context`, `.jvp` and `.vmap` as registering decorators. Rules and errors are those of `Function`.
 
     Example:
       >>> import jax, jaxfn

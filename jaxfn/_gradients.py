@@ -6,17 +6,17 @@ Inner functions know one gradient and one input; `input_cotangents` walks over a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxfn._arguments import Form
 from jaxfn._compat import varying_axes
-from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_array_leaf, is_key, is_none
+from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_array_leaf, is_key
+from jaxfn._structure import AvalLeaf, StructureError, paired_leaves
 
 _MESSAGES: dict[str, tuple[type[Exception], str]] = {
     "count": (
@@ -74,26 +74,6 @@ class _Place(NamedTuple):
         return self.owner.form.describe(self.position) + self.path
 
 
-class _Leaf:
-    """An array leaf of an input, in the place where it was. Has what pytree classes look at when they are rebuilt."""
-
-    def __init__(self, aval: Any, perturbed: bool) -> None:
-        self.aval = aval
-        self.perturbed = perturbed
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.aval.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.aval.shape)
-
-    @property
-    def dtype(self) -> Any:
-        return self.aval.dtype
-
-
 def _refuse(owner: Owner, row: str, **facts: object) -> Exception:
     kind, text = _MESSAGES[row]
     return kind(f"{owner.name}.backward {text.format(**facts)}")
@@ -126,11 +106,14 @@ def input_cotangents(
         if layout is ARRAY_LAYOUT:  # by far the most frequent
             cotangents.append(_cotangent(gradient, *next(leaves), where))
             continue
-        skeleton = layout.merge(_Leaf(*leaf) for leaf in islice(leaves, layout.num_arrays))
-        single = (("", gradient, skeleton),)
-        for path, piece, leaf in single if layout.treedef is None else _pieces(gradient, skeleton, where):
-            if isinstance(leaf, _Leaf):
-                cotangents.append(_cotangent(piece, leaf.aval, leaf.perturbed, where._replace(path=path)))
+        skeleton = layout.merge(AvalLeaf(*leaf) for leaf in islice(leaves, layout.num_arrays))
+        try:
+            pieces = list(paired_leaves(gradient, skeleton, layout))
+        except StructureError as problem:
+            raise _refuse(owner, "structure", where=where, problem=problem) from None
+        for path, piece, leaf in pieces:
+            if isinstance(leaf, AvalLeaf):
+                cotangents.append(_cotangent(piece, leaf.aval, leaf.is_wanted, where._replace(path=path)))
             elif piece is not None:
                 raise _refuse(owner, "static", where=where._replace(path=path), value=repr(leaf))
     return cotangents
@@ -180,33 +163,6 @@ def _from_names(owner: Owner, named: dict[Any, Any]) -> Sequence[Any]:
     return [by_name.get(name) for name in form.names]
 
 
-def _pieces(gradient: Any, skeleton: Any, where: _Place) -> Iterator[tuple[str, Any, Any]]:
-    """Each leaf of a pytree input: its path, the gradient for it, and the leaf itself, a `_Leaf` for an array."""
-    owner = where.owner
-    wanted = tree_flatten_with_path(skeleton, is_leaf=is_none)[0]
-    got: dict[Any, Any] = {(): None}
-    if gradient is not None:
-        got = dict(tree_flatten_with_path(gradient, is_leaf=is_none)[0])
-    used: set[Any] = set()
-    for path, leaf in wanted:
-        # A None anywhere above a leaf stands for the whole subtree.
-        found = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
-        if found is None:
-            raise _refuse(owner, "structure", where=where, problem=f"nothing was returned for {_at(path)}")
-        if len(found) < len(path) and got[found] is not None:
-            problem = f"one value was returned at {_at(found)}, where the input has several leaves"
-            raise _refuse(owner, "structure", where=where, problem=problem)
-        used.add(found)
-        yield keystr(path), got[found], leaf
-    for path, piece in got.items():
-        if path not in used and piece is not None:
-            raise _refuse(owner, "structure", where=where, problem=f"there is nothing at {_at(path)} in the input")
-
-
-def _at(path: Iterable[Any]) -> str:
-    return keystr(tuple(path)) or "its top"
-
-
 def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.Array | None:
     """The cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
     if gradient is None:
@@ -249,9 +205,13 @@ def match_varying(cotangent: jax.Array, aval: Any) -> jax.Array:
     A gradient for a weight that is replicated over a mesh axis is the sum of what each device has; without this,
     `shard_map(check_vma=True)` refuses the rule.
     """
-    wanted, got = varying_axes(aval), varying_axes(jax.typeof(cotangent))
-    if got - wanted:
-        cotangent = jax.lax.psum(cotangent, tuple(sorted(got - wanted)))
-    if wanted - got:
-        cotangent = jax.lax.pcast(cotangent, tuple(sorted(wanted - got)), to="varying")
-    return cotangent
+    surplus = varying_axes(jax.typeof(cotangent)) - varying_axes(aval)
+    if surplus:
+        cotangent = jax.lax.psum(cotangent, tuple(sorted(surplus)))
+    return widened(cotangent, aval)
+
+
+def widened(value: jax.Array, aval: Any) -> jax.Array:
+    """Makes a value vary over all the manual mesh axes that another one varies over."""
+    missing = varying_axes(aval) - varying_axes(jax.typeof(value))
+    return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value

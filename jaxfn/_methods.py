@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jaxfn._arguments import Form, Parameters
@@ -24,6 +24,11 @@ def _is_defined(method: Any) -> bool:
     return not getattr(method, _MARK, False)
 
 
+def _looked_up(function: Any) -> tuple[Any, ...]:
+    # These decide how a call is made; backward and the like are looked up where they are called.
+    return function.forward, function.setup_context, function.jvp, function.vmap, function.generate_jvp_rule
+
+
 class Methods:
     """One Function class's methods, as the rest of jaxfn calls them.
 
@@ -33,6 +38,8 @@ class Methods:
     Attributes:
       name: the class's name.
       parameters: what `forward` takes besides the ctx.
+      has_backward, has_jvp: whether it defines `backward` (or `vjp`), and `jvp`.
+      has_forward_mode: whether forward mode is to work, by `jvp` or by `generate_jvp_rule`.
       saves_intermediates: whether a run of `forward` has saved an array that is neither input nor output, and may be
         differentiated; see `_reverse`.
     """
@@ -41,6 +48,7 @@ class Methods:
         self.name: str = function.__name__
         self.saves_intermediates = False
         self._function = function
+        self._looked_up = _looked_up(function)
         self._forward = function.forward
         self._setup_context = function.setup_context
         self._is_separate = _is_defined(self._setup_context)
@@ -48,18 +56,50 @@ class Methods:
         if not _is_defined(self._forward):
             raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
         self.parameters = Parameters(self._forward, not self._is_separate, self.name)
+        self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
+        self.has_jvp = _is_defined(function.jvp)
+        self.has_forward_mode = self.has_jvp or function.generate_jvp_rule
+        self.vmap: Callable[..., Any] | None = function.vmap if _is_defined(function.vmap) else None
+        if self.has_jvp and function.generate_jvp_rule:
+            raise RuntimeError(
+                f"{self.name} has both generate_jvp_rule=True and a jvp of its own. Delete one of them, to say which "
+                "rule forward mode is to use."
+            )
 
     def is_current(self) -> bool:
-        """Whether the class still has the `forward` and `setup_context` that this looked up."""
-        return self._function.forward == self._forward and self._function.setup_context == self._setup_context
+        """Whether the class still has what this looked up."""
+        return _looked_up(self._function) == self._looked_up
+
+    def why_vmap_is_refused(self) -> str | None:
+        """What is wrong with the class's `vmap`, if anything; said where a call is batched."""
+        if self.vmap is None:
+            return None
+        if self._function.generate_vmap_rule:
+            return (
+                f"You tried to vmap over {self.name}, but it has both generate_vmap_rule=True and a vmap static method "
+                "of its own. Set generate_vmap_rule=False or delete the vmap static method."
+            )
+        if not self._is_separate:
+            return (
+                f"You tried to vmap over {self.name}, which has a vmap static method, so it must also have the "
+                "setup_context static method: write forward(...) without ctx, and setup_context(ctx, inputs, output)."
+            )
+        return None
 
     def forward(self, ctx: FunctionCtx, form: Form, inputs: tuple[Any, ...]) -> Returned:
         """Calls `forward`, and `setup_context` where there is one."""
-        if not self._is_separate:
-            returned = take_apart(form.call(self._forward, (ctx,), inputs))
-            state_of(ctx).num_outputs = len(returned.layouts)
-            return returned
-        returned = take_apart(form.call(self._forward, (), inputs))
+        if self._is_separate:
+            return self.set_up(ctx, inputs, self.forward_alone(form, inputs))
+        returned = take_apart(form.call(self._forward, (ctx,), inputs))
+        state_of(ctx).num_outputs = len(returned.layouts)
+        return returned
+
+    def forward_alone(self, form: Form, inputs: Sequence[Any]) -> Returned:
+        """Calls a `forward` that takes no ctx."""
+        return take_apart(form.call(self._forward, (), inputs))
+
+    def set_up(self, ctx: FunctionCtx, inputs: tuple[Any, ...], returned: Returned) -> Returned:
+        """Calls `setup_context`; returns the outputs that it was given."""
         state_of(ctx).num_outputs = len(returned.layouts)
         self._setup_context(ctx, inputs, returned.value)
         return returned
@@ -79,6 +119,10 @@ class Methods:
             )
         backward = self._function.vjp if has_vjp else self._function.backward
         return backward(ctx, grad_outputs) if self._function.boxed_grads_call else backward(ctx, *grad_outputs)
+
+    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
+        """Calls `jvp`."""
+        return self._function.jvp(ctx, *tangents)
 
     def warn_of_dirty(self) -> None:
         """Warns, the first time, that `mark_dirty` leaves the caller's array alone."""

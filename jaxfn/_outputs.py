@@ -89,6 +89,17 @@ def _look_alike(a: Layout, b: Layout) -> bool:
     return same_tree and all(value_key(x) == value_key(y) for x, y in zip(a.leaves, b.leaves, strict=True))
 
 
+class Outputs:
+    """The outputs' array leaves, with their layout: a pytree node."""
+
+    def __init__(self, arrays: Sequence[Any], layout: OutputLayout) -> None:
+        self.arrays = arrays
+        self.layout = layout
+
+
+jax.tree_util.register_pytree_node(Outputs, lambda o: (o.arrays, o.layout), lambda layout, a: Outputs(a, layout))
+
+
 class Returned(NamedTuple):
     """What `forward` returned, taken apart.
 
@@ -107,6 +118,10 @@ class Returned(NamedTuple):
     container: type | None
     layouts: tuple[Layout, ...]
     non_differentiable: frozenset[int] = frozenset()
+
+    @property
+    def layout(self) -> OutputLayout:
+        return OutputLayout(self.container, self.layouts, self.non_differentiable)
 
 
 def take_apart(value: Any) -> Returned:

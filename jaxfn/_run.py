@@ -1,4 +1,4 @@
-"""One run of the user's `forward`, and the `backward` that belongs to it."""
+"""One run of the user's `forward`, and the `backward` and `jvp` that belong to it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxfn._arguments import Form
-from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by
+from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by, show_saved_for_forward
 from jaxfn._gradients import input_cotangents
-from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_inexact, split_saved
+from jaxfn._hooks import Hooks
+from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_inexact, is_traced, split_saved
 from jaxfn._marks import check_dirty, non_differentiable_positions
 from jaxfn._methods import Methods
-from jaxfn._outputs import OutputLayout, Returned
+from jaxfn._outputs import Returned
+from jaxfn._packing import pack, unpack
+from jaxfn._tangents import input_tangents, output_tangents
+from jaxfn._vmap import forward_with_vmap
 
 
 class Call:
@@ -62,13 +66,19 @@ class Call:
         flags = iter(perturbed)
         return tuple(any(list(islice(flags, layout.num_arrays))) for layout in self.layouts)
 
+    def inputs(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """The inputs, with these arrays in their places."""
+        remaining = iter(arrays)
+        return tuple(layout.merge(remaining) for layout in self.layouts)
+
     def forward(self, arrays: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[ContextState, FunctionCtx, Returned]:
         """Runs the user's forward with these arrays in their places: the ctx that it filled and its outputs."""
-        remaining = iter(arrays)
-        inputs = tuple(layout.merge(remaining) for layout in self.layouts)
         state = ContextState(self.form, self.needs_input_grad(perturbed))
         ctx = FunctionCtx(state)
-        returned = self.methods.forward(ctx, self.form, inputs)
+        if self.methods.vmap is not None and any(map(is_traced, arrays)):
+            returned = forward_with_vmap(self, ctx, arrays)
+        else:
+            returned = self.methods.forward(ctx, self.form, self.inputs(arrays))
         if state.dirty and check_dirty(self.name, state, arrays, returned.arrays):
             self.methods.warn_of_dirty()
         if state.non_differentiable:
@@ -77,8 +87,22 @@ class Call:
         return state, ctx, returned
 
 
+class Source(NamedTuple):
+    """Where a residual comes from.
+
+    Attributes:
+      kind: "input", "output" or "own".
+      place: its index among those.
+      is_packed: whether it passes the saved-tensor hooks.
+    """
+
+    kind: str
+    place: int
+    is_packed: bool = False
+
+
 class Saved(NamedTuple):
-    """What a ctx keeps for `backward`, less its arrays.
+    """What a ctx keeps for `backward` and `jvp`, less its arrays.
 
     A saved input or output is not stored again: the residual *is* that input or output, and so it differentiates as
     that. An intermediate ("own") differentiates through the operations that made it.
@@ -86,47 +110,52 @@ class Saved(NamedTuple):
     Attributes:
       names: what the kept values are called.
       layouts: one per kept value.
-      sources: where each residual comes from, "input", "output" or "own", and its index there.
+      sources: where each residual comes from.
       order: for each array leaf of the kept values, which residual it is.
     """
 
     names: SavedNames
     layouts: list[Layout]
-    sources: list[tuple[str, int]]
+    sources: list[Source]
     order: list[int]
 
 
-def _save(ctx: FunctionCtx, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Saved, list[jax.Array]]:
+def _save(
+    ctx: FunctionCtx, inputs: Sequence[Any], outputs: Sequence[Any], hooks: Hooks | None
+) -> tuple[Saved, list[jax.Array]]:
     """What this ctx keeps, and the intermediates among it."""
     names, values = saved_by(ctx)
-    sources: dict[int, tuple[str, int]] = {id(x): ("output", i) for i, x in enumerate(outputs)}
+    sources = {id(x): Source("output", i) for i, x in enumerate(outputs)}
     for i, x in enumerate(inputs):
-        sources[id(x)] = ("input", i)
+        sources[id(x)] = Source("input", i)
     own: list[Any] = []
     layouts: list[Layout] = []
-    places: dict[tuple[str, int], int] = {}
+    places: dict[Source, int] = {}
     order: list[int] = []
-    for value in values:
+    for position, value in enumerate(values):
         # Looking at an input or output again would cost more than asking first.
         arrays, layout = ((value,), ARRAY_LAYOUT) if id(value) in sources else split_saved(value)
         layouts.append(layout)
         for array in arrays:
             source = sources.get(id(array))
             if source is None:
-                source = sources[id(array)] = ("own", len(own))
+                source = sources[id(array)] = Source("own", len(own))
                 own.append(array)
+            if hooks is not None and position < names.num_for_backward:
+                source = source._replace(is_packed=True)
             order.append(places.setdefault(source, len(places)))
     return Saved(names, layouts, list(places), order), [as_array(x) for x in own]
 
 
 class Run:
-    """One run of `forward`, less its arrays: all that `backward` needs besides the residuals."""
+    """One run of `forward`, less its arrays: all that `backward` and `jvp` need besides the residuals."""
 
     def __init__(
         self,
         call: Call,
         perturbed: tuple[bool, ...],
         state: ContextState,
+        hooks: Hooks | None,
         saved: Saved,
         own: Sequence[Any],
         inputs: Sequence[Any],
@@ -137,12 +166,14 @@ class Run:
         self.needs_input_grad = state.needs_input_grad
         self.read_needs_input_grad = state.read_needs_input_grad
         self.materialize_grads = state.materialize_grads
+        self.hooks = hooks
         self.saved = saved
+        self._packed: list[tuple[slice, Layout]] = []  # under hooks, for each residual, where what is kept of it is
         # An array inside a closure or an object is an intermediate too, though no residual.
         self.hides_arrays = any(map(Layout.hides_arrays, saved.layouts))
         self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in own)
         self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_reverse`
-        self.outputs = OutputLayout(returned.container, returned.layouts, returned.non_differentiable)
+        self.outputs = returned.layout
         # Types only: a closure over the arrays themselves would leak their tracers into backward.
         self.input_avals = [jax.typeof(x) for x in inputs]
         self.output_avals = [jax.typeof(x) for x in returned.arrays]
@@ -159,36 +190,86 @@ class Run:
         run.needs_input_grad = self.call.needs_input_grad(perturbed)
         return run
 
-    def residuals(self, inputs: Sequence[Any], outputs: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-        """The arrays that `backward` will want."""
+    def residuals(self, inputs: Sequence[Any], outputs: Sequence[Any], own: Sequence[Any]) -> tuple[Run, list[Any]]:
+        """The arrays to keep for `backward` and `jvp`, and the run that knows them."""
         arrays = {"input": inputs, "output": outputs, "own": own}
-        return [arrays[kind][index] for kind, index in self.saved.sources]
+        residuals = [arrays[source.kind][source.place] for source in self.saved.sources]
+        return (self, residuals) if self.hooks is None else self._pack(self.hooks, residuals)
 
-    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
-        """Calls the user's backward; returns a cotangent for each array leaf of the inputs, `None` for zero."""
-        grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
-        if grad_outputs is None:
-            return [None] * len(self.input_avals)
+    def _pack(self, hooks: Hooks, residuals: Sequence[Any]) -> tuple[Run, list[Any]]:
+        run = copy.copy(self)
+        run._packed = []
+        kept: list[Any] = []
+        for source, residual in zip(self.saved.sources, residuals, strict=True):
+            leaves, layout = pack(self.call.name, hooks, residual) if source.is_packed else ([residual], ARRAY_LAYOUT)
+            run._packed.append((slice(len(kept), len(kept) + len(leaves)), layout))
+            kept += leaves
+        return run, kept
+
+    def _unpack(self, hooks: Hooks, kept: Sequence[Any]) -> list[Any]:
+        return [
+            unpack(self.call.name, hooks, kept[where], layout) if source.is_packed else kept[where][0]
+            for source, (where, layout) in zip(self.saved.sources, self._packed, strict=True)
+        ]
+
+    def _ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx]:
+        """The ctx as `forward` left it."""
+        if self.hooks is not None:
+            residuals = self._unpack(self.hooks, residuals)
         state = ContextState(self.call.form, self.needs_input_grad)
         state.num_outputs = len(self.outputs.layouts)
         state.materialize_grads = self.materialize_grads
         arrays = iter([residuals[i] for i in self.saved.order])
-        ctx = restored(state, self.saved.names, [layout.merge(arrays) for layout in self.saved.layouts])
+        return state, restored(state, self.saved.names, [layout.merge(arrays) for layout in self.saved.layouts])
+
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
+        """Calls the user's backward.
+
+        Args:
+          residuals: what `residuals` returned.
+          cotangents: one for each array leaf of the outputs, symbolic zeros among them.
+
+        Returns:
+          A cotangent for each array leaf of the inputs, `None` for zero.
+        """
+        grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
+        if grad_outputs is None:
+            return [None] * len(self.input_avals)
+        _, ctx = self._ctx(residuals)
         returned = self.call.methods.backward(ctx, grad_outputs)
         return input_cotangents(self.call, returned, self.call.layouts, self.input_avals, self.perturbed)
 
+    def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        """Calls the user's jvp.
 
-def run_forward(call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[Run, list[Any], list[Any]]:
+        Args:
+          residuals: what `residuals` returned.
+          tangents: one for each array leaf of the inputs, `None` for zero.
+
+        Returns:
+          A tangent for each array leaf of the outputs, `None` for zero.
+        """
+        state, ctx = self._ctx(residuals)
+        show_saved_for_forward(state)
+        given = input_tangents(tangents, self.call.layouts, self.input_avals, self.materialize_grads)
+        returned = self.call.methods.jvp(ctx, given)
+        return output_tangents(self.call.name, returned, self.outputs, self.output_avals)
+
+
+def run_forward(
+    call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None
+) -> tuple[Run, list[Any], list[Any]]:
     """Runs forward.
 
     Args:
       call: the call.
       inputs: its array leaves.
       perturbed: which of them are being differentiated.
+      hooks: the saved-tensor hooks that were in force where the Function was applied.
 
     Returns:
       The run, the outputs' array leaves, and the intermediates that were saved.
     """
     state, ctx, returned = call.forward(inputs, perturbed)
-    saved, own = _save(ctx, inputs, returned.originals)
-    return Run(call, perturbed, state, saved, own, inputs, returned), returned.arrays, own
+    saved, own = _save(ctx, inputs, returned.originals, hooks)
+    return Run(call, perturbed, state, hooks, saved, own, inputs, returned), returned.arrays, own

@@ -149,8 +149,8 @@ def test_C6_pytree_gradients(value):
     [
         (lambda g: {"a": [g, (g, None)]}, "nothing was returned for ['n'].w"),
         (lambda g: {"a": [g], "n": None}, "nothing was returned for ['a'][1][0]"),
-        (lambda g: {"a": g, "n": None}, "one value was returned at ['a'], where the input has several leaves"),
-        (lambda g: {"a": None, "n": None, "more": g}, "there is nothing at ['more'] in the input"),
+        (lambda g: {"a": g, "n": None}, "one value was returned at ['a'], where several leaves belong"),
+        (lambda g: {"a": None, "n": None, "more": g}, "there is nothing at ['more']"),
         (lambda g: [g], "nothing was returned for ['a'][0]"),
     ],
 )

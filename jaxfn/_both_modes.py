@@ -1,0 +1,271 @@
+"""A rule as a `jax.custom_jvp`: forward mode by the user's `jvp` (push), reverse mode by the user's `backward` (pull).
+
+    arrays, tangents --jvp--> Outputs, tangents of the outputs
+
+The tangents go through `linear_p`, a linear primitive that does not say how it is computed: evaluated or differentiated
+it calls push, transposed it calls pull. In reverse mode it is transposed away and nothing of it is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from jaxfn._compat import Primitive, ad, batching, mlir, zeros_of
+from jaxfn._gradients import widened
+from jaxfn._leaves import as_array, is_inexact
+from jaxfn._linearity import check_linear
+from jaxfn._outputs import Outputs
+from jaxfn._rules import Differentiable, Rule, Site
+from jaxfn._run import Run
+from jaxfn._signatures import take_anything
+
+Cotangents = Sequence[jax.Array | None]
+
+
+def both_modes(rule: Rule) -> Differentiable:
+    """The rule's function, differentiable in forward and in reverse mode, at every order and in every mix."""
+
+    def primal(site: Site, *operands: Any) -> Outputs:
+        return rule.primal([as_array(x) for x in operands])
+
+    def jvp(primals: Any, tangents: Any) -> tuple[Outputs, Outputs]:
+        site, *operands = primals
+        operands = [as_array(x) for x in operands]
+        of_operands = [None if isinstance(t, SymbolicZero) else t for t in tangents[1:]]
+        perturbed = tuple(t is not None and is_inexact(x.dtype) for t, x in zip(of_operands, operands, strict=True))
+        outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
+        of_inputs = rule.of_inputs([t if p else None for t, p in zip(of_operands, perturbed, strict=True)])
+        return outputs, Outputs(_output_tangents(run, residuals, of_inputs, outputs), outputs.layout)
+
+    primal.__name__ = primal.__qualname__ = rule.call.name
+    take_anything(primal, jvp)
+    differentiable = jax.custom_jvp(primal)
+    differentiable.defjvp(jvp, symbolic_zeros=True)
+    return differentiable
+
+
+def _output_tangents(run: Run, residuals: list[Any], of_inputs: Sequence[Any], outputs: Outputs) -> list[Any]:
+    """A tangent for each array leaf of the outputs, symbolically zero where there is none."""
+    avals = [jax.typeof(y).to_tangent_aval() for y in outputs.arrays]
+    tangents: list[Any] = [SymbolicZero(aval) for aval in avals]
+    marked = outputs.layout.non_differentiable
+    differentiable = [i for i, y in enumerate(outputs.arrays) if is_inexact(y.dtype) and i not in marked]
+    perturbed = [i for i, t in enumerate(of_inputs) if t is not None]
+    linear = _OfRun(run, perturbed, differentiable, [avals[i] for i in differentiable])
+    given = [of_inputs[i] for i in perturbed]
+    for i, tangent in zip(differentiable, _bind(linear, residuals, given), strict=True):
+        tangents[i] = tangent
+    return tangents
+
+
+class _Linear:
+    """A linear function of tangents that depends on residuals, and its transpose.
+
+    Attributes:
+      avals: the types of its results.
+    """
+
+    avals: list[Any]
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+        """Tangents of the outputs from tangents of the inputs."""
+        raise NotImplementedError
+
+    def pull(self, residuals: Sequence[Any], cotangents: Cotangents) -> list[jax.Array | None]:
+        """Cotangents of the inputs from cotangents of the outputs; `None` is zero."""
+        raise NotImplementedError
+
+    def of(self, which: Sequence[int]) -> _Linear:
+        """The same function of these tangents only, the others being zero."""
+        raise NotImplementedError
+
+
+class _OfRun(_Linear):
+    """The derivative of a run of `forward`, from the array leaves `perturbed` to the array leaves `differentiable`."""
+
+    def __init__(self, run: Run, perturbed: list[int], differentiable: list[int], avals: list[Any]) -> None:
+        self._run = run
+        self._perturbed = perturbed
+        self._differentiable = differentiable
+        self.avals = avals
+
+    def __repr__(self) -> str:
+        return self._run.call.name
+
+    def of(self, which: Sequence[int]) -> _Linear:
+        return _OfRun(self._run, [self._perturbed[i] for i in which], self._differentiable, self.avals)
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+        if not self._run.call.methods.has_jvp:
+            return self._transposed_pull(residuals, tangents)
+        of_inputs: list[Any] = [None] * len(self._run.input_avals)
+        for i, tangent in zip(self._perturbed, tangents, strict=True):
+            of_inputs[i] = tangent
+        of_outputs = self._run.jvp(residuals, of_inputs)
+        pushed = [of_outputs[i] for i in self._differentiable]
+        return [zeros_of(aval) if t is None else t for t, aval in zip(pushed, self.avals, strict=True)]
+
+    def pull(self, residuals: Sequence[Any], cotangents: Cotangents) -> list[jax.Array | None]:
+        if not self._run.call.methods.has_backward:
+            return self._transposed_push(residuals, cotangents)
+        of_outputs: list[Any] = [SymbolicZero(aval.to_tangent_aval()) for aval in self._run.output_avals]
+        for i, cotangent in zip(self._differentiable, cotangents, strict=True):
+            if cotangent is not None:
+                of_outputs[i] = cotangent
+        of_inputs = self._run.backward(residuals, of_outputs)
+        return [of_inputs[i] for i in self._perturbed]
+
+    def _transposed_pull(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+        """`generate_jvp_rule`: forward mode from `backward`."""
+
+        def pull(*cotangents: Any) -> list[Any]:
+            return [
+                zero if ct is None else ct for ct, zero in zip(self.pull(residuals, cotangents), zeros, strict=True)
+            ]
+
+        zeros = self._zeros_of_inputs()
+        like = [zeros_of(aval) for aval in self.avals]
+        return list(_transposed(pull, like, f"{self}.backward", "generate_jvp_rule", "gradients")(list(tangents)))
+
+    def _transposed_push(self, residuals: Sequence[Any], cotangents: Cotangents) -> list[jax.Array | None]:
+        """Reverse mode from `jvp`, where there is no `backward`."""
+        given = [zeros_of(a) if ct is None else ct for a, ct in zip(self.avals, cotangents, strict=True)]
+
+        def push(*tangents: Any) -> list[Any]:
+            return self.push(residuals, tangents)
+
+        like = self._zeros_of_inputs()
+        return list(_transposed(push, like, f"{self}.jvp", "reverse mode", "tangents")(given))
+
+    def _zeros_of_inputs(self) -> list[jax.Array]:
+        return [zeros_of(self._run.input_avals[i].to_tangent_aval()) for i in self._perturbed]
+
+
+def _transposed(
+    function: Callable[..., Any], like: Sequence[Any], method: str, what_for: str, arguments: str
+) -> Callable[..., Any]:
+    """The transpose of user code that ought to be linear; raises where it is not."""
+    problem = (
+        f"{method} is not linear in its {arguments}, so {what_for}, which transposes it, cannot be had. Define the "
+        "other rule by hand, or take the nonlinear part out of the Function."
+    )
+    check_linear(function, like, problem)
+    transpose = jax.linear_transpose(function, *like)
+
+    def apply(values: Any) -> Any:
+        try:
+            return transpose(values)
+        except Exception as error:  # of many kinds, by JAX's transposition rules
+            raise RuntimeError(f"{problem} JAX says: {error}") from error
+
+    return apply
+
+
+class _Batched(_Linear):
+    """A linear function over a batch: every tangent has the batch at axis 0, each residual at its own axis or none."""
+
+    def __init__(self, linear: _Linear, axis: Any, residual_dims: list[int | None], avals: list[Any]) -> None:
+        self._linear = linear
+        self._axis = axis
+        self._residual_dims = residual_dims
+        self.avals = avals
+
+    def __repr__(self) -> str:
+        return repr(self._linear)
+
+    def of(self, which: Sequence[int]) -> _Linear:
+        return _Batched(self._linear.of(which), self._axis, self._residual_dims, self.avals)
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+        return self._mapped(self._linear.push)(list(residuals), list(tangents))
+
+    def pull(self, residuals: Sequence[Any], cotangents: Cotangents) -> list[jax.Array | None]:
+        return self._mapped(self._linear.pull)(list(residuals), list(cotangents))
+
+    def _mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _vmap(function, self._axis, (self._residual_dims, 0))
+
+
+def _vmap(function: Callable[..., Any], axis: Any, in_axes: Any) -> Callable[..., Any]:
+    return jax.vmap(function, in_axes=in_axes, axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+
+
+linear_p = Primitive("linear")
+linear_p.multiple_results = True
+
+
+def _bind(linear: _Linear, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    return linear_p.bind(*residuals, *tangents, linear=linear, num_residuals=len(residuals))
+
+
+def _linear_impl(*operands: Any, linear: _Linear, num_residuals: int) -> list[Any]:
+    tangents = linear.push(operands[:num_residuals], [as_array(t) for t in operands[num_residuals:]])
+    return [widened(t, aval) for t, aval in zip(tangents, linear.avals, strict=True)]
+
+
+def _linear_abstract(*operands: Any, linear: _Linear, num_residuals: int) -> list[Any]:
+    return linear.avals
+
+
+def _linear_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, linear: _Linear, num_residuals: int) -> Any:
+    outputs = linear_p.bind(*primals, linear=linear, num_residuals=num_residuals)
+    parts: list[list[Any]] = []
+    residuals, given = primals[:num_residuals], primals[num_residuals:]
+    moving = [i for i, t in enumerate(tangents[:num_residuals]) if not isinstance(t, ad.Zero)]
+    if moving:
+
+        def of_residuals(*values: Any) -> list[Any]:
+            all_residuals = list(residuals)
+            for i, value in zip(moving, values, strict=True):
+                all_residuals[i] = value
+            return _linear_impl(*all_residuals, *given, linear=linear, num_residuals=num_residuals)
+
+        parts.append(jax.jvp(of_residuals, [residuals[i] for i in moving], [tangents[i] for i in moving])[1])
+    nonzero = [i for i, t in enumerate(tangents[num_residuals:]) if not isinstance(t, ad.Zero)]
+    if nonzero:
+        parts.append(_bind(linear.of(nonzero), residuals, [tangents[num_residuals + i] for i in nonzero]))
+    return outputs, [sum(terms[1:], start=terms[0]) for terms in zip(*parts, strict=True)]
+
+
+def _linear_transpose(cotangents: Sequence[Any], *operands: Any, linear: _Linear, num_residuals: int) -> list[Any]:
+    residuals, tangents = operands[:num_residuals], operands[num_residuals:]
+    given = [None if isinstance(ct, ad.Zero) else as_array(ct) for ct in cotangents]
+    zeros = [ad.Zero(t.aval) for t in tangents]
+    if all(ct is None for ct in given):
+        return [None] * num_residuals + zeros
+    pulled = linear.pull(residuals, given)
+    return [None] * num_residuals + [zero if ct is None else ct for zero, ct in zip(zeros, pulled, strict=True)]
+
+
+def _linear_batch(
+    axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, linear: _Linear, num_residuals: int
+) -> Any:
+    residuals = operands[:num_residuals]
+    if all(d is None for d in dims):  # JAX asks even so
+        results = _bind(linear, residuals, operands[num_residuals:])
+        return results, [None] * len(results)
+    residual_dims = list(dims[:num_residuals])
+    tangents = [
+        batching.bdim_at_front(t, d, axis.size)
+        for t, d in zip(operands[num_residuals:], dims[num_residuals:], strict=True)
+    ]
+
+    def like_results(*_: Any) -> list[Any]:
+        return [zeros_of(aval) for aval in linear.avals]
+
+    in_axes = (*residual_dims, *[0] * len(tangents))
+    batched = jax.make_jaxpr(_vmap(like_results, axis, in_axes))(*residuals, *tangents)
+    results = _bind(_Batched(linear, axis, residual_dims, list(batched.out_avals)), residuals, tangents)
+    return results, [0] * len(results)
+
+
+linear_p.def_impl(_linear_impl)
+linear_p.def_abstract_eval(_linear_abstract)
+mlir.register_lowering(linear_p, mlir.lower_fun(_linear_impl, multiple_results=True), cacheable=False)
+ad.primitive_jvps[linear_p] = _linear_jvp
+ad.primitive_transposes[linear_p] = _linear_transpose
+batching.fancy_primitive_batchers[linear_p] = _linear_batch

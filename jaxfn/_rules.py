@@ -1,0 +1,65 @@
+"""What a Function's derivative is made of, whatever mode it is for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxfn._hooks import Hooks
+from jaxfn._outputs import Outputs
+from jaxfn._run import Call, Run
+
+
+class Site:
+    """One place in a program where a Function is called, and what is the same for all that JAX makes of it there.
+
+    A pytree node without leaves.
+
+    Attributes:
+      hooks: the saved-tensor hooks in force at the call. (JAX may run what differentiates it later, out of the block.)
+      runs: the runs of `forward` there; see `_reverse`.
+    """
+
+    def __init__(self, hooks: Hooks | None) -> None:
+        self.hooks = hooks
+        self.runs: list[Run] = []
+
+
+jax.tree_util.register_pytree_node(Site, lambda site: ((), site), lambda site, _: site)
+
+
+class Linearized(NamedTuple):
+    """A function's value, and what its derivative there needs."""
+
+    outputs: Outputs
+    run: Run
+    residuals: list[Any]
+
+
+class Rule(ABC):
+    """A function of arrays, its operands, whose derivative is that of a run of `forward`, the user's."""
+
+    call: Call
+
+    @abstractmethod
+    def primal(self, operands: Sequence[Any]) -> Outputs:
+        """The function itself."""
+
+    @abstractmethod
+    def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
+        """The same where these operands are being differentiated."""
+
+    @abstractmethod
+    def of_inputs(self, of_operands: Sequence[Any]) -> Sequence[Any]:
+        """What belongs to the array leaves of the Function's inputs, from what belongs to the operands."""
+
+    @abstractmethod
+    def of_operands(self, of_inputs: Sequence[Any]) -> Sequence[Any]:
+        """The inverse, with `None` for operands that are no inputs."""
+
+
+Differentiable = Callable[..., Outputs]
+"""A function of a `Site` and a rule's operands."""
