@@ -78,7 +78,7 @@ def _is_inexact(dtype: Any) -> bool:
 
 def _weights(shape: Sequence[int], dtype: Any) -> np.ndarray:
     angles = np.arange(np.prod(shape)).reshape(shape)
-    return np.cos(angles) + (1j * np.sin(angles) if np.issubdtype(dtype, np.complexfloating) else 0)
+    return np.asarray(np.exp(1j * angles) if np.issubdtype(dtype, np.complexfloating) else np.cos(angles))
 
 
 @functools.cache
@@ -148,7 +148,7 @@ def torch_library() -> Library:
         def outputs_and_gradients(cls, f: Callable[..., Any], args: tuple[Any, ...]) -> list[np.ndarray]:
             tensors = cls.tensors(args)
             outputs = [y for y in _tuple(f(*tensors)) if y.is_floating_point() or y.is_complex()]
-            weights = [torch.from_numpy(_weights(y.shape, y.detach().numpy().dtype)) for y in outputs]
+            weights = [torch.from_numpy(_weights(y.shape, y.detach().resolve_conj().numpy().dtype)) for y in outputs]
             chosen = [x for x in tensors if x.requires_grad]
             gradients = torch.autograd.grad(outputs, chosen, weights, materialize_grads=True)
             return [value.detach().resolve_conj().numpy() for value in (*outputs, *gradients)]
