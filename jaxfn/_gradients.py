@@ -16,6 +16,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from jaxfn._arguments import Form
 from jaxfn._compat import varying_axes
 from jaxfn._leaves import Layout, as_array, is_array_leaf, is_key, is_none
+from jaxfn._watch import current_watch
 
 _MESSAGES: dict[str, tuple[type[Exception], str]] = {
     "count": (
@@ -216,6 +217,9 @@ def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.
         raise _refuse(where.owner, "complex", got=gradient.dtype, where=where, expected=aval.dtype)
     gradient = _sum_to_shape(gradient, aval.shape, where)
     if gradient.dtype != aval.dtype:
+        watch = current_watch()
+        if watch is not None:
+            watch.casts[f"{where.owner.name}, {where}", str(gradient.dtype), str(aval.dtype)] = None
         gradient = gradient.astype(aval.dtype)
     return match_varying(conjugate(gradient), aval)
 

@@ -76,6 +76,12 @@ class Call:
             returned = returned._replace(non_differentiable=marked)
         return state, ctx, returned
 
+    def undecorated(self, arrays: Sequence[Any]) -> Any:
+        """The outputs as the user's forward computes them, without the Function's rule."""
+        _, _, returned = self.forward(arrays, self.unperturbed)
+        layout = OutputLayout(returned.container, returned.layouts, returned.non_differentiable)
+        return layout.merge(returned.arrays)
+
 
 class Saved(NamedTuple):
     """What a ctx keeps for `backward`, less its arrays.

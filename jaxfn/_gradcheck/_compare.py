@@ -1,0 +1,241 @@
+"""Whole Jacobians compared with references, batch by batch: none is ever held at once unless it is small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfn._gradcheck._derivatives import Derivatives, Pullback, Pushforward, Unavailable
+from jaxfn._gradcheck._jacobian import (
+    Basis,
+    bases,
+    central_differences,
+    columns,
+    richardson_differences,
+    rows,
+)
+from jaxfn._gradcheck._problem import Leaf
+from jaxfn._gradcheck._sweep import Sweep
+from jaxfn._gradcheck._tolerance import Tolerance, excess
+
+_WORST_KEPT = 8
+_DOUBLE_BYTES = 8
+_ARRAYS_HELD = 6  # of a block of rows: analytic, numeric, errors, and what comparing them makes
+_DIFFERENCE = 2  # what a difference of two values may be wrong by, in units of their last digits
+_COARSE_DIFFERENCE = 10
+_SAFETY = 4  # how far beyond its estimate an error may be
+
+
+@dataclass
+class Pair:
+    """Where one output's derivative with respect to one input is wrong.
+
+    Attributes:
+      output, input: their positions.
+      count: how many entries are.
+      worst: components of the output (in reverse mode) or of the input (in forward mode) with the worst ones.
+    """
+
+    output: int
+    input: int
+    count: int = 0
+    worst: list[int] = field(default_factory=list[int])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How derivatives are compared.
+
+    Attributes:
+      derivatives: of what.
+      tolerance: how closely.
+      step: of finite differences.
+      sweep: runs it.
+    """
+
+    derivatives: Derivatives
+    tolerance: Tolerance
+    step: float
+    sweep: Sweep
+
+    def rows_with_autodiff(self) -> list[Pair]:
+        """Reverse mode by the function's rule against reverse mode by autodiff of the bare function."""
+        d = self.derivatives
+        pullback, reference = _available(d.pullback), _available(d.reference_pullback)
+
+        def compare(xs: Any, numbers: Any) -> Any:
+            vectors = basis.vectors(numbers)
+            analytic = rows(self.sweep.engine, pullback, xs, basis, vectors)
+            exact = rows(self.sweep.engine, reference, xs, basis, vectors)
+            return _summary([self._precisely(a, e) for a, e in zip(analytic, exact, strict=True)])
+
+        pairs: list[Pair] = []
+        for basis in bases(d.outputs):
+            found = self.sweep.over(basis, compare, [pullback, reference])
+            pairs += _pairs(basis, found, lambda out, inp: Pair(out, inp))
+        return pairs
+
+    def columns_with_autodiff(self) -> list[Pair]:
+        """Forward mode by the function's rule against forward mode by autodiff of the bare function."""
+        d = self.derivatives
+        pushforward, reference = _available(d.pushforward), _available(d.reference_pushforward)
+
+        def compare(xs: Any, numbers: Any) -> Any:
+            vectors = basis.vectors(numbers)
+            analytic = columns(self.sweep.engine, pushforward, xs, basis, vectors)
+            exact = columns(self.sweep.engine, reference, xs, basis, vectors)
+            return _summary([self._precisely(a, e) for a, e in zip(analytic, exact, strict=True)])
+
+        pairs: list[Pair] = []
+        for basis in bases(d.inputs):
+            found = self.sweep.over(basis, compare, [pushforward, reference])
+            pairs += _pairs(basis, found, lambda inp, out: Pair(out, inp))
+        return pairs
+
+    def columns_with_differences(self, pushforward: Pushforward) -> list[Pair]:
+        """Any forward mode against finite differences."""
+        d = self.derivatives
+
+        def compare(xs: Any, numbers: Any) -> Any:
+            vectors = basis.vectors(numbers)
+            given = columns(self.sweep.engine, pushforward, xs, basis, vectors)
+            numeric = central_differences(self.sweep.engine, d.forward, xs, basis, vectors, self.step)
+            errors = self._rounding(d.forward(*xs), _COARSE_DIFFERENCE)
+            return _summary(
+                [
+                    excess(g, n, self.tolerance.coarse(n, error))
+                    for g, n, error in zip(given, numeric, errors, strict=True)
+                ]
+            )
+
+        pairs: list[Pair] = []
+        for basis in bases(d.inputs):
+            found = self.sweep.over(basis, compare, [pushforward, d.forward, d.forward])
+            pairs += _pairs(basis, found, lambda inp, out: Pair(out, inp))
+        return pairs
+
+    def rows_with_differences(self, pullback: Pullback) -> list[Pair]:
+        """Any reverse mode against finite differences, which come in columns: blocks of rows are held meanwhile."""
+        d = self.derivatives
+        num_columns = sum(leaf.num_components for leaf in d.inputs)
+        held = max(1, self.sweep.max_memory // (_ARRAYS_HELD * _DOUBLE_BYTES * max(num_columns, 1)))
+        pairs: list[Pair] = []
+        for basis in bases(d.outputs):
+            for start in range(0, basis.size, held):
+                part = range(start, min(start + held, basis.size))
+                analytic = self.rows_of(pullback, basis, part)
+                numeric, errors = self.differences_of(basis, part)
+                found = _summary([self._estimated(*block) for block in zip(analytic, numeric, errors, strict=True)])
+                pairs += _pairs(basis, found, lambda out, inp: Pair(out, inp), start)
+        return _merged(pairs)
+
+    def rows_of(self, pullback: Pullback, basis: Basis, which: Sequence[int] | None = None) -> list[Any]:
+        """Rows of the Jacobian as they are: for each input an array of (rows, size)."""
+
+        def compute(xs: Any, numbers: Any) -> Any:
+            return rows(self.sweep.engine, pullback, xs, basis, basis.vectors(numbers))
+
+        return self.sweep.over(basis, compute, [pullback], which)
+
+    def columns_of(self, pushforward: Pushforward, basis: Basis, which: Sequence[int] | None = None) -> list[Any]:
+        """Columns of the Jacobian as they are: for each output an array of (columns, size)."""
+
+        def compute(xs: Any, numbers: Any) -> Any:
+            return columns(self.sweep.engine, pushforward, xs, basis, basis.vectors(numbers))
+
+        return self.sweep.over(basis, compute, [pushforward], which)
+
+    def difference_columns_of(self, basis: Basis, which: Sequence[int] | None = None) -> tuple[list[Any], list[Any]]:
+        """Finite differences and their errors: for each output an array of (columns, size)."""
+        forward = self.derivatives.forward
+
+        def compute(xs: Any, numbers: Any) -> Any:
+            vectors = basis.vectors(numbers)
+            values, errors = richardson_differences(self.sweep.engine, forward, xs, basis, vectors, self.step)
+            floors = self._rounding(forward(*xs), _DIFFERENCE)
+            return values, [_SAFETY * e + floor for e, floor in zip(errors, floors, strict=True)]
+
+        return self.sweep.over(basis, compute, [forward] * 4, which)
+
+    def differences_of(self, basis: Basis, which: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """Finite differences and their errors in rows, for each input an array of (rows, size)."""
+        d = self.derivatives
+        values = [np.zeros((len(which), 0)) for _ in d.inputs]
+        errors = list(values)
+        for inputs in bases(d.inputs):
+            computed = [_turned(arrays, basis, which) for arrays in self.difference_columns_of(inputs)]
+            for i in inputs.chosen:
+                leaf, offset = d.inputs[i], inputs.offsets[i]
+                block = slice(offset, offset + leaf.num_components)
+                values[i], errors[i] = (_complex_columns(array[:, block], leaf) for array in computed)
+        return values, [abs(error) for error in errors]
+
+    def _precisely(self, analytic: Any, reference: Any) -> Any:
+        scale = jnp.max(abs(reference), initial=0.0)
+        return excess(analytic, reference, self.tolerance.precise(reference, scale))
+
+    def _estimated(self, analytic: Any, numeric: Any, error: Any) -> Any:
+        scale = np.max(abs(numeric), initial=0.0)
+        return excess(analytic, numeric, self.tolerance.estimated(numeric, scale, error))
+
+    def _rounding(self, outputs: Sequence[Any], times: float) -> list[Any]:
+        """What rounding of the outputs themselves does to finite differences."""
+        return [times * self.tolerance.precision / self.step * abs(y).reshape(-1) for y in outputs]
+
+
+def _turned(columns: Sequence[Any], basis: Basis, which: Sequence[int] | None = None) -> Any:
+    """Columns as an array of the rows in a part of `basis`."""
+    parts = [_real(columns[i]) for i in basis.chosen]
+    return np.concatenate(parts, axis=1)[:, part].T
+
+
+def real_components(columns: Any) -> Any:
+    """Complex columns as real ones: all real parts, then all imaginary parts."""
+    return np.concatenate([columns.real, columns.imag], axis=1) if np.iscomplexobj(columns) else columns
+
+
+def _complex_columns(array: Any, leaf: Leaf) -> Any:
+    """Real components of an input side by side, as the rows' complex entries."""
+    return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array
+
+
+def _summary(excesses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Of each row of each block, the worst excess and how many there are."""
+    return [e.max(axis=1, initial=0.0) for e in excesses], [(e > 1).sum(axis=1) for e in excesses]
+
+
+def _pairs(basis: Basis, found: Any, make: Callable[[int, int], Pair], start: int = 0) -> list[Pair]:
+    """The pairs of leaves with mismatches; the other leaf of each pair is the position in the lists of `found`."""
+    pairs: list[Pair] = []
+    for other, (worst, counts) in enumerate(zip(*found, strict=True)):
+        for chosen in basis.chosen:
+            offset, size = basis.offsets[chosen] - start, basis.leaves[chosen].num_components
+            begin, end = max(offset, 0), max(offset + size, 0)
+            if not counts[begin:end].any():
+                continue
+            pair = make(chosen, other)
+            pair.count = int(counts[begin:end].sum())
+            order = np.argsort(-np.asarray(worst[begin:end]), kind="stable")[:_WORST_KEPT]
+            pair.worst = [int(begin + i - offset) for i in order if counts[begin + i]]
+            pairs.append(pair)
+    return pairs
+
+
+def _merged(pairs: Sequence[Pair]) -> list[Pair]:
+    """One pair for each output and input, where blocks of rows found several."""
+    merged: dict[tuple[int, int], Pair] = {}
+    for pair in pairs:
+        known = merged.setdefault((pair.output, pair.input), Pair(pair.output, pair.input))
+        known.count += pair.count
+        known.worst = (known.worst + pair.worst)[:_WORST_KEPT]
+    return list(merged.values())
+
+
+def _available(derivative: Any) -> Any:
+    if isinstance(derivative, Unavailable):
+        raise derivative
+    return derivative

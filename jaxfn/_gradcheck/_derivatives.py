@@ -1,0 +1,267 @@
+"""A function and its derivatives, as the rest computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfn._compat import SymbolicZero
+from jaxfn._gradcheck._problem import Flat, Leaf, Problem
+from jaxfn._gradcheck._programs import Mode, Traced
+from jaxfn._leaves import is_inexact
+from jaxfn._watch import Watch, watching
+
+# (inputs, cotangents) -> (outputs, gradients), and (inputs, tangents) -> output tangents; all of them lists.
+Pullback = Callable[[Sequence[Any], Sequence[Any]], Any]
+Pushforward = Callable[[Sequence[Any], Sequence[Any]], Any]
+
+
+def pullback_of(call: Flat) -> Pullback:
+    """Reverse mode."""
+
+    def pullback(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        outputs, pull = jax.vjp(lambda *xs: list(call(*xs)), *xs)
+        return outputs, list(pull(list(cotangents)))
+
+    return pullback
+
+
+def pushforward_of(call: Flat) -> Pushforward:
+    """Forward mode."""
+
+    def pushforward(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return jax.jvp(lambda *xs: list(call(*xs)), tuple(xs), tuple(tangents))[1]
+
+    return pushforward
+
+
+def only(call: Flat, positions: Sequence[int]) -> Flat:
+    """The function with some of its outputs."""
+
+    def picked(*xs: Any) -> list[Any]:
+        outputs = call(*xs)
+        return [outputs[i] for i in positions]
+
+    return picked
+
+
+def telling(call: Flat, is_differentiable: dict[int, bool]) -> Flat:
+    """The function itself; differentiating it notes which outputs have a derivative that is not known to be zero."""
+
+    def told(*xs: Any) -> list[Any]:
+        return [_teller(is_differentiable, i)(y) for i, y in enumerate(call(*xs))]
+
+    return told
+
+
+def _teller(is_differentiable: dict[int, bool], position: int) -> Callable[[Any], Any]:
+    @jax.custom_jvp
+    def identity(y: Any) -> Any:
+        return y
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        if not isinstance(tangents[0], SymbolicZero):
+            is_differentiable[position] = True
+        return primals[0], tangents[0]
+
+    identity.defjvp(rule, symbolic_zeros=True)
+    return identity
+
+
+def watched(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
+    """The function under a watch."""
+
+    def run(*args: Any) -> Any:
+        with watching(watch):
+            return function(*args)
+
+    return run
+
+
+class Unavailable(Exception):
+    """A derivative that cannot be computed; the message says why."""
+
+
+@dataclass
+class Derivatives:
+    """A problem's function and derivatives, traced where that is possible.
+
+    Attributes:
+      mode: the fastest way to run them that may work.
+      inputs: what is differentiated with respect to.
+      outputs: what is differentiated: the outputs that have a derivative.
+      stopped: the floating and complex outputs that have none.
+      forward: inputs to outputs.
+      forward_stopped: inputs to the stopped ones.
+      call: the function itself, untraced, inputs to outputs.
+      pullback: reverse mode by the function's own rule, or why there is none.
+      retraced: the same, traced once more.
+      pushforward: forward mode by the function's own rule, or why there is none.
+      reference_pullback, reference_pushforward: by autodiff of the function without its rule.
+      functions: the Functions whose rules were taken off for that.
+      casts: gradients that were returned in another dtype than their input's: (where, dtype, input's dtype).
+      precision: the relative spacing of the coarsest floating-point type on the way.
+    """
+
+    mode: Mode
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    stopped: tuple[Leaf, ...]
+    forward: Flat
+    forward_stopped: Flat
+    call: Flat
+    pullback: Pullback | Unavailable
+    retraced: Pullback | Unavailable
+    pushforward: Pushforward | Unavailable
+    reference_pullback: Pullback | Unavailable
+    reference_pushforward: Pushforward | Unavailable
+    functions: list[Any]
+    casts: list[tuple[str, str, str]]
+    precision: float
+
+
+def derive(problem: Problem, *, reverse: bool, forward: bool, reference: bool) -> Derivatives:
+    """Traces a problem's function and its derivatives.
+
+    Args:
+      problem: the function.
+      reverse: whether reverse mode is to be checked.
+      forward: whether forward mode is.
+      reference: whether the function without its rule is differentiated too.
+
+    Raises:
+      Whatever the function itself raises.
+    """
+    try:
+        return _derive(problem, Mode.VECTORIZED, reverse, forward, reference)
+    except _Untraceable:
+        return _derive(problem, Mode.PYTHON_LOOP, reverse, forward, reference)
+
+
+class _Untraceable(Exception):
+    """The function's Python needs values that a trace does not have."""
+
+
+def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, reference: bool) -> Derivatives:
+    recorder = _Recorder(mode, problem)
+    everything = recorder.forward()
+    names_and_dtypes = problem.describe_outputs()
+    avals = recorder.output_avals
+    leaves = [Leaf(name, y.shape, y.dtype) for (name, _), y in zip(names_and_dtypes, avals, strict=True)]
+    watch = Watch(undecorated=False)
+    found: dict[int, bool] = {}
+    told = watched(telling(problem.call, found), watch)
+    pullback = recorder.pullback(told, retry_eagerly=True) if reverse else Unavailable("reverse mode is not checked")
+    pushforward = recorder.pushforward(told) if forward else Unavailable("forward mode is not checked")
+    kept = [i for i in range(len(leaves)) if found.get(i)]
+    if isinstance(pullback, Unavailable) and isinstance(pushforward, Unavailable):
+        kept = list(range(len(leaves)))  # nothing was told
+    retraced = recorder.pullback(watched(problem.call, watch)) if reverse else pullback
+    bare = Watch(undecorated=True)
+    undecorated = watched(problem.reference, bare)
+    nothing = Unavailable("it was not asked for")
+    reference_pullback = recorder.pullback(undecorated) if reference and reverse else nothing
+    reference_pushforward = recorder.pushforward(undecorated) if reference else nothing
+    if reference and not bare.functions and problem.reference is problem.call:
+        reference_pullback = reference_pushforward = Unavailable(
+            "there is no rule to take off: it would be the derivative that is being checked"
+        )
+    others = [i for i in range(len(leaves)) if i not in kept]
+    return Derivatives(
+        mode=mode,
+        inputs=problem.inputs,
+        outputs=tuple(leaves[i] for i in kept),
+        stopped=tuple(leaves[i] for i in others),
+        forward=only(everything, kept),
+        forward_stopped=only(everything, others),
+        call=watched(only(problem.call, kept), watch),
+        pullback=_restricted(pullback, kept, leaves),
+        retraced=_restricted(retraced, kept, leaves),
+        pushforward=_picking(pushforward, kept),
+        reference_pullback=_restricted(reference_pullback, kept, leaves),
+        reference_pushforward=_picking(reference_pushforward, kept),
+        functions=list(bare.functions) or list(watch.functions),
+        casts=list(watch.casts),
+        precision=_precision(everything, [dtype for _, dtype in names_and_dtypes]),
+    )
+
+
+class _Recorder:
+    """Traces, or in a Python loop runs once, what it is given; an error becomes an `Unavailable`."""
+
+    def __init__(self, mode: Mode, problem: Problem) -> None:
+        self.mode = mode
+        self.values = problem.values
+        self.call = problem.call
+        self.avals = [leaf.aval for leaf in problem.inputs]
+        self.output_avals: list[Any] = []
+
+    def forward(self) -> Flat:
+        """The function itself."""
+        if self.mode is Mode.PYTHON_LOOP:
+            self.output_avals = [jax.typeof(y) for y in self.call(*self.values)]
+            return self.call
+        try:
+            traced = Traced(self.call, *self.avals)
+        except Exception as error:
+            raise _Untraceable from error
+        self.output_avals = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in traced.out_avals()]
+        return traced
+
+    def pullback(self, call: Flat, retry_eagerly: bool = False) -> Pullback | Unavailable:
+        return self._record(pullback_of(call), self.avals, self.output_avals, retry_eagerly)
+
+    def pushforward(self, call: Flat) -> Pushforward | Unavailable:
+        return self._record(pushforward_of(call), self.avals, self.avals)
+
+    def _record(
+        self, derivative: Callable[..., Any], xs: Sequence[Any], directions: Sequence[Any], retry_eagerly: bool = False
+    ) -> Any:
+        try:
+            if self.mode is not Mode.PYTHON_LOOP:
+                return Traced(derivative, xs, directions)
+            derivative(self.values, [jnp.ones(d.shape, d.dtype) for d in directions])
+            return derivative
+        except Exception as error:
+            if retry_eagerly and self.mode is not Mode.PYTHON_LOOP:
+                raise _Untraceable from error
+            unavailable = Unavailable(f"{type(error).__name__}: {error}")
+            unavailable.__cause__ = error
+            return unavailable
+
+
+def _restricted(pullback: Pullback | Unavailable, kept: Sequence[int], leaves: Sequence[Leaf]) -> Any:
+    """The pullback as a function of the kept outputs' cotangents; the others' are zero."""
+    if isinstance(pullback, Unavailable):
+        return pullback
+
+    def restricted(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        given = dict(zip(kept, cotangents, strict=True))
+        every = [given[i] if i in given else jnp.zeros(y.shape, y.dtype) for i, y in enumerate(leaves)]
+        outputs, gradients = pullback(xs, every)
+        return [outputs[i] for i in kept], gradients
+
+    return restricted
+
+
+def _picking(pushforward: Pushforward | Unavailable, kept: Sequence[int]) -> Any:
+    if isinstance(pushforward, Unavailable):
+        return pushforward
+
+    def picking(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        outputs = pushforward(xs, tangents)
+        return [outputs[i] for i in kept]
+
+    return picking
+
+
+def _precision(forward: Flat, dtypes: Sequence[Any]) -> float:
+    """The spacing of the coarsest type that an output has, or that something computed from the inputs has."""
+    on_the_way = forward.from_inputs() if isinstance(forward, Traced) else []
+    found = [*dtypes, *(aval.dtype for aval in on_the_way if is_inexact(getattr(aval, "dtype", np.dtype(bool))))]
+    return max(float(jnp.finfo(dtype).eps) for dtype in found or [np.dtype(np.float64)])

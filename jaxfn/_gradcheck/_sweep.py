@@ -1,0 +1,85 @@
+"""Going through all unit vectors of a basis, as many at a time as fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.tree_util import tree_map
+
+from jaxfn._gradcheck._derivatives import Unavailable
+from jaxfn._gradcheck._jacobian import Basis
+from jaxfn._gradcheck._programs import Engine, Mode, Program, Traced
+from jaxfn._gradcheck._progress import Progress
+
+# More at a time is slower: the numbers no longer fit into the processor's caches.
+_BATCH_BYTES = 64 << 20
+_LOOP_BATCH = 64
+
+
+class Sweep:
+    """Runs functions of a batch of unit vectors over whole bases.
+
+    Args:
+      engine: how.
+      xs: where the derivatives are taken.
+      max_memory: bytes that one batch may need.
+      progress: is told of every batch.
+    """
+
+    def __init__(self, engine: Engine, xs: Sequence[Any], max_memory: int, progress: Progress) -> None:
+        self.engine = engine
+        self.xs = list(xs)
+        self.max_memory = max_memory
+        self.progress = progress
+
+    def at(self, xs: Sequence[Any]) -> Sweep:
+        """The same somewhere else."""
+        return Sweep(self.engine, xs, self.max_memory, self.progress)
+
+    def over(
+        self, basis: Basis, function: Callable[..., Any], costs: Sequence[object], which: Sequence[int] | None = None
+    ) -> Any:
+        """All results, on the host, one behind the other.
+
+        Args:
+          basis: the vectors.
+          function: of the inputs and the vectors' numbers; returns arrays with one row for each number.
+          costs: what it calls for each vector.
+          which: the numbers of the vectors, by default all of them.
+        """
+        every = np.asarray(range(basis.size) if which is None else which, np.int32)
+        batch, program = self._program(len(every), function, costs)
+        self.progress.expect(len(every))
+        parts: list[Any] = []
+        for start in range(0, len(every), batch):
+            numbers = every[start : start + batch]
+            count = len(numbers)
+            # The last batch is filled up, so that one program serves all.
+            numbers = np.concatenate([numbers, np.repeat(numbers[-1:], batch - count)])
+            parts.append(tree_map(lambda array: np.asarray(array)[:count], program(self.xs, numbers)))
+            self.progress.advance(count)
+        return parts[0] if len(parts) == 1 else tree_map(lambda *arrays: np.concatenate(arrays), *parts)
+
+    def _program(self, size: int, function: Callable[..., Any], costs: Sequence[object]) -> tuple[int, Any]:
+        batch = min(size, self._batch(costs))
+        while True:
+            program = self.engine.program(function, self.xs, np.zeros(batch, np.int32))
+            if batch == 1 or not isinstance(program, Program) or program.bytes() <= self.max_memory:
+                return batch, program
+            batch = (batch + 1) // 2
+
+    def _batch(self, costs: Sequence[object]) -> int:
+        if self.engine.mode is Mode.PYTHON_LOOP:
+            return _LOOP_BATCH
+        each = sum(_bytes(cost) for cost in costs)
+        return max(1, min(_BATCH_BYTES, self.max_memory) // max(each, 1))
+
+
+def _bytes(function: object) -> int:
+    """What one call computes, all intermediate results included."""
+    traced = getattr(function, "traced", function)
+    if isinstance(traced, Unavailable) or not isinstance(traced, Traced):
+        return 0
+    return sum(aval.size * aval.dtype.itemsize for aval in traced.avals())
