@@ -25,9 +25,8 @@ from jaxfn._gradcheck._tolerance import Tolerance, excess
 _WORST_KEPT = 8
 _DOUBLE_BYTES = 8
 _ARRAYS_HELD = 6  # of a block of rows: analytic, numeric, errors, and what comparing them makes
-_DIFFERENCE = 2  # what a difference of two values may be wrong by, in units of their last digits
-_COARSE_DIFFERENCE = 10
-_SAFETY = 4  # how far beyond its estimate an error may be
+_DIFFERENCE = 4  # what a difference of two values may be wrong by, in units of their last digits
+SAFETY = 4  # how far beyond its estimate an error may be
 
 
 @dataclass
@@ -104,7 +103,7 @@ class Comparison:
             vectors = basis.vectors(numbers)
             given = columns(self.sweep.engine, pushforward, xs, basis, vectors)
             numeric = central_differences(self.sweep.engine, d.forward, xs, basis, vectors, self.step)
-            errors = self._rounding(d.forward(*xs), _COARSE_DIFFERENCE)
+            errors = self.rounding(d.forward(*xs))
             return _summary(
                 [
                     excess(g, n, self.tolerance.coarse(n, error))
@@ -156,8 +155,8 @@ class Comparison:
         def compute(xs: Any, numbers: Any) -> Any:
             vectors = basis.vectors(numbers)
             values, errors = richardson_differences(self.sweep.engine, forward, xs, basis, vectors, self.step)
-            floors = self._rounding(forward(*xs), _DIFFERENCE)
-            return values, [_SAFETY * e + floor for e, floor in zip(errors, floors, strict=True)]
+            floors = self.rounding(forward(*xs))
+            return values, [SAFETY * e + floor for e, floor in zip(errors, floors, strict=True)]
 
         return self.sweep.over(basis, compute, [forward] * 4, which)
 
@@ -182,9 +181,9 @@ class Comparison:
         scale = np.max(abs(numeric), initial=0.0)
         return excess(analytic, numeric, self.tolerance.estimated(numeric, scale, error))
 
-    def _rounding(self, outputs: Sequence[Any], times: float) -> list[Any]:
+    def rounding(self, outputs: Sequence[Any]) -> list[Any]:
         """What rounding of the outputs themselves does to finite differences."""
-        return [times * self.tolerance.precision / self.step * abs(y).reshape(-1) for y in outputs]
+        return [_DIFFERENCE * self.tolerance.precision / self.step * abs(y).reshape(-1) for y in outputs]
 
 
 def _turned(columns: Sequence[Any], basis: Basis, which: Sequence[int] | None = None) -> Any:

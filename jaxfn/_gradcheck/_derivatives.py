@@ -96,11 +96,12 @@ class Derivatives:
       inputs: what is differentiated with respect to.
       outputs: what is differentiated: the outputs that have a derivative.
       stopped: the floating and complex outputs that have none.
+      kept: the positions of `outputs` among both.
       forward: inputs to outputs.
       forward_stopped: inputs to the stopped ones.
       call: the function itself, untraced, inputs to outputs.
       pullback: reverse mode by the function's own rule, or why there is none.
-      retraced: the same, traced once more.
+      retraced: the same, traced once more; `None` where that recorded the very same operations.
       pushforward: forward mode by the function's own rule, or why there is none.
       reference_pullback, reference_pushforward: by autodiff of the function without its rule.
       functions: the Functions whose rules were taken off for that.
@@ -112,11 +113,12 @@ class Derivatives:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     stopped: tuple[Leaf, ...]
+    kept: list[int]
     forward: Flat
     forward_stopped: Flat
     call: Flat
     pullback: Pullback | Unavailable
-    retraced: Pullback | Unavailable
+    retraced: Pullback | None
     pushforward: Pushforward | Unavailable
     reference_pullback: Pullback | Unavailable
     reference_pushforward: Pushforward | Unavailable
@@ -161,7 +163,7 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
     kept = [i for i in range(len(leaves)) if found.get(i)]
     if isinstance(pullback, Unavailable) and isinstance(pushforward, Unavailable):
         kept = list(range(len(leaves)))  # nothing was told
-    retraced = recorder.pullback(watched(problem.call, watch)) if reverse else pullback
+    retraced = _retraced(recorder, pullback, watched(problem.call, watch))
     bare = Watch(undecorated=True)
     undecorated = watched(problem.reference, bare)
     nothing = Unavailable("it was not asked for")
@@ -177,11 +179,12 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
         inputs=problem.inputs,
         outputs=tuple(leaves[i] for i in kept),
         stopped=tuple(leaves[i] for i in others),
+        kept=kept,
         forward=only(everything, kept),
         forward_stopped=only(everything, others),
         call=watched(only(problem.call, kept), watch),
         pullback=_restricted(pullback, kept, leaves),
-        retraced=_restricted(retraced, kept, leaves),
+        retraced=None if retraced is None else _restricted(retraced, kept, leaves),
         pushforward=_picking(pushforward, kept),
         reference_pullback=_restricted(reference_pullback, kept, leaves),
         reference_pushforward=_picking(reference_pushforward, kept),
@@ -233,6 +236,16 @@ class _Recorder:
             unavailable = Unavailable(f"{type(error).__name__}: {error}")
             unavailable.__cause__ = error
             return unavailable
+
+
+def _retraced(recorder: _Recorder, pullback: Pullback | Unavailable, call: Flat) -> Pullback | None:
+    if isinstance(pullback, Unavailable):
+        return None
+    again = recorder.pullback(call)
+    if isinstance(again, Unavailable):
+        raise again
+    same = isinstance(pullback, Traced) and isinstance(again, Traced) and pullback.same_as(again)
+    return None if same else again
 
 
 def _restricted(pullback: Pullback | Unavailable, kept: Sequence[int], leaves: Sequence[Leaf]) -> Any:

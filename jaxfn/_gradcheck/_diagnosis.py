@@ -69,18 +69,25 @@ class Diagnosis:
                     continue
                 found.append(self._described(pair, block, excesses))
             else:
-                found.append(self._named(pair))
+                found.append(self.named(pair))
         return found
 
-    def _named(self, pair: Pair) -> Mismatch:
+    def whole(self, pair: Pair) -> Mismatch:
+        """A pair that only projections have shown to be wrong: its Jacobian is computed after all."""
+        block = self._all(pair)
+        excesses = self._excesses(block)
+        pair.count = int((excesses > 1).sum())
+        return self._described(pair, block, excesses) if pair.count else self.named(pair)
+
+    def named(self, pair: Pair) -> Mismatch:
         d = self.comparison.derivatives
         output, input = d.outputs[pair.output], d.inputs[pair.input]
-        total = output.size * input.num_components if self.is_forward else output.num_components * input.size
+        num_rows, num_columns = map(len, self._ranges(pair))
         check = "forward mode" if self.is_forward else "backward"
-        return Mismatch(check, output.name, input.name, output.shape, input.shape, pair.count, total)
+        return Mismatch(check, output.name, input.name, output.shape, input.shape, pair.count, num_rows * num_columns)
 
     def _described(self, pair: Pair, block: Block, excesses: Any) -> Mismatch:
-        mismatch = self._named(pair)
+        mismatch = self.named(pair)
         order = np.argsort(-excesses, axis=None, kind="stable")[:_SHOWN]
         places = [(int(i), int(j)) for i, j in zip(*np.unravel_index(order, excesses.shape), strict=True)]
         mismatch.entries = [self._entry(pair, block, i, j) for i, j in places if excesses[i, j] > 1]
@@ -153,17 +160,26 @@ class Diagnosis:
 
     def _block(self, pair: Pair) -> Block:
         """The whole Jacobian where it is small, otherwise the worst entries."""
-        d = self.comparison.derivatives
-        output, input = d.outputs[pair.output], d.inputs[pair.input]
-        rows = range(output.size if self.is_forward else output.num_components)
-        columns = range(input.num_components if self.is_forward else input.size)
+        rows, columns = self._ranges(pair)
         if len(rows) * len(columns) <= _DENSE:
-            return self._values(pair, rows, columns, self.with_differences)
-        rows, columns = (rows, pair.worst) if self.is_forward else (pair.worst, columns)
-        block = self._values(pair, rows, columns, self.decider == "numeric")
+            return self._all(pair)
+        some_rows, some_columns = (rows, pair.worst) if self.is_forward else (pair.worst, columns)
+        block = self._values(pair, some_rows, some_columns, self.decider == "numeric")
         worst = np.argsort(-self._excesses(block), axis=None, kind="stable")[:_SHOWN]
         i, j = (np.unique(places) for places in np.unravel_index(worst, block.analytic.shape))
-        return self._values(pair, [rows[k] for k in i], [columns[k] for k in j], self.with_differences)
+        worst_rows, worst_columns = [some_rows[k] for k in i], [some_columns[k] for k in j]
+        return self._values(pair, worst_rows, worst_columns, self.with_differences)
+
+    def _all(self, pair: Pair) -> Block:
+        rows, columns = self._ranges(pair)
+        return self._values(pair, rows, columns, self.with_differences)
+
+    def _ranges(self, pair: Pair) -> tuple[range, range]:
+        d = self.comparison.derivatives
+        output, input = d.outputs[pair.output], d.inputs[pair.input]
+        if self.is_forward:
+            return range(output.size), range(input.num_components)
+        return range(output.num_components), range(input.size)
 
     def _values(self, pair: Pair, rows: Sequence[int], columns: Sequence[int], with_differences: bool) -> Block:
         """Entries by every means at hand."""
@@ -198,15 +214,15 @@ class Diagnosis:
             values, errors = (array[:, :count] + 1j * array[:, count:] for array in (values, errors))
         return values, abs(errors)
 
-    def _named(self, pair: Pair) -> Mismatch:
+    def named(self, pair: Pair) -> Mismatch:
         d = self.comparison.derivatives
         output, input = d.outputs[pair.output], d.inputs[pair.input]
-        total = output.size * input.num_components if self.is_forward else output.num_components * input.size
+        num_rows, num_columns = map(len, self._ranges(pair))
         check = "forward mode" if self.is_forward else "backward"
-        return Mismatch(check, output.name, input.name, output.shape, input.shape, pair.count, total)
+        return Mismatch(check, output.name, input.name, output.shape, input.shape, pair.count, num_rows * num_columns)
 
     def _described(self, pair: Pair, block: Block, excesses: Any) -> Mismatch:
-        mismatch = self._named(pair)
+        mismatch = self.named(pair)
         order = np.argsort(-excesses, axis=None, kind="stable")[:_SHOWN]
         places = [(int(i), int(j)) for i, j in zip(*np.unravel_index(order, excesses.shape), strict=True)]
         mismatch.entries = [self._entry(pair, block, i, j) for i, j in places if excesses[i, j] > 1]
