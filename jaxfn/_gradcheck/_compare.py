@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck._derivatives import Derivatives, Pullback, Pushforward, Unavailable
@@ -20,7 +19,7 @@ from jaxfn._gradcheck._jacobian import (
 )
 from jaxfn._gradcheck._problem import Leaf
 from jaxfn._gradcheck._sweep import Sweep
-from jaxfn._gradcheck._tolerance import Tolerance, excess
+from jaxfn._gradcheck._tolerance import Tolerance
 
 _WORST_KEPT = 8
 _DOUBLE_BYTES = 8
@@ -36,7 +35,7 @@ class Pair:
     Attributes:
       output, input: their positions.
       count: how many entries are.
-      worst: components of the output (in reverse mode) or of the input (in forward mode) with the worst ones.
+      worst: components of the output (in reverse mode) or of the input (in forward mode) with the most of them.
     """
 
     output: int
@@ -54,66 +53,67 @@ class Comparison:
       tolerance: how closely.
       step: of finite differences.
       sweep: runs it.
+      outputs: the values of what is differentiated.
     """
 
     derivatives: Derivatives
     tolerance: Tolerance
     step: float
     sweep: Sweep
+    outputs: Sequence[Any]
 
     def rows_with_autodiff(self) -> list[Pair]:
         """Reverse mode by the function's rule against reverse mode by autodiff of the bare function."""
         d = self.derivatives
-        pullback, reference = _available(d.pullback), _available(d.reference_pullback)
+        pullback, reference = available(d.pullback), available(d.reference_pullback)
 
-        def compare(xs: Any, numbers: Any) -> Any:
+        def compute(xs: Any, numbers: Any) -> Any:
             vectors = basis.vectors(numbers)
-            analytic = rows(self.sweep.engine, pullback, xs, basis, vectors)
-            exact = rows(self.sweep.engine, reference, xs, basis, vectors)
-            return _summary([self._precisely(a, e) for a, e in zip(analytic, exact, strict=True)])
+            return [rows(self.sweep.engine, p, xs, basis, vectors) for p in (pullback, reference)]
 
         pairs: list[Pair] = []
         for basis in bases(d.outputs):
-            found = self.sweep.over(basis, compare, [pullback, reference])
+            found = self.sweep.judged(basis, compute, self._judge_precisely, [pullback, reference], _width(d.inputs))
             pairs += _pairs(basis, found, lambda out, inp: Pair(out, inp))
         return pairs
 
     def columns_with_autodiff(self) -> list[Pair]:
         """Forward mode by the function's rule against forward mode by autodiff of the bare function."""
         d = self.derivatives
-        pushforward, reference = _available(d.pushforward), _available(d.reference_pushforward)
+        pushforward, reference = available(d.pushforward), available(d.reference_pushforward)
 
-        def compare(xs: Any, numbers: Any) -> Any:
+        def compute(xs: Any, numbers: Any) -> Any:
             vectors = basis.vectors(numbers)
-            analytic = columns(self.sweep.engine, pushforward, xs, basis, vectors)
-            exact = columns(self.sweep.engine, reference, xs, basis, vectors)
-            return _summary([self._precisely(a, e) for a, e in zip(analytic, exact, strict=True)])
+            return [columns(self.sweep.engine, p, xs, basis, vectors) for p in (pushforward, reference)]
 
         pairs: list[Pair] = []
         for basis in bases(d.inputs):
-            found = self.sweep.over(basis, compare, [pushforward, reference])
+            costs = [pushforward, reference]
+            found = self.sweep.judged(basis, compute, self._judge_precisely, costs, _width(d.outputs))
             pairs += _pairs(basis, found, lambda inp, out: Pair(out, inp))
         return pairs
 
     def columns_with_differences(self, pushforward: Pushforward) -> list[Pair]:
         """Any forward mode against finite differences."""
         d = self.derivatives
+        engine = self.sweep.engine
+        errors = self.rounding()
 
-        def compare(xs: Any, numbers: Any) -> Any:
+        def compute(xs: Any, numbers: Any) -> Any:
             vectors = basis.vectors(numbers)
-            given = columns(self.sweep.engine, pushforward, xs, basis, vectors)
-            numeric = central_differences(self.sweep.engine, d.forward, xs, basis, vectors, self.step)
-            errors = self.rounding(d.forward(*xs))
-            return _summary(
-                [
-                    excess(g, n, self.tolerance.coarse(n, error))
-                    for g, n, error in zip(given, numeric, errors, strict=True)
-                ]
-            )
+            given = columns(engine, pushforward, xs, basis, vectors)
+            return given, central_differences(engine, d.forward, xs, basis, vectors, self.step)
+
+        def judge(computed: Any) -> Any:
+            return [
+                _count(given, numeric, self.tolerance.coarse(numeric, error))
+                for given, numeric, error in zip(*computed, errors, strict=True)
+            ]
 
         pairs: list[Pair] = []
         for basis in bases(d.inputs):
-            found = self.sweep.over(basis, compare, [pushforward, d.forward, d.forward])
+            costs = [pushforward, d.forward, d.forward]
+            found = self.sweep.judged(basis, compute, judge, costs, _width(d.outputs))
             pairs += _pairs(basis, found, lambda inp, out: Pair(out, inp))
         return pairs
 
@@ -128,7 +128,7 @@ class Comparison:
                 part = range(start, min(start + held, basis.size))
                 analytic = self.rows_of(pullback, basis, part)
                 numeric, errors = self.differences_of(basis, part)
-                found = _summary([self._estimated(*block) for block in zip(analytic, numeric, errors, strict=True)])
+                found = [self._estimated(*block) for block in zip(analytic, numeric, errors, strict=True)]
                 pairs += _pairs(basis, found, lambda out, inp: Pair(out, inp), start)
         return _merged(pairs)
 
@@ -154,11 +154,10 @@ class Comparison:
 
         def compute(xs: Any, numbers: Any) -> Any:
             vectors = basis.vectors(numbers)
-            values, errors = richardson_differences(self.sweep.engine, forward, xs, basis, vectors, self.step)
-            floors = self.rounding(forward(*xs))
-            return values, [SAFETY * e + floor for e, floor in zip(errors, floors, strict=True)]
+            return tuple(richardson_differences(self.sweep.engine, forward, xs, basis, vectors, self.step))
 
-        return self.sweep.over(basis, compute, [forward] * 4, which)
+        values, errors = self.sweep.over(basis, compute, [forward] * 4, which)
+        return values, [SAFETY * error + floor for error, floor in zip(errors, self.rounding(), strict=True)]
 
     def differences_of(self, basis: Basis, which: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Finite differences and their errors in rows, for each input an array of (rows, size)."""
@@ -173,17 +172,19 @@ class Comparison:
                 values[i], errors[i] = (_complex_columns(array[:, block], leaf) for array in computed)
         return values, [abs(error) for error in errors]
 
-    def _precisely(self, analytic: Any, reference: Any) -> Any:
-        scale = jnp.max(abs(reference), initial=0.0)
-        return excess(analytic, reference, self.tolerance.precise(reference, scale))
+    def _judge_precisely(self, computed: Any) -> Any:
+        return [
+            _count(analytic, reference, self.tolerance.precise(reference, abs(reference).max(initial=0.0)))
+            for analytic, reference in zip(*computed, strict=True)
+        ]
 
     def _estimated(self, analytic: Any, numeric: Any, error: Any) -> Any:
-        scale = np.max(abs(numeric), initial=0.0)
-        return excess(analytic, numeric, self.tolerance.estimated(numeric, scale, error))
+        scale = abs(numeric).max(initial=0.0)
+        return _count(analytic, numeric, self.tolerance.estimated(numeric, scale, error))
 
-    def rounding(self, outputs: Sequence[Any]) -> list[Any]:
-        """What rounding of the outputs themselves does to finite differences."""
-        return [_DIFFERENCE * self.tolerance.precision / self.step * abs(y).reshape(-1) for y in outputs]
+    def rounding(self) -> list[Any]:
+        """What rounding of the outputs themselves does to finite differences, for each output an array."""
+        return [_DIFFERENCE * self.tolerance.precision / self.step * abs(y).reshape(-1) for y in self.outputs]
 
 
 def _turned(columns: Sequence[Any], basis: Basis, which: Sequence[int] | None = None) -> Any:
@@ -202,15 +203,19 @@ def _complex_columns(array: Any, leaf: Leaf) -> Any:
     return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array
 
 
-def _summary(excesses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Of each row of each block, the worst excess and how many there are."""
-    return [e.max(axis=1, initial=0.0) for e in excesses], [(e > 1).sum(axis=1) for e in excesses]
+def _width(leaves: Sequence[Leaf]) -> int:
+    return sum(leaf.num_components for leaf in leaves)
 
 
-def _pairs(basis: Basis, found: Any, make: Callable[[int, int], Pair], start: int = 0) -> list[Pair]:
-    """The pairs of leaves with mismatches; the other leaf of each pair is the position in the lists of `found`."""
+def _count(analytic: Any, reference: Any, tolerance: Any) -> Any:
+    """How many entries of each row are off; what is not a number is."""
+    return (~((abs(analytic - reference) <= tolerance) | (analytic == reference))).sum(axis=1)
+
+
+def _pairs(basis: Basis, found: Sequence[Any], make: Callable[[int, int], Pair], start: int = 0) -> list[Pair]:
+    """The pairs of leaves with mismatches; `found` has, for each other leaf, the counts."""
     pairs: list[Pair] = []
-    for other, (worst, counts) in enumerate(zip(*found, strict=True)):
+    for other, counts in enumerate(found):
         for chosen in basis.chosen:
             offset, size = basis.offsets[chosen] - start, basis.leaves[chosen].num_components
             begin, end = max(offset, 0), max(offset + size, 0)
@@ -218,7 +223,7 @@ def _pairs(basis: Basis, found: Any, make: Callable[[int, int], Pair], start: in
                 continue
             pair = make(chosen, other)
             pair.count = int(counts[begin:end].sum())
-            order = np.argsort(-np.asarray(worst[begin:end]), kind="stable")[:_WORST_KEPT]
+            order = np.argsort(-counts[begin:end], kind="stable")[:_WORST_KEPT]
             pair.worst = [int(begin + i - offset) for i in order if counts[begin + i]]
             pairs.append(pair)
     return pairs
@@ -234,7 +239,8 @@ def _merged(pairs: Sequence[Pair]) -> list[Pair]:
     return list(merged.values())
 
 
-def _available(derivative: Any) -> Any:
+def available(derivative: Any) -> Any:
+    """The derivative; raises where there is none."""
     if isinstance(derivative, Unavailable):
         raise derivative
     return derivative

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jaxfn._watch import Watch, watching
 # (inputs, cotangents) -> (outputs, gradients), and (inputs, tangents) -> output tangents; all of them lists.
 Pullback = Callable[[Sequence[Any], Sequence[Any]], Any]
 Pushforward = Callable[[Sequence[Any], Sequence[Any]], Any]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def pullback_of(call: Flat) -> Pullback:
@@ -47,7 +49,13 @@ def only(call: Flat, positions: Sequence[int]) -> Flat:
         outputs = call(*xs)
         return [outputs[i] for i in positions]
 
-    return picked
+    return _as_costly(picked, call)
+
+
+def _as_costly(function: _F, inner: object) -> _F:
+    """Says of a function that it costs what `inner` costs, which it wraps."""
+    vars(function)["bytes_each"] = getattr(inner, "bytes_each", 0)
+    return function
 
 
 def telling(call: Flat, is_differentiable: dict[int, bool]) -> Flat:
@@ -259,7 +267,7 @@ def _restricted(pullback: Pullback | Unavailable, kept: Sequence[int], leaves: S
         outputs, gradients = pullback(xs, every)
         return [outputs[i] for i in kept], gradients
 
-    return restricted
+    return _as_costly(restricted, pullback)
 
 
 def _picking(pushforward: Pushforward | Unavailable, kept: Sequence[int]) -> Any:
@@ -270,7 +278,7 @@ def _picking(pushforward: Pushforward | Unavailable, kept: Sequence[int]) -> Any
         outputs = pushforward(xs, tangents)
         return [outputs[i] for i in kept]
 
-    return picking
+    return _as_costly(picking, pushforward)
 
 
 def _precision(forward: Flat, dtypes: Sequence[Any]) -> float:

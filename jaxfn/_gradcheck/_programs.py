@@ -7,6 +7,7 @@ programs, by their own text: tracing takes milliseconds, compiling a hundred.
 from __future__ import annotations
 
 import enum
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from threading import Lock
@@ -18,9 +19,14 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Var
 from jax.tree_util import tree_flatten, tree_map, tree_unflatten
 
+from jaxfn._compat import compile_quickly
+
 _PROGRAMS_KEPT = 256
 _kept: OrderedDict[Hashable, tuple[Any, Any]] = OrderedDict()
 _lock = Lock()
+
+# Where there is little to compute, compiling would take far longer than running.
+_SMALL_BYTES = 32 << 20
 
 # Their callables are rules for transformations, of which none comes after a program's text is taken.
 _HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "custom_vmap_call", "attach"})
@@ -66,6 +72,12 @@ class Traced:
     def key(self) -> Hashable:
         """Equal for traces that compute the same, given the constants."""
         return str(self.jaxpr), *_callables(self.jaxpr), *map(jax.typeof, self.constants)
+
+    @functools.cached_property
+    def bytes_each(self) -> int:
+        """What one call computes, all intermediate results included."""
+        avals = (v.aval for equation in equations(self.jaxpr) for v in equation.outvars)
+        return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "dtype"))
 
     def out_avals(self) -> list[Any]:
         """The types of what it returns."""
@@ -127,17 +139,23 @@ class Engine:
         results = [function(*tree_map(lambda x: x[i], args)) for i in range(count)]
         return tree_map(lambda *items: jnp.stack(items), *results)
 
-    def program(self, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        """The function compiled for arguments like these, or as it is in a Python loop."""
-        return function if self.mode is Mode.PYTHON_LOOP else Program(function, *args)
+    def program(self, function: Callable[..., Any], *args: Any, runs: int = 1) -> Callable[..., Any]:
+        """The function compiled for arguments like these, or as it is in a Python loop.
+
+        Args:
+          function: of arrays.
+          args: such arrays.
+          runs: how often it is going to be called.
+        """
+        return function if self.mode is Mode.PYTHON_LOOP else Program(function, args, runs)
 
 
 class Program:
     """A compiled function of arrays."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], runs: int) -> None:
         self._traced = traced = Traced(function, *args)
-        self._compiled = _compiled(traced, tree_flatten(args)[0])
+        self._compiled = _compiled(traced, tree_flatten(args)[0], traced.bytes_each * runs < _SMALL_BYTES)
 
     def __call__(self, *args: Any) -> Any:
         return tree_unflatten(self._traced.tree, self._compiled(self._traced.constants, tree_flatten(args)[0]))
@@ -150,16 +168,17 @@ class Program:
         return memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
 
 
-def _compiled(traced: Traced, leaves: Sequence[Any]) -> Any:
+def _compiled(traced: Traced, leaves: Sequence[Any], quickly: bool) -> Any:
     """The executable, an earlier one where the program is the same."""
-    key = traced.key(), _settings()
+    key = traced.key(), _settings(), quickly
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
             return _kept[key][0]
     jaxpr = traced.jaxpr
     jitted = jax.jit(lambda constants, leaves: eval_jaxpr(jaxpr, constants, *leaves))
-    compiled = jitted.lower(traced.constants, leaves).compile()
+    lowered = jitted.lower(traced.constants, leaves)
+    compiled = compile_quickly(lowered) if quickly else lowered.compile()
     with _lock:
         _kept[key] = compiled, jaxpr  # keeps what the key names by id
         while len(_kept) > _PROGRAMS_KEPT:

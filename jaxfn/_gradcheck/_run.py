@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxfn._gradcheck._checks import Checks, Findings
-from jaxfn._gradcheck._compare import Comparison, Pair
+from jaxfn._gradcheck._compare import Comparison, Pair, available
 from jaxfn._gradcheck._derivatives import Derivatives, Unavailable, derive
 from jaxfn._gradcheck._diagnosis import Diagnosis
 from jaxfn._gradcheck._problem import Problem
@@ -87,6 +87,7 @@ class _Check:
         self.tolerance = Tolerance(float(options.atol), float(options.rtol), is_default, precision)
         self.step = _step(options.eps, precision)
         self.engine = Engine(self.derivatives.mode)
+        self.outputs: Sequence[Any] = ()
         self.progress = Progress(f"{options.name} of {problem.name}")
 
     def run(self) -> Report:
@@ -152,13 +153,17 @@ class _Check:
         if o.check_grad_dtypes:
             for where, got, wanted in d.casts:
                 self.report.problems.append(f"{where}: backward returned a gradient of dtype {got} for {wanted}.")
-        found = self._batching(checks)
-        self.report.problems += found.problems
+        if o.check_backward_ad:
+            self._add(self._batching(checks))
         if o.check_batched_grad and self.engine.mode is not Mode.VECTORIZED:
             problem = checks.batched_gradients()
             self.report.problems += [problem] if problem else []
         if o.check_forward_ad:
-            self.report.problems += checks.forward(self.engine, batched=o.check_batched_forward_grad).problems
+            self._add(checks.forward(self.engine, batched=o.check_batched_forward_grad))
+
+    def _add(self, found: Findings) -> None:
+        self.report.problems += found.problems
+        self.outputs = found.outputs
 
     def _batching(self, checks: Checks) -> Findings:
         """The checks in reverse mode, in the fastest mode that gives right values."""
@@ -176,7 +181,7 @@ class _Check:
 
     def _whole_jacobians(self) -> None:
         sweep = Sweep(self.engine, self.problem.values, self.options.max_memory, self.progress)
-        comparison = Comparison(self.derivatives, self.tolerance, self.step, sweep)
+        comparison = Comparison(self.derivatives, self.tolerance, self.step, sweep, self.outputs)
         if self.options.fast_mode:
             mismatches = self._fast(comparison)
         else:
@@ -192,13 +197,13 @@ class _Check:
             if trusted and not isinstance(d.reference_pullback, Unavailable):
                 pairs = comparison.rows_with_autodiff()
             else:
-                pairs = comparison.rows_with_differences(_available(d.pullback))
+                pairs = comparison.rows_with_differences(available(d.pullback))
             found += self._diagnosis(comparison, False, trusted).mismatches(pairs)
         if o.check_forward_ad:
             if trusted and not isinstance(d.reference_pushforward, Unavailable):
                 pairs = comparison.columns_with_autodiff()
             else:
-                pairs = comparison.columns_with_differences(_available(d.pushforward))
+                pairs = comparison.columns_with_differences(available(d.pushforward))
             found += self._diagnosis(comparison, True, trusted).mismatches(pairs)
         return found
 
@@ -282,12 +287,6 @@ class _Check:
                 "a rule that is deliberately not the derivative (straight-through, say) is checked with surrogate=, a "
                 "function whose derivative the rule claims to be"
             )
-
-
-def _available(derivative: Any) -> Any:
-    if isinstance(derivative, Unavailable):
-        raise derivative
-    return derivative
 
 
 def _step(eps: float, precision: float) -> float:

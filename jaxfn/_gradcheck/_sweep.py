@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from jax.tree_util import tree_map
 
-from jaxfn._gradcheck._derivatives import Unavailable
 from jaxfn._gradcheck._jacobian import Basis
-from jaxfn._gradcheck._programs import Engine, Mode, Program, Traced
+from jaxfn._gradcheck._programs import Engine, Mode, Program
 from jaxfn._gradcheck._progress import Progress
 
 # More at a time is slower: the numbers no longer fit into the processor's caches.
 _BATCH_BYTES = 64 << 20
 _LOOP_BATCH = 64
+_JUDGED_ON_HOST = 1 << 20  # numbers
 
 
 class Sweep:
@@ -37,6 +37,25 @@ class Sweep:
     def at(self, xs: Sequence[Any]) -> Sweep:
         """The same somewhere else."""
         return Sweep(self.engine, xs, self.max_memory, self.progress)
+
+    def judged(
+        self, basis: Basis, compute: Callable[..., Any], judge: Callable[..., Any], costs: Sequence[object], width: int
+    ) -> Any:
+        """What `judge` makes of everything that `compute` computes.
+
+        Where all of it is small, it is judged on the host, which saves compiling that; otherwise batch by batch where
+        it was computed, and only the verdicts come back.
+
+        Args:
+          basis: the vectors.
+          compute: of the inputs and the vectors' numbers; returns arrays with one row for each number.
+          judge: of such arrays; the same.
+          costs: what `compute` calls for each vector.
+          width: how many numbers it returns for each vector.
+        """
+        if basis.size * width <= _JUDGED_ON_HOST:
+            return judge(self.over(basis, compute, costs))
+        return self.over(basis, lambda xs, numbers: judge(compute(xs, numbers)), costs)
 
     def over(
         self, basis: Basis, function: Callable[..., Any], costs: Sequence[object], which: Sequence[int] | None = None
@@ -65,7 +84,7 @@ class Sweep:
     def _program(self, size: int, function: Callable[..., Any], costs: Sequence[object]) -> tuple[int, Any]:
         batch = min(size, self._batch(costs))
         while True:
-            program = self.engine.program(function, self.xs, np.zeros(batch, np.int32))
+            program = self.engine.program(function, self.xs, np.zeros(batch, np.int32), runs=-(-size // batch))
             if batch == 1 or not isinstance(program, Program) or program.bytes() <= self.max_memory:
                 return batch, program
             batch = (batch + 1) // 2
@@ -73,13 +92,5 @@ class Sweep:
     def _batch(self, costs: Sequence[object]) -> int:
         if self.engine.mode is Mode.PYTHON_LOOP:
             return _LOOP_BATCH
-        each = sum(_bytes(cost) for cost in costs)
+        each = sum(getattr(cost, "bytes_each", 0) for cost in costs)
         return max(1, min(_BATCH_BYTES, self.max_memory) // max(each, 1))
-
-
-def _bytes(function: object) -> int:
-    """What one call computes, all intermediate results included."""
-    traced = getattr(function, "traced", function)
-    if isinstance(traced, Unavailable) or not isinstance(traced, Traced):
-        return 0
-    return sum(aval.size * aval.dtype.itemsize for aval in traced.avals())
