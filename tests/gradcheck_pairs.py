@@ -131,7 +131,12 @@ def torch_library() -> Library:
                     if isinstance(leaf, np.ndarray):
                         floating = _is_inexact(leaf.dtype)
                         # NumPy gives an empty array strides that torch refuses.
-                        leaf = torch.from_numpy(leaf).clone() if leaf.size else torch.tensor(leaf)
+                        leaf = torch.from_numpy(leaf)
+                        leaf = (
+                            leaf.clone()
+                            if leaf.numel()
+                            else torch.empty_like(leaf, memory_format=torch.contiguous_format)
+                        )
                         leaf.requires_grad_(floating and position in chosen)
                     made.append(leaf)
             return tuple(made)
@@ -422,7 +427,7 @@ def affine_in_its_gradient(lib):
     return rule(lib, lambda x: x * x, lambda g, x: 2 * x * g + 1)
 
 
-@first(real(3))
+@first(real(3), ours="fails", because="torch looks at basis vectors alone, jaxfn at a combination of two vectors too")
 def quadratic_in_its_gradient(lib):
     """Right for every basis vector, wrong for anything else."""
     return rule(lib, lambda x: 3 * x, lambda g, x: 3 * g * g)
