@@ -131,12 +131,8 @@ def torch_library() -> Library:
                     if isinstance(leaf, np.ndarray):
                         floating = _is_inexact(leaf.dtype)
                         # NumPy gives an empty array strides that torch refuses.
-                        leaf = torch.from_numpy(leaf)
-                        leaf = (
-                            leaf.clone()
-                            if leaf.numel()
-                            else torch.empty_like(leaf, memory_format=torch.contiguous_format)
-                        )
+                        layout = torch.preserve_format if leaf.size else torch.contiguous_format
+                        leaf = torch.from_numpy(leaf).clone(memory_format=layout)
                         leaf.requires_grad_(floating and position in chosen)
                     made.append(leaf)
             return tuple(made)
