@@ -20,6 +20,7 @@ __all__ = [
     "batching",
     "compile_quickly",
     "is_ref",
+    "is_reverse_only",
     "mlir",
     "partial_eval",
     "stages_constants",
@@ -59,6 +60,14 @@ def varying_axes(aval: Any) -> frozenset[str]:
 def zeros_of(aval: Any) -> jax.Array:
     """Zeros of an abstract value, with its sharding and varying axes (0.10.0 to 0.12.0)."""
     return ad.zeros_like_aval(aval)
+
+
+def is_reverse_only(equation: Any) -> bool:
+    """Whether an equation stands for the tangents of a `jax.custom_vjp`, which nothing can compute.
+
+    Tracing `jax.jvp` of one leaves such an equation, and only running it raises (0.10.0 to 0.12.0).
+    """
+    return equation.primitive.name == "custom_lin"
 
 
 # XLA's own names, not promised to stay: no optimization, and no fusing of loops on the CPU. 0.10.0 to 0.10.2 know both,

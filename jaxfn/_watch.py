@@ -6,7 +6,7 @@ as its bare `forward`, which JAX then differentiates by its operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ def current_watch() -> Watch | None:
 
 
 @contextmanager
-def watching(watch: Watch | None) -> Iterator[None]:
+def watching(watch: Watch | None) -> Generator[None]:
     """Puts a watch in force, or none."""
     with _watch(watch):
         yield

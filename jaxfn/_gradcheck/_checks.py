@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck._derivatives import Derivatives, Pullback, Unavailable, only, pullback_of
+from jaxfn._gradcheck._derivatives import Derivatives, Pullback, UnavailableError, only, pullback_of
 from jaxfn._gradcheck._problem import Flat, Leaf
 from jaxfn._gradcheck._programs import Engine, Mode, Traced
 from jaxfn._gradcheck._tolerance import Tolerance, excess
@@ -74,7 +74,7 @@ class Checks:
         d = self.derivatives
         found = Findings()
         pullback = d.pullback
-        if isinstance(pullback, Unavailable) or not d.outputs:
+        if isinstance(pullback, UnavailableError) or not d.outputs:
             return found
         first, second = random_vectors(d.outputs, 1), random_vectors(d.outputs, 2)
         partial = self._without_one_output(found) if self.undefined and len(d.outputs) > 1 else {}
@@ -156,10 +156,10 @@ class Checks:
         d = self.derivatives
         found = Findings()
         pushforward = d.pushforward
-        if isinstance(pushforward, Unavailable) or not d.outputs:
+        if isinstance(pushforward, UnavailableError) or not d.outputs:
             return found
         first, second = random_vectors(d.inputs, 4), random_vectors(d.inputs, 5)
-        partial = {}
+        partial: dict[int, Any] = {}
         if self.undefined and len(d.inputs) > 1:
             for j in range(len(d.inputs)):
                 partial[j] = self._record(found, _tangent_missing(d.call, j), self.xs, first)
@@ -182,8 +182,8 @@ class Checks:
             for j, a, z in zip(partial, results["partial"], results["zero"], strict=False):
                 if not self._agree(a[i], z[i]):
                     found.problems.append(
-                        f"jvp takes an undefined tangent of {d.inputs[j].name} for something else than zeros: it changes "
-                        f"the tangent of {leaf.name}."
+                        f"jvp takes an undefined tangent of {d.inputs[j].name} for something else than zeros: it "
+                        f"changes the tangent of {leaf.name}."
                     )
         return found
 
@@ -194,7 +194,7 @@ class Checks:
         _, pull = jax.vjp(lambda *xs: list(d.call(*xs)), *self.xs)
         batch = [jnp.stack(items) for items in zip(first, second, strict=True)]
         try:
-            batched = jax.vmap(lambda *cts: pull(list(cts)))(*batch)
+            batched = jax.vmap(pull)(batch)
         except Exception as error:
             return f"backward cannot be batched: {type(error).__name__}: {error}"
         expected = pull([jnp.asarray(u) for u in first])

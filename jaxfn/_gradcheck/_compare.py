@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck._derivatives import Derivatives, Pullback, Pushforward, Unavailable
+from jaxfn._gradcheck._derivatives import Derivatives, Pullback, Pushforward, UnavailableError
 from jaxfn._gradcheck._jacobian import (
     Basis,
     bases,
@@ -74,7 +74,7 @@ class Comparison:
         pairs: list[Pair] = []
         for basis in bases(d.outputs):
             found = self.sweep.judged(basis, compute, self._judge_precisely, [pullback, reference], _width(d.inputs))
-            pairs += _pairs(basis, found, lambda out, inp: Pair(out, inp))
+            pairs += _pairs(basis, found, Pair)
         return pairs
 
     def columns_with_autodiff(self) -> list[Pair]:
@@ -90,7 +90,7 @@ class Comparison:
         for basis in bases(d.inputs):
             costs = [pushforward, reference]
             found = self.sweep.judged(basis, compute, self._judge_precisely, costs, _width(d.outputs))
-            pairs += _pairs(basis, found, lambda inp, out: Pair(out, inp))
+            pairs += _pairs(basis, found, _turned_pair)
         return pairs
 
     def columns_with_differences(self, pushforward: Pushforward) -> list[Pair]:
@@ -114,7 +114,7 @@ class Comparison:
         for basis in bases(d.inputs):
             costs = [pushforward, d.forward, d.forward]
             found = self.sweep.judged(basis, compute, judge, costs, _width(d.outputs))
-            pairs += _pairs(basis, found, lambda inp, out: Pair(out, inp))
+            pairs += _pairs(basis, found, _turned_pair)
         return pairs
 
     def rows_with_differences(self, pullback: Pullback) -> list[Pair]:
@@ -129,7 +129,7 @@ class Comparison:
                 analytic = self.rows_of(pullback, basis, part)
                 numeric, errors = self.differences_of(basis, part)
                 found = [self._estimated(*block) for block in zip(analytic, numeric, errors, strict=True)]
-                pairs += _pairs(basis, found, lambda out, inp: Pair(out, inp), start)
+                pairs += _pairs(basis, found, Pair, start)
         return _merged(pairs)
 
     def rows_of(self, pullback: Pullback, basis: Basis, which: Sequence[int] | None = None) -> list[Any]:
@@ -157,7 +157,7 @@ class Comparison:
             return tuple(richardson_differences(self.sweep.engine, forward, xs, basis, vectors, self.step))
 
         values, errors = self.sweep.over(basis, compute, [forward] * 4, which)
-        return values, [SAFETY * error + floor for error, floor in zip(errors, self.rounding(), strict=True)]
+        return values, [_bounds(error, floor) for error, floor in zip(errors, self.rounding(), strict=True)]
 
     def differences_of(self, basis: Basis, which: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Finite differences and their errors in rows, for each input an array of (rows, size)."""
@@ -184,13 +184,19 @@ class Comparison:
 
     def rounding(self) -> list[Any]:
         """What rounding of the outputs themselves does to finite differences, for each output an array."""
-        return [_DIFFERENCE * self.tolerance.precision / self.step * abs(y).reshape(-1) for y in self.outputs]
+        return [_DIFFERENCE * self.tolerance.precision / self.step * np.abs(y).reshape(-1) for y in self.outputs]
 
 
-def _turned(columns: Sequence[Any], basis: Basis, which: Sequence[int] | None = None) -> Any:
-    """Columns as an array of the rows in a part of `basis`."""
-    parts = [_real(columns[i]) for i in basis.chosen]
-    return np.concatenate(parts, axis=1)[:, part].T
+def _bounds(error: Any, floor: Any) -> Any:
+    """What the errors are at most, the real and the imaginary parts' apart."""
+    bound = SAFETY * abs(error.real) + floor
+    return bound + 1j * (SAFETY * abs(error.imag) + floor) if np.iscomplexobj(error) else bound
+
+
+def _turned(columns: Sequence[Any], basis: Basis, which: Sequence[int]) -> Any:
+    """Columns as an array of some of the rows of `basis`."""
+    parts = [real_components(columns[i]) for i in basis.chosen]
+    return np.concatenate(parts, axis=1)[:, which].T
 
 
 def real_components(columns: Any) -> Any:
@@ -201,6 +207,10 @@ def real_components(columns: Any) -> Any:
 def _complex_columns(array: Any, leaf: Leaf) -> Any:
     """Real components of an input side by side, as the rows' complex entries."""
     return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array
+
+
+def _turned_pair(input: int, output: int) -> Pair:
+    return Pair(output, input)
 
 
 def _width(leaves: Sequence[Leaf]) -> int:
@@ -241,6 +251,6 @@ def _merged(pairs: Sequence[Pair]) -> list[Pair]:
 
 def available(derivative: Any) -> Any:
     """The derivative; raises where there is none."""
-    if isinstance(derivative, Unavailable):
+    if isinstance(derivative, UnavailableError):
         raise derivative
     return derivative

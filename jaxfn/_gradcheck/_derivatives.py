@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import SymbolicZero
+from jaxfn._compat import SymbolicZero, is_reverse_only
 from jaxfn._gradcheck._problem import Flat, Leaf, Problem
-from jaxfn._gradcheck._programs import Mode, Traced
+from jaxfn._gradcheck._programs import Mode, Traced, equations
 from jaxfn._leaves import is_inexact
 from jaxfn._watch import Watch, watching
 
@@ -27,7 +27,7 @@ def pullback_of(call: Flat) -> Pullback:
     """Reverse mode."""
 
     def pullback(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        outputs, pull = jax.vjp(lambda *xs: list(call(*xs)), *xs)
+        outputs, pull = jax.vjp(call, *xs)
         return outputs, list(pull(list(cotangents)))
 
     return pullback
@@ -37,7 +37,7 @@ def pushforward_of(call: Flat) -> Pushforward:
     """Forward mode."""
 
     def pushforward(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        return jax.jvp(lambda *xs: list(call(*xs)), tuple(xs), tuple(tangents))[1]
+        return jax.jvp(call, tuple(xs), tuple(tangents))[1]
 
     return pushforward
 
@@ -91,7 +91,7 @@ def watched(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
     return run
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """A derivative that cannot be computed; the message says why."""
 
 
@@ -125,11 +125,11 @@ class Derivatives:
     forward: Flat
     forward_stopped: Flat
     call: Flat
-    pullback: Pullback | Unavailable
+    pullback: Pullback | UnavailableError
     retraced: Pullback | None
-    pushforward: Pushforward | Unavailable
-    reference_pullback: Pullback | Unavailable
-    reference_pushforward: Pushforward | Unavailable
+    pushforward: Pushforward | UnavailableError
+    reference_pullback: Pullback | UnavailableError
+    reference_pushforward: Pushforward | UnavailableError
     functions: list[Any]
     casts: list[tuple[str, str, str]]
     precision: float
@@ -149,11 +149,11 @@ def derive(problem: Problem, *, reverse: bool, forward: bool, reference: bool) -
     """
     try:
         return _derive(problem, Mode.VECTORIZED, reverse, forward, reference)
-    except _Untraceable:
+    except _UntraceableError:
         return _derive(problem, Mode.PYTHON_LOOP, reverse, forward, reference)
 
 
-class _Untraceable(Exception):
+class _UntraceableError(Exception):
     """The function's Python needs values that a trace does not have."""
 
 
@@ -166,19 +166,21 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
     watch = Watch(undecorated=False)
     found: dict[int, bool] = {}
     told = watched(telling(problem.call, found), watch)
-    pullback = recorder.pullback(told, retry_eagerly=True) if reverse else Unavailable("reverse mode is not checked")
-    pushforward = recorder.pushforward(told) if forward else Unavailable("forward mode is not checked")
+    pullback = (
+        recorder.pullback(told, retry_eagerly=True) if reverse else UnavailableError("reverse mode is not checked")
+    )
+    pushforward = recorder.pushforward(told) if forward else UnavailableError("forward mode is not checked")
     kept = [i for i in range(len(leaves)) if found.get(i)]
-    if isinstance(pullback, Unavailable) and isinstance(pushforward, Unavailable):
+    if isinstance(pullback, UnavailableError) and isinstance(pushforward, UnavailableError):
         kept = list(range(len(leaves)))  # nothing was told
     retraced = _retraced(recorder, pullback, watched(problem.call, watch))
     bare = Watch(undecorated=True)
     undecorated = watched(problem.reference, bare)
-    nothing = Unavailable("it was not asked for")
+    nothing = UnavailableError("it was not asked for")
     reference_pullback = recorder.pullback(undecorated) if reference and reverse else nothing
     reference_pushforward = recorder.pushforward(undecorated) if reference else nothing
     if reference and not bare.functions and problem.reference is problem.call:
-        reference_pullback = reference_pushforward = Unavailable(
+        reference_pullback = reference_pushforward = UnavailableError(
             "there is no rule to take off: it would be the derivative that is being checked"
         )
     others = [i for i in range(len(leaves)) if i not in kept]
@@ -203,7 +205,7 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
 
 
 class _Recorder:
-    """Traces, or in a Python loop runs once, what it is given; an error becomes an `Unavailable`."""
+    """Traces, or in a Python loop runs once, what it is given; an error becomes an `UnavailableError`."""
 
     def __init__(self, mode: Mode, problem: Problem) -> None:
         self.mode = mode
@@ -220,15 +222,18 @@ class _Recorder:
         try:
             traced = Traced(self.call, *self.avals)
         except Exception as error:
-            raise _Untraceable from error
+            raise _UntraceableError from error
         self.output_avals = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in traced.out_avals()]
         return traced
 
-    def pullback(self, call: Flat, retry_eagerly: bool = False) -> Pullback | Unavailable:
+    def pullback(self, call: Flat, retry_eagerly: bool = False) -> Pullback | UnavailableError:
         return self._record(pullback_of(call), self.avals, self.output_avals, retry_eagerly)
 
-    def pushforward(self, call: Flat) -> Pushforward | Unavailable:
-        return self._record(pushforward_of(call), self.avals, self.avals)
+    def pushforward(self, call: Flat) -> Pushforward | UnavailableError:
+        pushforward = self._record(pushforward_of(call), self.avals, self.avals)
+        if isinstance(pushforward, Traced) and any(map(is_reverse_only, equations(pushforward.jaxpr))):
+            return UnavailableError("it goes through a custom_vjp function, which has no forward mode")
+        return pushforward
 
     def _record(
         self, derivative: Callable[..., Any], xs: Sequence[Any], directions: Sequence[Any], retry_eagerly: bool = False
@@ -240,25 +245,25 @@ class _Recorder:
             return derivative
         except Exception as error:
             if retry_eagerly and self.mode is not Mode.PYTHON_LOOP:
-                raise _Untraceable from error
-            unavailable = Unavailable(f"{type(error).__name__}: {error}")
+                raise _UntraceableError from error
+            unavailable = UnavailableError(f"{type(error).__name__}: {error}")
             unavailable.__cause__ = error
             return unavailable
 
 
-def _retraced(recorder: _Recorder, pullback: Pullback | Unavailable, call: Flat) -> Pullback | None:
-    if isinstance(pullback, Unavailable):
+def _retraced(recorder: _Recorder, pullback: Pullback | UnavailableError, call: Flat) -> Pullback | None:
+    if isinstance(pullback, UnavailableError):
         return None
     again = recorder.pullback(call)
-    if isinstance(again, Unavailable):
+    if isinstance(again, UnavailableError):
         raise again
     same = isinstance(pullback, Traced) and isinstance(again, Traced) and pullback.same_as(again)
     return None if same else again
 
 
-def _restricted(pullback: Pullback | Unavailable, kept: Sequence[int], leaves: Sequence[Leaf]) -> Any:
+def _restricted(pullback: Pullback | UnavailableError, kept: Sequence[int], leaves: Sequence[Leaf]) -> Any:
     """The pullback as a function of the kept outputs' cotangents; the others' are zero."""
-    if isinstance(pullback, Unavailable):
+    if isinstance(pullback, UnavailableError):
         return pullback
 
     def restricted(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -270,8 +275,8 @@ def _restricted(pullback: Pullback | Unavailable, kept: Sequence[int], leaves: S
     return _as_costly(restricted, pullback)
 
 
-def _picking(pushforward: Pushforward | Unavailable, kept: Sequence[int]) -> Any:
-    if isinstance(pushforward, Unavailable):
+def _picking(pushforward: Pushforward | UnavailableError, kept: Sequence[int]) -> Any:
+    if isinstance(pushforward, UnavailableError):
         return pushforward
 
     def picking(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:

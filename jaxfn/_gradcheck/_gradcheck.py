@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxfn._gradcheck._derivatives import Unavailable
+from jaxfn._gradcheck._derivatives import UnavailableError
 from jaxfn._gradcheck._problem import make_problem
 from jaxfn._gradcheck._report import GradcheckError, Report
 from jaxfn._gradcheck._run import Options, run_check
@@ -109,7 +109,7 @@ def gradgradcheck(
         problem = make_problem(func, inputs, argnums, _bare(func) if surrogate is None else surrogate)
         try:
             problem = second_order(problem, grad_outputs)
-        except Unavailable as error:
+        except UnavailableError as error:
             report = Report(problem.name, options.name, problems=[f"backward raised {error}"])
             return _concluded(report, raise_exception, return_report)
     return _concluded(run_check(problem, options), raise_exception, return_report)

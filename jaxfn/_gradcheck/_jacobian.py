@@ -1,8 +1,8 @@
 """Parts of Jacobians: rows by reverse mode, columns by forward mode or finite differences.
 
 A row is what one component of one output depends on; a column is what one component of one input has influence on. The
-gradients in a row are in torch's convention: for a complex input, the derivative with respect to the real part plus `1j`
-times the one with respect to the imaginary part.
+gradients in a row are in torch's convention: for a complex input, the derivative with respect to the real part plus
+`1j` times the one with respect to the imaginary part.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def richardson_differences(
         for h, pair in ((step, outputs[:2]), (2 * step, outputs[2:]))
     )
     values = [(4 * n - f) / 3 for n, f in zip(near, far, strict=True)]
-    return Differences(values, [abs(n - f) for n, f in zip(near, far, strict=True)])
+    return Differences(values, [n - f for n, f in zip(near, far, strict=True)])
 
 
 def _outputs_at(

@@ -17,8 +17,8 @@ from jaxfn._functional import CallableFunction
 from jaxfn._leaves import is_array_leaf, is_inexact, is_none
 from jaxfn._methods import Methods
 
-# A function of arrays that returns arrays, each time as many.
-Flat = Callable[..., Sequence[Any]]
+# A function of arrays that returns a list of arrays.
+Flat = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def make_problem(
 
     values = [leaves[i] for i in positions]
     call = flat(func)
-    return Problem(function_name(func), call, flat(reference), tuple(described), values, lambda: outputs[0])
+    bare = call if reference is func else flat(reference)
+    return Problem(function_name(func), call, bare, tuple(described), values, lambda: outputs[0])
 
 
 def function_name(func: Callable[..., Any]) -> str:
@@ -163,9 +164,7 @@ def _chosen(argnums: int | Sequence[int] | None, count: int) -> frozenset[int]:
     return frozenset(argnum % count for argnum in wanted)
 
 
-def _require_differentiable(
-    argnums: int | Sequence[int] | None, chosen: frozenset[int], found: Sequence[int]
-) -> None:
+def _require_differentiable(argnums: int | Sequence[int] | None, chosen: frozenset[int], found: Sequence[int]) -> None:
     missing = sorted(chosen - set(found))
     if argnums is not None and missing:
         raise ValueError(f"argnums names input {missing[0]}, which has no floating or complex array")

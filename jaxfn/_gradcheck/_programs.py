@@ -7,9 +7,10 @@ programs, by their own text: tracing takes milliseconds, compiling a hundred.
 from __future__ import annotations
 
 import enum
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property, partial
+from operator import itemgetter
 from threading import Lock
 from typing import Any
 
@@ -73,7 +74,7 @@ class Traced:
         """Equal for traces that compute the same, given the constants."""
         return str(self.jaxpr), *_callables(self.jaxpr), *map(jax.typeof, self.constants)
 
-    @functools.cached_property
+    @cached_property
     def bytes_each(self) -> int:
         """What one call computes, all intermediate results included."""
         avals = (v.aval for equation in equations(self.jaxpr) for v in equation.outvars)
@@ -116,7 +117,23 @@ def _callables(jaxpr: Any) -> Iterator[Hashable]:
         if equation.primitive.name not in _HAVE_RULES:
             for value in equation.params.values():
                 if callable(value):
-                    yield value if isinstance(value, Hashable) else id(value)
+                    yield _by_value(value)
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
+
+
+def _stacked(*items: Any) -> Any:
+    return jnp.stack(items)
+
+
+def _by_value(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -134,10 +151,10 @@ class Engine:
         if self.mode is Mode.VECTORIZED:
             return jax.vmap(function)(*args)
         if self.mode is Mode.COMPILED_LOOP:
-            return jax.lax.map(lambda items: function(*items), args)
+            return jax.lax.map(partial(_called, function), args)
         count = len(tree_flatten(args)[0][0])
-        results = [function(*tree_map(lambda x: x[i], args)) for i in range(count)]
-        return tree_map(lambda *items: jnp.stack(items), *results)
+        results = [function(*tree_map(itemgetter(i), args)) for i in range(count)]
+        return tree_map(_stacked, *results)
 
     def program(self, function: Callable[..., Any], *args: Any, runs: int = 1) -> Callable[..., Any]:
         """The function compiled for arguments like these, or as it is in a Python loop.
@@ -176,8 +193,11 @@ def _compiled(traced: Traced, leaves: Sequence[Any], quickly: bool) -> Any:
             _kept.move_to_end(key)
             return _kept[key][0]
     jaxpr = traced.jaxpr
-    jitted = jax.jit(lambda constants, leaves: eval_jaxpr(jaxpr, constants, *leaves))
-    lowered = jitted.lower(traced.constants, leaves)
+
+    def run(constants: Any, leaves: Any) -> Any:
+        return eval_jaxpr(jaxpr, constants, *leaves)
+
+    lowered = jax.jit(run).lower(traced.constants, leaves)
     compiled = compile_quickly(lowered) if quickly else lowered.compile()
     with _lock:
         _kept[key] = compiled, jaxpr  # keeps what the key names by id
@@ -188,4 +208,5 @@ def _compiled(traced: Traced, leaves: Sequence[Any], quickly: bool) -> Any:
 
 def _settings() -> Hashable:
     """What compiling depends on besides the program."""
-    return jax.default_backend(), jax.config.jax_default_matmul_precision, jax.config.jax_default_device
+    config: Any = jax.config
+    return jax.default_backend(), config.jax_default_matmul_precision, config.jax_default_device

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxfn._gradcheck._checks import random_vectors
 from jaxfn._gradcheck._compare import SAFETY, Comparison, Pair
-from jaxfn._gradcheck._derivatives import Unavailable
+from jaxfn._gradcheck._derivatives import UnavailableError
 from jaxfn._gradcheck._jacobian import Basis, columns, richardson_differences, rows
 from jaxfn._gradcheck._problem import Leaf
 from jaxfn._gradcheck._tolerance import excess
@@ -39,13 +39,13 @@ class Projections:
             found: dict[str, Any] = {"analytic": {}, "autodiff": {}, "differences": {}, "jvp": {}, "autodiff jvp": {}}
             for i, v in of_outputs.items():
                 for name, pullback in (("analytic", d.pullback), ("autodiff", d.reference_pullback)):
-                    if reverse and not isinstance(pullback, Unavailable):
+                    if reverse and not isinstance(pullback, UnavailableError):
                         found[name][i] = rows(engine, pullback, xs, Basis(d.outputs, [i]), [v])
             for j, u in of_inputs.items():
                 basis = Basis(d.inputs, [j])
                 found["differences"][j] = tuple(richardson_differences(engine, d.forward, xs, basis, [u], step))
                 for name, pushforward in (("jvp", d.pushforward), ("autodiff jvp", d.reference_pushforward)):
-                    if not isinstance(pushforward, Unavailable) and (forward or name != "jvp"):
+                    if not isinstance(pushforward, UnavailableError) and (forward or name != "jvp"):
                         found[name][j] = columns(engine, pushforward, xs, basis, [u])
             return found
 
@@ -55,11 +55,11 @@ class Projections:
 
     def rows_with_autodiff(self) -> list[Pair]:
         """`v^T J` by the rule and by autodiff, entry by entry."""
-        return self._entries("analytic", "autodiff", lambda i, j: Pair(i, j))
+        return self._entries("analytic", "autodiff", is_forward=False)
 
     def columns_with_autodiff(self) -> list[Pair]:
         """`J u` by the function's forward mode and by autodiff, entry by entry."""
-        return self._entries("jvp", "autodiff jvp", lambda j, i: Pair(i, j))
+        return self._entries("jvp", "autodiff jvp", is_forward=True)
 
     def columns_with_differences(self, name: str) -> list[Pair]:
         """`J u` by some forward mode and by finite differences, entry by entry."""
@@ -67,7 +67,7 @@ class Projections:
         for j, given in self.results[name].items():
             values, errors = self.results["differences"][j]
             for i, (g, n, error) in enumerate(zip(given, values, errors, strict=True)):
-                bound = self._comparison.tolerance.coarse(n, SAFETY * error + self._rounding(i))
+                bound = self._comparison.tolerance.coarse(n, SAFETY * abs(error) + self._rounding(i))
                 pairs += _pair(Pair(i, j), excess(g, n, bound))
         return pairs
 
@@ -80,19 +80,19 @@ class Projections:
                 analytic = (given[j].conj() @ u.reshape(PROJECTIONS, -1).T).real
                 values, errors = (columns[i] for columns in self.results["differences"][j])
                 numeric = (v.conj() @ values.T).real
-                error = abs(v) @ (SAFETY * errors + self._rounding(i)).T
+                error = abs(v) @ (SAFETY * abs(errors) + self._rounding(i)).T
                 sums = np.outer(abs(v).sum(axis=1), abs(u.reshape(PROJECTIONS, -1)).sum(axis=1))
                 tolerance = replace(self._comparison.tolerance, atol=self._comparison.tolerance.atol * sums)
                 bound = tolerance.estimated(numeric, np.max(abs(numeric), initial=0.0), error)
                 pairs += _pair(Pair(i, j), excess(analytic, numeric, bound))
         return pairs
 
-    def _entries(self, name: str, reference: str, make: Any) -> list[Pair]:
+    def _entries(self, name: str, reference: str, *, is_forward: bool) -> list[Pair]:
         pairs: list[Pair] = []
         for chosen, given in self.results[name].items():
             for other, (g, n) in enumerate(zip(given, self.results[reference][chosen], strict=True)):
                 bound = self._comparison.tolerance.precise(n, np.max(abs(n), initial=0.0))
-                pairs += _pair(make(chosen, other), excess(g, n, bound))
+                pairs += _pair(Pair(other, chosen) if is_forward else Pair(chosen, other), excess(g, n, bound))
         return pairs
 
     def _rounding(self, output: int) -> Any:

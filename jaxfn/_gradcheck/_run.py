@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxfn._gradcheck._checks import Checks, Findings
 from jaxfn._gradcheck._compare import Comparison, Pair, available
-from jaxfn._gradcheck._derivatives import Derivatives, Unavailable, derive
+from jaxfn._gradcheck._derivatives import Derivatives, UnavailableError, derive
 from jaxfn._gradcheck._diagnosis import Diagnosis
 from jaxfn._gradcheck._problem import Problem
 from jaxfn._gradcheck._programs import Engine, Mode
@@ -111,7 +111,7 @@ class _Check:
             (d.pullback, self.options.check_backward_ad, "backward"),
             (d.pushforward, self.options.check_forward_ad, "forward mode"),
         ):
-            if wanted and isinstance(derivative, Unavailable):
+            if wanted and isinstance(derivative, UnavailableError):
                 say(f"{name} raised {derivative}")
         if not d.outputs and self.report.passed:
             self._check_constant()
@@ -140,11 +140,14 @@ class _Check:
         if d.precision > _DOUBLE_EPS:
             note(f"the function computes in lower precision than double (spacing {d.precision:.1g})")
         if self.options.reference == "autodiff":
-            for derivative in (d.reference_pullback, d.reference_pushforward):
-                wanted = self.options.check_backward_ad if derivative is d.reference_pullback else True
-                if wanted and isinstance(derivative, Unavailable):
+            wanted = (
+                (self.options.check_backward_ad, d.reference_pullback),
+                (self.options.check_forward_ad, d.reference_pushforward),
+            )
+            for is_wanted, derivative in wanted:
+                if is_wanted and isinstance(derivative, UnavailableError):
                     raise ValueError(f'reference="autodiff" is not possible for {self.problem.name}: {derivative}')
-        elif self.options.reference == "both" and isinstance(d.reference_pullback, Unavailable):
+        elif self.options.reference == "both" and isinstance(d.reference_pullback, UnavailableError):
             note(f"compared with finite differences only, not with autodiff: {d.reference_pullback}")
 
     def _small_checks(self) -> None:
@@ -182,10 +185,7 @@ class _Check:
     def _whole_jacobians(self) -> None:
         sweep = Sweep(self.engine, self.problem.values, self.options.max_memory, self.progress)
         comparison = Comparison(self.derivatives, self.tolerance, self.step, sweep, self.outputs)
-        if self.options.fast_mode:
-            mismatches = self._fast(comparison)
-        else:
-            mismatches = self._full(comparison)
+        mismatches = self._fast(comparison) if self.options.fast_mode else self._full(comparison)
         self.report.mismatches += mismatches
         self._note_on_deliberate_rules(mismatches)
 
@@ -194,13 +194,13 @@ class _Check:
         trusted = self._trusted(comparison)
         found: list[Mismatch] = []
         if o.check_backward_ad:
-            if trusted and not isinstance(d.reference_pullback, Unavailable):
+            if trusted and not isinstance(d.reference_pullback, UnavailableError):
                 pairs = comparison.rows_with_autodiff()
             else:
                 pairs = comparison.rows_with_differences(available(d.pullback))
             found += self._diagnosis(comparison, False, trusted).mismatches(pairs)
         if o.check_forward_ad:
-            if trusted and not isinstance(d.reference_pushforward, Unavailable):
+            if trusted and not isinstance(d.reference_pushforward, UnavailableError):
                 pairs = comparison.columns_with_autodiff()
             else:
                 pairs = comparison.columns_with_differences(available(d.pushforward))
@@ -214,13 +214,13 @@ class _Check:
         trusted = o.reference == "autodiff" or self._trusted_by(projections)
         found: list[Mismatch] = []
         if o.check_backward_ad:
-            if trusted and not isinstance(d.reference_pullback, Unavailable):
+            if trusted and not isinstance(d.reference_pullback, UnavailableError):
                 pairs = projections.rows_with_autodiff()
             else:
                 pairs = projections.scalars_with_differences("analytic")
             found += self._explained(comparison, False, trusted, pairs)
         if o.check_forward_ad:
-            if trusted and not isinstance(d.reference_pushforward, Unavailable):
+            if trusted and not isinstance(d.reference_pushforward, UnavailableError):
                 pairs = projections.columns_with_autodiff()
             else:
                 pairs = projections.columns_with_differences("jvp")
@@ -242,13 +242,13 @@ class _Check:
         return found
 
     def _trusted(self, comparison: Comparison) -> bool:
-        """Whether autodiff of the bare function may decide: where finite differences agree with it, or are not asked."""
+        """Whether autodiff of the bare function may decide: finite differences agree with it, or are not asked."""
         d = self.derivatives
         if self.options.reference != "both":
             return self.options.reference == "autodiff"
-        if not isinstance(d.reference_pushforward, Unavailable):
+        if not isinstance(d.reference_pushforward, UnavailableError):
             pairs = comparison.columns_with_differences(d.reference_pushforward)
-        elif not isinstance(d.reference_pullback, Unavailable):
+        elif not isinstance(d.reference_pullback, UnavailableError):
             pairs = comparison.rows_with_differences(d.reference_pullback)
         else:
             return False
@@ -258,9 +258,9 @@ class _Check:
         d = self.derivatives
         if self.options.reference != "both":
             return False
-        if not isinstance(d.reference_pushforward, Unavailable):
+        if not isinstance(d.reference_pushforward, UnavailableError):
             return self._noted(projections.columns_with_differences("autodiff jvp"))
-        if not isinstance(d.reference_pullback, Unavailable):
+        if not isinstance(d.reference_pullback, UnavailableError):
             return self._noted(projections.scalars_with_differences("autodiff"))
         return False
 
@@ -277,8 +277,8 @@ class _Check:
     def _diagnosis(self, comparison: Comparison, is_forward: bool, trusted: bool) -> Diagnosis:
         d = self.derivatives
         reference = d.reference_pushforward if is_forward else d.reference_pullback
-        decider = "autodiff" if trusted and not isinstance(reference, Unavailable) else "numeric"
-        return Diagnosis(comparison, is_forward, decider, self.options.reference != "autodiff")
+        by_autodiff = trusted and not isinstance(reference, UnavailableError)
+        return Diagnosis(comparison, is_forward, by_autodiff, self.options.reference != "autodiff")
 
     def _note_on_deliberate_rules(self, mismatches: Sequence[Mismatch]) -> None:
         """Names the way out for rules that are meant to be something else than the derivative."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck._derivatives import Unavailable, derive, only, pullback_of
+from jaxfn._gradcheck._derivatives import UnavailableError, derive, only, pullback_of
 from jaxfn._gradcheck._problem import Flat, Leaf, Problem, as_double
 
 
@@ -21,11 +21,13 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
       grad_outputs: an array for each differentiable output, or `None` for random ones.
 
     Raises:
-      Unavailable: the function has no gradient; the message says why.
+      UnavailableError: the function has no gradient; the message says why.
     """
     d = derive(problem, reverse=True, forward=False, reference=False)
-    if isinstance(d.pullback, Unavailable):
+    if isinstance(d.pullback, UnavailableError):
         raise d.pullback
+    if not d.outputs:
+        raise ValueError(f"{problem.name} has no floating or complex output with a derivative")
     names = [f"gradient of {leaf.name}" for leaf in problem.inputs]
     cotangents = [Leaf(f"grad_output of {leaf.name}", leaf.shape, leaf.dtype) for leaf in d.outputs]
     count = len(problem.inputs)
@@ -39,10 +41,11 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
 
         return first_order
 
+    call = gradients(problem.call)
     return Problem(
         problem.name,
-        gradients(problem.call),
-        gradients(problem.reference),
+        call,
+        call if problem.reference is problem.call else gradients(problem.reference),
         (*problem.inputs, *cotangents),
         [*problem.values, *_cotangents(d.outputs, grad_outputs)],
         lambda: [(name, leaf.dtype) for name, leaf in zip(names, problem.inputs, strict=True)],

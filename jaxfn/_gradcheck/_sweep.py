@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,11 @@ class Sweep:
         """
         if basis.size * width <= _JUDGED_ON_HOST:
             return judge(self.over(basis, compute, costs))
-        return self.over(basis, lambda xs, numbers: judge(compute(xs, numbers)), costs)
+
+        def both(xs: Any, numbers: Any) -> Any:
+            return judge(compute(xs, numbers))
+
+        return self.over(basis, both, costs)
 
     def over(
         self, basis: Basis, function: Callable[..., Any], costs: Sequence[object], which: Sequence[int] | None = None
@@ -77,9 +82,9 @@ class Sweep:
             count = len(numbers)
             # The last batch is filled up, so that one program serves all.
             numbers = np.concatenate([numbers, np.repeat(numbers[-1:], batch - count)])
-            parts.append(tree_map(lambda array: np.asarray(array)[:count], program(self.xs, numbers)))
+            parts.append(tree_map(partial(_on_host, count), program(self.xs, numbers)))
             self.progress.advance(count)
-        return parts[0] if len(parts) == 1 else tree_map(lambda *arrays: np.concatenate(arrays), *parts)
+        return parts[0] if len(parts) == 1 else tree_map(_concatenated, *parts)
 
     def _program(self, size: int, function: Callable[..., Any], costs: Sequence[object]) -> tuple[int, Any]:
         batch = min(size, self._batch(costs))
@@ -94,3 +99,11 @@ class Sweep:
             return _LOOP_BATCH
         each = sum(getattr(cost, "bytes_each", 0) for cost in costs)
         return max(1, min(_BATCH_BYTES, self.max_memory) // max(each, 1))
+
+
+def _on_host(count: int, array: Any) -> Any:
+    return np.asarray(array)[:count]
+
+
+def _concatenated(*arrays: Any) -> Any:
+    return np.concatenate(arrays)
