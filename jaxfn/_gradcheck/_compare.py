@@ -102,7 +102,7 @@ class Comparison:
         def compute(xs: Any, numbers: Any) -> Any:
             vectors = basis.vectors(numbers)
             given = columns(engine, pushforward, xs, basis, vectors)
-            return given, central_differences(engine, d.forward, xs, basis, vectors, self.step)
+            return given, central_differences(engine, d.measured, xs, basis, vectors, self.step)
 
         def judge(computed: Any) -> Any:
             return [
@@ -112,7 +112,7 @@ class Comparison:
 
         pairs: list[Pair] = []
         for basis in bases(d.inputs):
-            costs = [pushforward, d.forward, d.forward]
+            costs = [pushforward, d.measured, d.measured]
             found = self.sweep.judged(basis, compute, judge, costs, _width(d.outputs))
             pairs += _pairs(basis, found, _turned_pair)
         return pairs
@@ -150,7 +150,7 @@ class Comparison:
 
     def difference_columns_of(self, basis: Basis, which: Sequence[int] | None = None) -> tuple[list[Any], list[Any]]:
         """Finite differences and their errors: for each output an array of (columns, size)."""
-        forward = self.derivatives.forward
+        forward = self.derivatives.measured
 
         def compute(xs: Any, numbers: Any) -> Any:
             vectors = basis.vectors(numbers)

@@ -107,6 +107,7 @@ class Derivatives:
       kept: the positions of `outputs` among both.
       forward: inputs to outputs.
       forward_stopped: inputs to the stopped ones.
+      measured: as `forward`, the function whose values finite differences take.
       call: the function itself, untraced, inputs to outputs.
       pullback: reverse mode by the function's own rule, or why there is none.
       retraced: the same, traced once more; `None` where that recorded the very same operations.
@@ -124,6 +125,7 @@ class Derivatives:
     kept: list[int]
     forward: Flat
     forward_stopped: Flat
+    measured: Flat
     call: Flat
     pullback: Pullback | UnavailableError
     retraced: Pullback | None
@@ -159,9 +161,14 @@ class _UntraceableError(Exception):
 
 def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, reference: bool) -> Derivatives:
     recorder = _Recorder(mode, problem)
-    everything = recorder.forward()
+    everything, avals = recorder.forward(problem.call)
+    recorder.output_avals = avals
     names_and_dtypes = problem.describe_outputs()
-    avals = recorder.output_avals
+    measured = everything
+    if problem.measured is not problem.call:
+        measured, meant = recorder.forward(problem.measured)
+        if [(y.shape, y.dtype) for y in meant] != [(y.shape, y.dtype) for y in avals]:
+            raise ValueError(f"surrogate returns {_listed(meant)}, but {problem.name} returns {_listed(avals)}")
     leaves = [Leaf(name, y.shape, y.dtype) for (name, _), y in zip(names_and_dtypes, avals, strict=True)]
     watch = Watch(undecorated=False)
     found: dict[int, bool] = {}
@@ -192,6 +199,7 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
         kept=kept,
         forward=only(everything, kept),
         forward_stopped=only(everything, others),
+        measured=only(measured, kept),
         call=watched(only(problem.call, kept), watch),
         pullback=_restricted(pullback, kept, leaves),
         retraced=None if retraced is None else _restricted(retraced, kept, leaves),
@@ -210,21 +218,18 @@ class _Recorder:
     def __init__(self, mode: Mode, problem: Problem) -> None:
         self.mode = mode
         self.values = problem.values
-        self.call = problem.call
         self.avals = [leaf.aval for leaf in problem.inputs]
         self.output_avals: list[Any] = []
 
-    def forward(self) -> Flat:
-        """The function itself."""
+    def forward(self, call: Flat) -> tuple[Flat, list[Any]]:
+        """A function itself, and the types of what it returns."""
         if self.mode is Mode.PYTHON_LOOP:
-            self.output_avals = [jax.typeof(y) for y in self.call(*self.values)]
-            return self.call
+            return call, [jax.typeof(y) for y in call(*self.values)]
         try:
-            traced = Traced(self.call, *self.avals)
+            traced = Traced(call, *self.avals)
         except Exception as error:
             raise _UntraceableError from error
-        self.output_avals = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in traced.out_avals()]
-        return traced
+        return traced, [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in traced.out_avals()]
 
     def pullback(self, call: Flat, retry_eagerly: bool = False) -> Pullback | UnavailableError:
         return self._record(pullback_of(call), self.avals, self.output_avals, retry_eagerly)
@@ -259,6 +264,10 @@ def _retraced(recorder: _Recorder, pullback: Pullback | UnavailableError, call: 
         raise again
     same = isinstance(pullback, Traced) and isinstance(again, Traced) and pullback.same_as(again)
     return None if same else again
+
+
+def _listed(avals: Sequence[Any]) -> str:
+    return ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in avals) or "nothing"
 
 
 def _restricted(pullback: Pullback | UnavailableError, kept: Sequence[int], leaves: Sequence[Leaf]) -> Any:

@@ -60,7 +60,7 @@ def gradcheck(
         max_memory=max_memory,
     )
     with jax.enable_x64(True):
-        problem = make_problem(func, inputs, argnums, _bare(func) if surrogate is None else surrogate)
+        problem = make_problem(func, inputs, argnums, surrogate)
     return _concluded(run_check(problem, options), raise_exception, return_report)
 
 
@@ -106,20 +106,13 @@ def gradgradcheck(
         max_memory=max_memory,
     )
     with jax.enable_x64(True):
-        problem = make_problem(func, inputs, argnums, _bare(func) if surrogate is None else surrogate)
+        problem = make_problem(func, inputs, argnums, surrogate)
         try:
             problem = second_order(problem, grad_outputs)
         except UnavailableError as error:
             report = Report(problem.name, options.name, problems=[f"backward raised {error}"])
             return _concluded(report, raise_exception, return_report)
     return _concluded(run_check(problem, options), raise_exception, return_report)
-
-
-def _bare(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself without a custom rule of JAX's; Functions lose theirs when they are called."""
-    if isinstance(func, (jax.custom_vjp, jax.custom_jvp)):
-        return func.__wrapped__
-    return func
 
 
 def _concluded(report: Report, raise_exception: bool, return_report: bool) -> Any:

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,8 @@ class Problem:
     Attributes:
       name: the function's.
       call: the function itself.
-      reference: the function whose derivative is meant, without custom rules as far as they can be taken off.
+      measured: the function whose derivative is meant, and whose values finite differences take.
+      reference: the same for autodiff, without custom rules as far as they can be taken off.
       inputs: what is differentiated with respect to.
       values: their values, in double precision.
       describe_outputs: the names of what `call` returned last, and their dtypes before they were made double.
@@ -75,6 +76,7 @@ class Problem:
 
     name: str
     call: Flat
+    measured: Flat
     reference: Flat
     inputs: tuple[Leaf, ...]
     values: list[jax.Array]
@@ -96,7 +98,7 @@ def make_problem(
     func: Callable[..., Any],
     inputs: Any,
     argnums: int | Sequence[int] | None,
-    reference: Callable[..., Any],
+    surrogate: Callable[..., Any] | None = None,
 ) -> Problem:
     """Takes the inputs apart.
 
@@ -104,7 +106,7 @@ def make_problem(
       func: any callable.
       inputs: its positional arguments, or the one argument.
       argnums: which of them are differentiated; by default every floating or complex array leaf of all of them.
-      reference: as `func`, the function whose derivative is meant.
+      surrogate: another function whose derivative is meant.
 
     Raises:
       ValueError: nothing is differentiable, or `argnums` names an argument that is not there or not differentiable.
@@ -145,8 +147,11 @@ def make_problem(
 
     values = [leaves[i] for i in positions]
     call = flat(func)
-    bare = call if reference is func else flat(reference)
-    return Problem(function_name(func), call, bare, tuple(described), values, lambda: outputs[0])
+    measured = call if surrogate is None else flat(surrogate)
+    # JAX's own rules are taken off here; Functions lose theirs when they are called.
+    has_rule = surrogate is None and isinstance(func, (jax.custom_vjp, jax.custom_jvp))
+    bare = flat(cast(Any, func).__wrapped__) if has_rule else measured
+    return Problem(function_name(func), call, measured, bare, tuple(described), values, lambda: outputs[0])
 
 
 def function_name(func: Callable[..., Any]) -> str:

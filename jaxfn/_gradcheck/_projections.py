@@ -43,7 +43,7 @@ class Projections:
                         found[name][i] = rows(engine, pullback, xs, Basis(d.outputs, [i]), [v])
             for j, u in of_inputs.items():
                 basis = Basis(d.inputs, [j])
-                found["differences"][j] = tuple(richardson_differences(engine, d.forward, xs, basis, [u], step))
+                found["differences"][j] = tuple(richardson_differences(engine, d.measured, xs, basis, [u], step))
                 for name, pushforward in (("jvp", d.pushforward), ("autodiff jvp", d.reference_pushforward)):
                     if not isinstance(pushforward, UnavailableError) and (forward or name != "jvp"):
                         found[name][j] = columns(engine, pushforward, xs, basis, [u])

@@ -42,10 +42,12 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
         return first_order
 
     call = gradients(problem.call)
+    measured = call if problem.measured is problem.call else gradients(problem.measured)
     return Problem(
         problem.name,
         call,
-        call if problem.reference is problem.call else gradients(problem.reference),
+        measured,
+        measured if problem.reference is problem.measured else gradients(problem.reference),
         (*problem.inputs, *cotangents),
         [*problem.values, *_cotangents(d.outputs, grad_outputs)],
         lambda: [(name, leaf.dtype) for name, leaf in zip(names, problem.inputs, strict=True)],
