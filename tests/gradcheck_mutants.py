@@ -123,11 +123,9 @@ def spot(lib: Any, *shape: int) -> Any:
         ("factor 1.001", "g * (", "1.001 * g * ("),
         ("factor 0.999", "g * (", "0.999 * g * ("),
         ("dropped term", "1 - y * y", "1.0"),
-        ("wrong power", "y * y", "y"),
         ("wrong saved tensor", ", output_saved", ""),
         ("wrong for large values", "1 - y * y", "lib.m.where(lib.m.abs(y) > 0.85, 0.0, 1 - y * y)"),
         ("wrong at one entry", "1 - y * y", "lib.m.where(spot(lib, 3, 4), 1.01 - y * y, 1 - y * y)"),
-        ("zero at one entry", "1 - y * y", "lib.m.where(spot(lib, 3, 4), 0.0, 1 - y * y)"),
     ],
     second=[
         ("saved output cut off", "y * y", "lib.detach(y * y)"),
@@ -146,7 +144,6 @@ def tanh(lib):
     first=[
         ("transposed", "g @ w", "g @ w.T"),
         ("transposed", "g.T @ x", "x.T @ g"),
-        ("not transposed", "g.T @ x", "g @ x"),
         ("swapped gradients", "g @ w, g.T @ x", "g.T @ x, g @ w"),
         ("no gradient", "g.sum(0)", "None"),
         ("mean for sum", "g.sum(0)", "g.mean(0)"),
@@ -155,7 +152,6 @@ def tanh(lib):
         ("factor 1.001", "g.T @ x", "1.001 * (g.T @ x)"),
         ("off by one", "g.T @ x", "g.T @ lib.m.roll(x, 1, 0)"),
         ("half of the matrix", "g.T @ x", "lib.m.tril(g.T @ x)"),
-        ("wrong at one entry", "g.T @ x", "lib.m.where(spot(lib, 4, 4), 0.0, g.T @ x)"),
     ],
     second=[
         ("saved weight cut off", "g @ w", "g @ lib.detach(w)"),
@@ -176,7 +172,6 @@ def linear(lib):
         ("mean for sum", "(g * x).sum(1", "(g * x).mean(1"),
         ("wrong axis", "(g * x).sum(1, keepdims=True)", "(g * x).sum(0)[:3, None]"),
         ("missing sum over all axes", "g.sum()", "g[0, 0]"),
-        ("sum over one axis only", "g.sum()", "g[0].sum()"),
         ("dropped factor", "g * v", "g"),
         ("dropped factor", "(g * x)", "g"),
         ("result for input", "(g * x)", "(g * (x * v))"),
@@ -196,7 +191,6 @@ def scale_and_shift(lib):
         ("dropped term", "g - (g * y).sum(-1, keepdims=True)", "g"),
         ("wrong sign", "g - (", "g + ("),
         ("wrong axis", "sum(-1", "sum(0"),
-        ("mean for sum", "sum(-1", "mean(-1"),
         ("dropped factor", "(g * y)", "g"),
         ("diagonal only", "g - (g * y).sum(-1, keepdims=True)", "g * (1 - y)"),
         ("wrong for large values", "return y * (", "return lib.m.where(y > 0.5, 0.98 * y, y) * ("),
@@ -221,8 +215,6 @@ def softmax(lib):
         ("dropped term", " - h.mean(-1, keepdims=True)", ""),
         ("dropped term", " - normal * (h * normal).mean(-1, keepdims=True)", ""),
         ("dropped factor", "g * gain", "g"),
-        ("dropped factor", "return h * scale", "return h"),
-        ("wrong axis", "h.mean(-1", "h.mean(0"),
         ("mean for sum", "(g * normal).sum(0)", "(g * normal).mean(0)"),
         ("divided by n - 1", "(h * normal).mean(-1, keepdims=True)", "(h * normal).sum(-1, keepdims=True) / 3"),
         ("swapped gradients", "(g * normal).sum(0), g.sum(0)", "g.sum(0), (g * normal).sum(0)"),
@@ -262,7 +254,6 @@ def layer_norm(lib):
         ("mean forgotten", " / 3, None", ", None"),
         ("off by one", "p - picked(labels)", "p - picked((labels + 1) % 4)"),
         ("wrong axis", "softmax(x, -1)\n        return g", "softmax(x, 0)\n        return g"),
-        ("wrong sign", "p - picked", "p + picked"),
         ("mistaken for the squared error", "(p - picked(labels))", "p * (p - picked(labels))"),
     ],
     second=[("probabilities cut off", "(p - picked", "(lib.detach(p) - picked")],
@@ -290,7 +281,6 @@ def cross_entropy(lib):
         ("dropped tap", "in (0, 1, 2))", "in (0, 1))"),
         ("off by one", "g * x[k : k + 5]", "g * x[2 - k : 7 - k]"),
         ("border dropped", "(g * x[k : k + 5]).sum()", "(g * x[k : k + 5])[:-1].sum()"),
-        ("mean for sum", "(g * x[k : k + 5]).sum()", "(g * x[k : k + 5]).mean()"),
     ],
     second=[
         ("weight cut off", "w[k] * spread", "lib.detach(w[k]) * spread"),
@@ -315,11 +305,9 @@ def convolution(lib):
         ("not carried", "g[t] + a * carried", "g[t]"),
         ("dropped factor", "a * carried", "carried"),
         ("wrong order", "grads[::-1]", "grads"),
-        ("forwards in time", "reversed(range(4))", "range(4)"),
         ("off by one", "before = h[t - 1]", "before = h[t]"),
         ("wrapped around", "if t > 0 else 0 * h[0]", ""),
         ("not accumulated", "grad_a + (carried", "(carried"),
-        ("stale value", "grads.append(carried)", "grads.append(g[t])"),
     ],
     second=[
         ("factor cut off", "a * carried", "lib.detach(a) * carried"),
@@ -353,7 +341,6 @@ def recurrence(lib):
         ("off by one", "(5, i, g)", "(5, (i + 1) % 5, g)"),
         ("last row dropped", "(5, i, g)", "(5, i[:-1], g[:-1])"),
         ("columns swapped", "(5, i, g)", "(5, i, lib.m.flip(g, (1,)))"),
-        ("averaged", "(5, i, g)", "(5, i, g / 2)"),
     ],
     second=[("gradient cut off", "(5, i, g)", "(5, i, lib.detach(g))")],
 )
@@ -365,7 +352,6 @@ def lookup(lib):
     regular(3),
     real(3),
     first=[
-        ("half of it", "(a + a.T)", "a"),
         ("taken for symmetric", "(a + a.T)", "(2 * a)"),
         ("diagonal only", "lib.m.outer(x, x)", "lib.m.diag(x * x)"),
         ("factor 1.001", "lib.m.outer(x, x)", "1.001 * lib.m.outer(x, x)"),
@@ -389,10 +375,8 @@ def quadratic_form(lib):
         ("swapped", "outer(u, y)", "outer(y, u)"),
         ("wrong off the diagonal", "-lib.m.outer(u, y)", "-lib.m.diag(u * y)"),
         ("input for result", "outer(u, y)", "outer(u, b)"),
-        ("not solved", "lib.m.linalg.solve(a.T, g)", "a.T @ g"),
     ],
     second=[
-        ("matrix cut off", "solve(a.T, g)", "solve(lib.detach(a.T), g)"),
         ("result cut off", "outer(u, y)", "outer(u, lib.detach(y))"),
     ],
 )
@@ -413,7 +397,6 @@ def solve(lib):
         ("missing conjugate", "lib.m.conj(z * z)", "z * z"),
         ("conjugated gradient", "g * lib.m.conj(z * z)", "lib.m.conj(g * z * z)"),
         ("imaginary part dropped", "lib.m.conj(z * z)", "(z * z).real"),
-        ("dropped factor", "2 * z", "z"),
         ("factor 1.001", "2 * z", "2.002 * z"),
     ],
     second=[
@@ -466,7 +449,6 @@ def modulus(lib):
         ("missing conjugate", "lib.m.conj(turn(t))", "turn(t)"),
         ("imaginary part for the real one", "1j * r * turn(t))).real", "1j * r * turn(t))).imag"),
         ("dropped factor", "1j * r * turn", "1j * turn"),
-        ("dropped factor", "1j * r * turn", "r * turn"),
     ],
     second=[("angle cut off", "lib.m.conj(turn(t))", "lib.m.conj(turn(lib.detach(t)))")],
 )
@@ -485,10 +467,8 @@ def polar(lib):
     real(3),
     first=[
         ("dropped term", " - h * lib.m.sin(x)", ""),
-        ("wrong sign", "y - h", "y + h"),
         ("swapped gradients", "def backward(g, h, x, y)", "def backward(h, g, x, y)"),
         ("gradient of the second output ignored", "+ 2 * h * y", "+ 0 * h * y"),
-        ("dropped factor", "2 * h * y", "h * y"),
         ("wrong saved tensor", "2 * h * y", "2 * h * x"),
         ("wrong in the last row", "g * lib.m.sin(x)", "lib.m.where(spot(lib, 3), 0.99 * g, g) * lib.m.sin(x)"),
     ],
@@ -512,7 +492,6 @@ def two_outputs(lib):
     first=[
         ("the wrong permutation", "g[lib.m.argsort(order)]", "g[order]"),
         ("not permuted", "g[lib.m.argsort(order)]", "g"),
-        ("reversed", "g[lib.m.argsort(order)]", "lib.m.flip(g, (0,))[lib.m.argsort(order)]"),
     ],
     second=[],
 )
@@ -530,7 +509,6 @@ def sort(lib):
         ("wrong for large values", "lib.m.sign(x)", "x"),
         ("wrong sign for large values", "lib.m.sign(x)", "1.0"),
         ("wrong threshold", "> 0.5, lib.m.sign", "> 0.75, lib.m.sign"),
-        ("zero for large values", "lib.m.sign(x)", "0 * x"),
     ],
     second=[("saved input cut off", ", 2 * x)", ", 2 * lib.detach(x))")],
 )
@@ -550,7 +528,6 @@ def huber(lib):
         ("not divided", "g * x / y", "g * x"),
         ("divided by the square", "g * x / y", "g * x / y**2"),
         ("eps in backward only", "g * x / y", "g * x / (y + 1e-2)"),
-        ("dropped factor", "g * x / y", "g / y * lib.m.sign(x)"),
     ],
     second=[
         ("norm cut off", "g * x / y", "g * x / lib.detach(y)"),
