@@ -29,7 +29,7 @@ class Jax:
     """JAX with jaxfn, under the names that definitions use."""
 
     Function = jaxfn.Function
-    GradcheckError = getattr(jaxfn, "GradcheckError", None)
+    GradcheckError = jaxfn.GradcheckError
     once_differentiable = staticmethod(jaxfn.once_differentiable)
     m = jnp
     nn = jax.nn

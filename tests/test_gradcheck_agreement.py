@@ -55,7 +55,8 @@ def test_G1_right_versions_compute_what_torchs_do(base: Base, torch_lib: Library
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_G2_planted_mistake_is_caught(mutant: Mutant) -> None:
-    assert not CHECKS["jaxfn full"](mutant.kind, mutant.define, generated(mutant.base.inputs, 0))
+    caught = not CHECKS["jaxfn full"](mutant.kind, mutant.define, generated(mutant.base.inputs, 0))
+    assert caught, f"{mutant.old!r} -> {mutant.new!r}"
 
 
 @pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.kind == "gradgradcheck"], ids=str)
