@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from jaxfn._gradcheck._jacobian import (
     richardson_differences,
     rows,
 )
-from jaxfn._gradcheck._problem import Leaf
+from jaxfn._gradcheck._problem import Flat, Leaf
+from jaxfn._gradcheck._programs import Engine
 from jaxfn._gradcheck._sweep import Sweep
 from jaxfn._gradcheck._tolerance import Tolerance
 
@@ -94,7 +96,7 @@ class Comparison:
         return pairs
 
     def columns_with_differences(self, pushforward: Pushforward) -> list[Pair]:
-        """Any forward mode against finite differences."""
+        """Any forward mode against plain finite differences."""
         d = self.derivatives
         engine = self.sweep.engine
         errors = self.rounding()
@@ -117,6 +119,30 @@ class Comparison:
             pairs += _pairs(basis, found, _turned_pair)
         return pairs
 
+    def columns_estimated(self, pushforward: Pushforward) -> list[Pair]:
+        """Any forward mode against finite differences, as closely as their estimated errors allow."""
+        d = self.derivatives
+        engine = self.sweep.engine
+        floors = self.rounding()
+
+        def compute(xs: Any, numbers: Any) -> Any:
+            vectors = basis.vectors(numbers)
+            given = columns(engine, pushforward, xs, basis, vectors)
+            return given, *richardson_differences(engine, d.measured, xs, basis, vectors, self.step)
+
+        def judge(computed: Any) -> Any:
+            return [
+                self._estimated(given, numeric, SAFETY * abs(error) + floor)
+                for given, numeric, error, floor in zip(*computed, floors, strict=True)
+            ]
+
+        pairs: list[Pair] = []
+        for basis in bases(d.inputs):
+            costs = [pushforward] + [d.measured] * 4
+            found = self.sweep.judged(basis, compute, judge, costs, _width(d.outputs))
+            pairs += _pairs(basis, found, _turned_pair)
+        return pairs
+
     def rows_with_differences(self, pullback: Pullback) -> list[Pair]:
         """Any reverse mode against finite differences, which come in columns: blocks of rows are held meanwhile."""
         d = self.derivatives
@@ -132,39 +158,31 @@ class Comparison:
                 pairs += _pairs(basis, found, Pair, start)
         return _merged(pairs)
 
-    def rows_of(self, pullback: Pullback, basis: Basis, which: Sequence[int] | None = None) -> list[Any]:
+    def rows_of(self, pullback: Pullback, basis: Basis, which: Sequence[int]) -> list[Any]:
         """Rows of the Jacobian as they are: for each input an array of (rows, size)."""
+        return self.sweep.over(basis, _Rows(self.sweep.engine, pullback, basis), [pullback], which)
 
-        def compute(xs: Any, numbers: Any) -> Any:
-            return rows(self.sweep.engine, pullback, xs, basis, basis.vectors(numbers))
-
-        return self.sweep.over(basis, compute, [pullback], which)
-
-    def columns_of(self, pushforward: Pushforward, basis: Basis, which: Sequence[int] | None = None) -> list[Any]:
+    def columns_of(self, pushforward: Pushforward, basis: Basis, which: Sequence[int]) -> list[Any]:
         """Columns of the Jacobian as they are: for each output an array of (columns, size)."""
-
-        def compute(xs: Any, numbers: Any) -> Any:
-            return columns(self.sweep.engine, pushforward, xs, basis, basis.vectors(numbers))
-
-        return self.sweep.over(basis, compute, [pushforward], which)
+        return self.sweep.over(basis, _Columns(self.sweep.engine, pushforward, basis), [pushforward], which)
 
     def difference_columns_of(self, basis: Basis, which: Sequence[int] | None = None) -> tuple[list[Any], list[Any]]:
         """Finite differences and their errors: for each output an array of (columns, size)."""
-        forward = self.derivatives.measured
-
-        def compute(xs: Any, numbers: Any) -> Any:
-            vectors = basis.vectors(numbers)
-            return tuple(richardson_differences(self.sweep.engine, forward, xs, basis, vectors, self.step))
-
-        values, errors = self.sweep.over(basis, compute, [forward] * 4, which)
+        measured = self.derivatives.measured
+        compute = _DifferenceColumns(self.sweep.engine, measured, basis, self.step)
+        values, errors = self.sweep.over(basis, compute, [measured] * 4, which)
         return values, [_bounds(error, floor) for error, floor in zip(errors, self.rounding(), strict=True)]
+
+    @cached_property
+    def _input_bases(self) -> list[Basis]:
+        return bases(self.derivatives.inputs)
 
     def differences_of(self, basis: Basis, which: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Finite differences and their errors in rows, for each input an array of (rows, size)."""
         d = self.derivatives
         values = [np.zeros((len(which), 0)) for _ in d.inputs]
         errors = list(values)
-        for inputs in bases(d.inputs):
+        for inputs in self._input_bases:
             computed = [_turned(arrays, basis, which) for arrays in self.difference_columns_of(inputs)]
             for i in inputs.chosen:
                 leaf, offset = d.inputs[i], inputs.offsets[i]
@@ -207,6 +225,39 @@ def real_components(columns: Any) -> Any:
 def _complex_columns(array: Any, leaf: Leaf) -> Any:
     """Real components of an input side by side, as the rows' complex entries."""
     return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array
+
+
+# Equal where they compute the same, so that a sweep compiles them once, however many parts it is asked for.
+@dataclass(frozen=True)
+class _Rows:
+    engine: Engine
+    pullback: Pullback
+    basis: Basis
+
+    def __call__(self, xs: Any, numbers: Any) -> Any:
+        return rows(self.engine, self.pullback, xs, self.basis, self.basis.vectors(numbers))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    engine: Engine
+    pushforward: Pushforward
+    basis: Basis
+
+    def __call__(self, xs: Any, numbers: Any) -> Any:
+        return columns(self.engine, self.pushforward, xs, self.basis, self.basis.vectors(numbers))
+
+
+@dataclass(frozen=True)
+class _DifferenceColumns:
+    engine: Engine
+    measured: Flat
+    basis: Basis
+    step: float
+
+    def __call__(self, xs: Any, numbers: Any) -> Any:
+        vectors = self.basis.vectors(numbers)
+        return tuple(richardson_differences(self.engine, self.measured, xs, self.basis, vectors, self.step))
 
 
 def _turned_pair(input: int, output: int) -> Pair:

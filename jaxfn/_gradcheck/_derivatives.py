@@ -176,11 +176,13 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
     pullback = (
         recorder.pullback(told, retry_eagerly=True) if reverse else UnavailableError("reverse mode is not checked")
     )
-    pushforward = recorder.pushforward(told) if forward else UnavailableError("forward mode is not checked")
+    pushforward = (
+        recorder.pushforward(watched(told, watch)) if forward else UnavailableError("forward mode is not checked")
+    )
     kept = [i for i in range(len(leaves)) if found.get(i)]
     if isinstance(pullback, UnavailableError) and isinstance(pushforward, UnavailableError):
         kept = list(range(len(leaves)))  # nothing was told
-    retraced = _retraced(recorder, pullback, watched(problem.call, watch))
+    retraced = _retraced(recorder, pullback, problem.call, watch)
     bare = Watch(undecorated=True)
     undecorated = watched(problem.reference, bare)
     nothing = UnavailableError("it was not asked for")
@@ -231,8 +233,12 @@ class _Recorder:
             raise _UntraceableError from error
         return traced, [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in traced.out_avals()]
 
-    def pullback(self, call: Flat, retry_eagerly: bool = False) -> Pullback | UnavailableError:
-        return self._record(pullback_of(call), self.avals, self.output_avals, retry_eagerly)
+    def pullback(
+        self, call: Flat, watch: Watch | None = None, retry_eagerly: bool = False
+    ) -> Pullback | UnavailableError:
+        """Reverse mode; `watch` is in force for the rules too."""
+        pullback = pullback_of(call) if watch is None else watched(pullback_of(call), watch)
+        return self._record(pullback, self.avals, self.output_avals, retry_eagerly)
 
     def pushforward(self, call: Flat) -> Pushforward | UnavailableError:
         pushforward = self._record(pushforward_of(call), self.avals, self.avals)
@@ -256,10 +262,10 @@ class _Recorder:
             return unavailable
 
 
-def _retraced(recorder: _Recorder, pullback: Pullback | UnavailableError, call: Flat) -> Pullback | None:
+def _retraced(recorder: _Recorder, pullback: Pullback | UnavailableError, call: Flat, watch: Watch) -> Pullback | None:
     if isinstance(pullback, UnavailableError):
         return None
-    again = recorder.pullback(call)
+    again = recorder.pullback(call, watch)
     if isinstance(again, UnavailableError):
         raise again
     same = isinstance(pullback, Traced) and isinstance(again, Traced) and pullback.same_as(again)

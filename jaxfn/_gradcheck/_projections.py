@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -62,13 +63,23 @@ class Projections:
         return self._entries("jvp", "autodiff jvp", is_forward=True)
 
     def columns_with_differences(self, name: str) -> list[Pair]:
-        """`J u` by some forward mode and by finite differences, entry by entry."""
+        """`J u` by some forward mode and by plain finite differences, entry by entry."""
+        return self._columns(name, lambda numeric, error: self._comparison.tolerance.coarse(numeric, error))
+
+    def columns_estimated(self, name: str) -> list[Pair]:
+        """The same, as closely as the differences' estimated errors allow."""
+
+        def bound(numeric: Any, error: Any) -> Any:
+            return self._comparison.tolerance.estimated(numeric, abs(numeric).max(initial=0.0), error)
+
+        return self._columns(name, bound)
+
+    def _columns(self, name: str, bound: Callable[[Any, Any], Any]) -> list[Pair]:
         pairs: list[Pair] = []
         for j, given in self.results[name].items():
             values, errors = self.results["differences"][j]
             for i, (g, n, error) in enumerate(zip(given, values, errors, strict=True)):
-                bound = self._comparison.tolerance.coarse(n, SAFETY * abs(error) + self._rounding(i))
-                pairs += _pair(Pair(i, j), excess(g, n, bound))
+                pairs += _pair(Pair(i, j), excess(g, n, bound(n, SAFETY * abs(error) + self._rounding(i))))
         return pairs
 
     def scalars_with_differences(self, name: str) -> list[Pair]:

@@ -34,10 +34,13 @@ class Sweep:
         self.xs = list(xs)
         self.max_memory = max_memory
         self.progress = progress
+        self._programs: dict[tuple[Callable[..., Any], int], tuple[int, Any]] = {}
 
     def at(self, xs: Sequence[Any]) -> Sweep:
         """The same somewhere else."""
-        return Sweep(self.engine, xs, self.max_memory, self.progress)
+        sweep = Sweep(self.engine, xs, self.max_memory, self.progress)
+        sweep._programs = self._programs
+        return sweep
 
     def judged(
         self, basis: Basis, compute: Callable[..., Any], judge: Callable[..., Any], costs: Sequence[object], width: int
@@ -87,6 +90,13 @@ class Sweep:
         return parts[0] if len(parts) == 1 else tree_map(_concatenated, *parts)
 
     def _program(self, size: int, function: Callable[..., Any], costs: Sequence[object]) -> tuple[int, Any]:
+        """How many vectors at a time, and what to run for so many."""
+        key = function, size
+        if key not in self._programs:
+            self._programs[key] = self._made(size, function, costs)
+        return self._programs[key]
+
+    def _made(self, size: int, function: Callable[..., Any], costs: Sequence[object]) -> tuple[int, Any]:
         batch = min(size, self._batch(costs))
         while True:
             program = self.engine.program(function, self.xs, np.zeros(batch, np.int32), runs=-(-size // batch))
