@@ -4,6 +4,9 @@ from jaxfn._context import FunctionCtx as FunctionCtx
 from jaxfn._function import Function as Function
 from jaxfn._functional import autograd_function as autograd_function
 from jaxfn._functional import function as function
+from jaxfn._gradcheck import GradcheckError as GradcheckError
+from jaxfn._gradcheck import gradcheck as gradcheck
+from jaxfn._gradcheck import gradgradcheck as gradgradcheck
 from jaxfn._hooks import disable_saved_tensors_hooks as disable_saved_tensors_hooks
 from jaxfn._hooks import save_on_host as save_on_host
 from jaxfn._hooks import saved_tensors_hooks as saved_tensors_hooks

@@ -19,7 +19,9 @@ __all__ = [
     "SymbolicZero",
     "ad",
     "batching",
+    "compile_quickly",
     "is_ref",
+    "is_reverse_only",
     "memory_space",
     "mlir",
     "partial_eval",
@@ -66,3 +68,30 @@ def memory_space(array: Any) -> Any:
     """Which `jax.memory.Space` an array, traced or not, is in (0.10.0 to 0.12.0)."""
     aval: Any = jax.typeof(array)
     return aval.memory_space
+
+
+def is_reverse_only(equation: Any) -> bool:
+    """Whether an equation stands for the tangents of a `jax.custom_vjp`, which nothing can compute.
+
+    Tracing `jax.jvp` of one leaves such an equation, and only running it raises (0.10.0 to 0.12.0).
+    """
+    return equation.primitive.name == "custom_lin"
+
+
+# XLA's own names, not promised to stay: no optimization, and no fusing of loops on the CPU. 0.10.0 to 0.10.2 know both,
+# 0.12.0 the first.
+_QUICK: list[dict[str, Any]] = [
+    {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    {"xla_backend_optimization_level": 0},
+    {},
+]
+
+
+def compile_quickly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program that runs for less time than optimizing it takes: in a third of the usual time."""
+    for options in list(_QUICK[:-1]):
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError:  # an option that this XLA does not know
+            _QUICK.remove(options)
+    return lowered.compile()

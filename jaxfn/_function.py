@@ -15,6 +15,7 @@ from jaxfn._leaves import Layout, as_array, is_traced, split
 from jaxfn._methods import Methods, undefined
 from jaxfn._rules import Differentiable, Site
 from jaxfn._run import Call
+from jaxfn._watch import current_watch, watching
 
 # Per Function: how many argument structures and static values are kept prepared at the same time.
 _CALLS_KEPT = 256
@@ -143,6 +144,7 @@ def _make_apply(function: type[Function]) -> Callable[..., Any]:
     apply.__name__ = function.__name__
     apply.__qualname__ = f"{function.__qualname__}.apply"
     apply.__doc__ = function.__doc__
+    vars(apply)["_jaxfn_owner"] = function
     return apply
 
 
@@ -164,6 +166,9 @@ class _Entry:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call: bind the arguments, take out the array leaves, run."""
         methods, prepare = self.prepared()
+        watch = current_watch()
+        if watch is not None:
+            watch.functions[self._function] = None
         form, values = methods.parameters.bind(args, kwargs)
         arrays: list[Any] = []
         layouts: list[Layout] = []
@@ -175,6 +180,9 @@ class _Entry:
             call, rule = prepare(form, tuple(layouts))
         except TypeError:  # a static argument that is not compared by value
             call, rule = _prepare(methods, form, tuple(layouts))
+        if watch is not None and watch.undecorated:
+            with watching(None):  # Functions inside forward keep their rules
+                return call.undecorated(arrays)
         if not any(map(is_traced, arrays)) and not stages_constants():
             # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
             _, _, returned = call.forward(arrays, call.unperturbed)

@@ -17,6 +17,7 @@ from jaxfn._arguments import Form
 from jaxfn._compat import varying_axes
 from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_array_leaf, is_key
 from jaxfn._structure import AvalLeaf, StructureError, paired_leaves
+from jaxfn._watch import current_watch
 
 _MESSAGES: dict[str, tuple[type[Exception], str]] = {
     "count": (
@@ -179,6 +180,9 @@ def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.
         raise _refuse(where.owner, "complex", got=gradient.dtype, where=where, expected=aval.dtype)
     gradient = _sum_to_shape(gradient, aval.shape, where)
     if gradient.dtype != aval.dtype:
+        watch = current_watch()
+        if watch is not None:
+            watch.casts[f"{where.owner.name}, {where}", str(gradient.dtype), str(aval.dtype)] = None
         gradient = gradient.astype(aval.dtype)
     return match_varying(conjugate(gradient), aval)
 

@@ -1,0 +1,288 @@
+"""The smaller checks: what every correct rule does, whatever its values.
+
+They run a function a few times with random directions, in one program, before whole Jacobians are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfn._gradcheck._derivatives import Derivatives, Pullback, UnavailableError, only, pullback_of
+from jaxfn._gradcheck._problem import Flat, Leaf
+from jaxfn._gradcheck._programs import Engine, Mode, Traced
+from jaxfn._gradcheck._tolerance import Tolerance, excess
+
+Arrays = list[Any]
+_COMBINATION = (2.0, -3.0)
+_ELSEWHERE = 1.001
+_RETRACED_TWICE = 1e-13  # what compiling the same operations in another program may change, relatively
+
+
+@dataclass
+class Findings:
+    """What the small checks found.
+
+    Attributes:
+      problems: what is wrong.
+      batches_wrong: whether batching changes values, so that nothing may be computed in batches.
+      outputs: the values of the function.
+    """
+
+    problems: list[str] = field(default_factory=list[str])
+    batches_wrong: bool = False
+    outputs: list[Any] = field(default_factory=list[Any])
+
+
+def random_vectors(leaves: Sequence[Leaf], seed: int) -> Arrays:
+    """Normal numbers of each leaf's type, the same for the same seed; no global generator is touched."""
+    generator = np.random.default_rng(seed)
+    vectors: Arrays = []
+    for leaf in leaves:
+        values = generator.standard_normal(leaf.shape)
+        if leaf.is_complex:
+            values = values + 1j * generator.standard_normal(leaf.shape)
+        vectors.append(np.asarray(values, leaf.dtype))
+    return vectors
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The small checks of one problem.
+
+    Attributes:
+      derivatives: of what.
+      xs: where.
+      tolerance: how closely values that should be the same have to agree.
+      nondet_tol: how far apart two runs may be.
+      undefined: whether cotangents may be undefined, one at a time.
+    """
+
+    derivatives: Derivatives
+    xs: Sequence[Any]
+    tolerance: Tolerance
+    nondet_tol: float
+    undefined: bool
+
+    def reverse(self, engine: Engine) -> Findings:
+        """What can be seen in reverse mode."""
+        d = self.derivatives
+        found = Findings()
+        pullback = d.pullback
+        if isinstance(pullback, UnavailableError) or not d.outputs:
+            return found
+        first, second = random_vectors(d.outputs, 1), random_vectors(d.outputs, 2)
+        partial = self._without_one_output(found) if self.undefined and len(d.outputs) > 1 else {}
+        alone = self._with_one_input(found) if len(d.inputs) > 1 else {}
+
+        def run(xs: Arrays, first: Arrays, second: Arrays) -> dict[str, Any]:
+            a, b = _COMBINATION
+            mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
+            directions = [first, second, mixed, _zeros(first), *(_without(first, i) for i in partial)]
+            batch = [jnp.stack(items) for items in zip(*directions, strict=True)]
+            outputs, gradients = pullback(xs, first)
+            both = [jnp.stack([x, x * _ELSEWHERE]) for x in xs]
+            return {
+                "outputs": list(d.forward(*xs)),
+                "outputs of fwd": outputs,
+                "gradients": gradients,
+                "again": gradients if d.retraced is None else d.retraced(xs, first)[1],
+                "batch": engine.map(lambda *cts: pullback(xs, cts)[1], *batch),
+                "partial": [p(xs, [u for j, u in enumerate(first) if j != i])[1] for i, p in partial.items()],
+                "alone": [p(xs, first) for p in alone.values()],
+                "outputs batch": engine.map(lambda *xs: list(d.forward(*xs)), *both),
+            }
+
+        program = engine.program(run, self.xs, first, second)
+        results, rerun = (jax.tree.map(np.asarray, program(self.xs, first, second)) for _ in range(2))
+        found.outputs = results["outputs"]
+        self._judge(found, results, rerun, list(partial), list(alone))
+        return found
+
+    def _judge(self, found: Findings, r: Any, rerun: Any, partial: Sequence[int], alone: Sequence[int]) -> None:
+        d = self.derivatives
+        say = found.problems.append
+        names = [leaf.name for leaf in d.inputs]
+        if not self._equal(r["outputs"], rerun["outputs"]):
+            say("The function is not deterministic: two runs on the same inputs gave different outputs.")
+        slack = 0.0 if d.retraced is None else _RETRACED_TWICE
+        if not (self._equal(r["gradients"], rerun["gradients"]) and self._equal(r["gradients"], r["again"], slack)):
+            say(
+                "backward is not deterministic: two runs on the same inputs and cotangents gave different gradients. "
+                f"They may differ by nondet_tol={self.nondet_tol:g}."
+            )
+            return
+        for leaf, a, b in zip(d.outputs, r["outputs of fwd"], r["outputs"], strict=True):
+            if not self._agree(a, b):
+                say(f"{leaf.name} has another value when it is differentiated than when it is not.")
+        batched = [g[0] for g in r["batch"]]
+        for_batches = all(map(self._agree, batched, r["gradients"]))
+        outputs = all(self._agree(b[0], y) for b, y in zip(r["outputs batch"], r["outputs"], strict=True))
+        found.batches_wrong = not (for_batches and outputs)
+        if found.batches_wrong:
+            return
+        for name, g in zip(names, r["batch"], strict=True):
+            a, b = _COMBINATION
+            combined = a * g[0] + b * g[1]
+            scale = max(np.max(abs(a * g[0]), initial=0.0), np.max(abs(b * g[1]), initial=0.0))
+            if not self._agree(g[2], combined, scale):
+                say(
+                    f"backward is not linear: the gradient of {name} for the cotangent {a:g} u {b:+g} v is not that "
+                    "combination of the gradients for u and for v."
+                )
+            if g[3].any():
+                say(f"backward is not multiplied by grad_output: zero cotangents give {name} a gradient that is not.")
+        for position, (i, gradients) in enumerate(zip(partial, r["partial"], strict=True)):
+            for name, a, g in zip(names, gradients, r["batch"], strict=True):
+                if not self._agree(a, g[4 + position]):
+                    say(
+                        f"backward takes an undefined cotangent of {d.outputs[i].name} for something else than zeros: "
+                        f"it changes the gradient of {name}. (check_undefined_grad=False leaves this check out.)"
+                    )
+        for j, gradient in zip(alone, r["alone"], strict=True):
+            if not self._agree(gradient, r["gradients"][j]):
+                say(
+                    f"the gradient of {names[j]} is another one when that input alone is differentiated: backward does "
+                    "not respect ctx.needs_input_grad."
+                )
+
+    def forward(self, engine: Engine, *, batched: bool) -> Findings:
+        """What can be seen in forward mode."""
+        d = self.derivatives
+        found = Findings()
+        pushforward = d.pushforward
+        if isinstance(pushforward, UnavailableError) or not d.outputs:
+            return found
+        first, second = random_vectors(d.inputs, 4), random_vectors(d.inputs, 5)
+        partial: dict[int, Any] = {}
+        if self.undefined and len(d.inputs) > 1:
+            for j in range(len(d.inputs)):
+                partial[j] = self._record(found, _tangent_missing(d.call, j), self.xs, first)
+
+        def run(xs: Arrays, first: Arrays, second: Arrays) -> dict[str, Any]:
+            batch = [jnp.stack(items) for items in zip(first, second, strict=True)]
+            return {
+                "one by one": [pushforward(xs, first), pushforward(xs, second)],
+                "batch": engine.map(lambda *ts: pushforward(xs, ts), *batch) if batched else [],
+                "partial": [p(xs, first) for p in partial.values() if p is not None],
+                "outputs": list(d.forward(*xs)),
+                "zero": [pushforward(xs, _without(first, j)) for j, p in partial.items() if p is not None],
+            }
+
+        results = jax.tree.map(np.asarray, engine.program(run, self.xs, first, second)(self.xs, first, second))
+        found.outputs = results["outputs"]
+        for i, leaf in enumerate(d.outputs):
+            if batched and not all(self._agree(results["batch"][i][k], results["one by one"][k][i]) for k in (0, 1)):
+                found.problems.append(f"batched forward gradients of {leaf.name} are not those computed one by one.")
+            for j, a, z in zip(partial, results["partial"], results["zero"], strict=False):
+                if not self._agree(a[i], z[i]):
+                    found.problems.append(
+                        f"jvp takes an undefined tangent of {d.inputs[j].name} for something else than zeros: it "
+                        f"changes the tangent of {leaf.name}."
+                    )
+        return found
+
+    def batched_gradients(self) -> str | None:
+        """Whether backward can be batched as it is, outside of any program; what is wrong otherwise."""
+        d = self.derivatives
+        first, second = random_vectors(d.outputs, 1), random_vectors(d.outputs, 2)
+        _, pull = jax.vjp(lambda *xs: list(d.call(*xs)), *self.xs)
+        batch = [jnp.stack(items) for items in zip(first, second, strict=True)]
+        try:
+            batched = jax.vmap(pull)(batch)
+        except Exception as error:
+            return f"backward cannot be batched: {type(error).__name__}: {error}"
+        expected = pull([jnp.asarray(u) for u in first])
+        if not all(self._agree(np.asarray(b)[0], np.asarray(e)) for b, e in zip(batched, expected, strict=True)):
+            return "batched gradients are not those computed one by one: backward is wrong under jax.vmap."
+        return None
+
+    def _without_one_output(self, found: Findings) -> dict[int, Pullback]:
+        """Pullbacks in which one output's cotangent is a symbolic zero."""
+        d = self.derivatives
+        made: dict[int, Pullback] = {}
+        for i, leaf in enumerate(d.outputs):
+            others = [j for j in range(len(d.outputs)) if j != i]
+            directions = random_vectors([d.outputs[j] for j in others], 1)
+            try:
+                made[i] = self._recorded(pullback_of(only(d.call, others)), self.xs, directions)
+            except Exception as error:
+                found.problems.append(
+                    f"backward fails where the cotangent of {leaf.name} is undefined: {type(error).__name__}: {error} "
+                    "(check_undefined_grad=False leaves this check out.)"
+                )
+        return made
+
+    def _with_one_input(self, found: Findings) -> dict[int, Pullback]:
+        """Pullbacks in which one input alone is differentiated."""
+        d = self.derivatives
+        made: dict[int, Pullback] = {}
+        for j, leaf in enumerate(d.inputs):
+            try:
+                made[j] = self._recorded(_one_input(d.call, j), self.xs, random_vectors(d.outputs, 1))
+            except Exception as error:
+                found.problems.append(
+                    f"backward fails where {leaf.name} alone is differentiated: {type(error).__name__}: {error}"
+                )
+        return made
+
+    def _record(self, found: Findings, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return self._recorded(function, *args)
+        except Exception as error:
+            found.problems.append(f"jvp fails where a tangent is undefined: {type(error).__name__}: {error}")
+            return None
+
+    def _recorded(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self.derivatives.mode is not Mode.PYTHON_LOOP:
+            return Traced(function, *args)
+        function(*args)
+        return function
+
+    def _agree(self, value: Any, expected: Any, scale: float | None = None) -> bool:
+        if scale is None:
+            scale = float(np.max(abs(expected), initial=0.0))
+        bound = self.tolerance.precise(expected, np.float64(scale))
+        return bool((excess(value, expected, bound) <= 1).all())
+
+    def _equal(self, first: Arrays, second: Arrays, slack: float = 0.0) -> bool:
+        for a, b in zip(first, second, strict=True):
+            bound = self.nondet_tol + slack * np.max(abs(a), initial=0.0)
+            if not ((abs(a - b) <= bound) | (a == b) | (np.isnan(a) & np.isnan(b))).all():
+                return False
+        return True
+
+
+def _zeros(vectors: Arrays) -> Arrays:
+    return [jnp.zeros_like(v) for v in vectors]
+
+
+def _without(vectors: Arrays, position: int) -> Arrays:
+    return [jnp.zeros_like(v) if i == position else v for i, v in enumerate(vectors)]
+
+
+def _one_input(call: Flat, position: int) -> Pullback:
+    def pullback(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def of_one(x: Any) -> list[Any]:
+            return list(call(*xs[:position], x, *xs[position + 1 :]))
+
+        return jax.vjp(of_one, xs[position])[1](list(cotangents))[0]
+
+    return pullback
+
+
+def _tangent_missing(call: Flat, position: int) -> Callable[..., Any]:
+    def pushforward(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        def of_others(*others: Any) -> list[Any]:
+            return list(call(*others[:position], xs[position], *others[position:]))
+
+        others = [x for i, x in enumerate(xs) if i != position]
+        moves = [t for i, t in enumerate(tangents) if i != position]
+        return jax.jvp(of_others, tuple(others), tuple(moves))[1]
+
+    return pushforward

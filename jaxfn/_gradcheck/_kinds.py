@@ -1,0 +1,100 @@
+"""Guesses what kind of mistake a wrong Jacobian shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Matrix = np.ndarray[Any, Any]
+_CLOSE = 1e-4  # relative to the largest entry, so that finite differences are precise enough
+
+
+def kind_of(
+    analytic: Matrix, reference: Matrix, output_shape: tuple[int, ...], input_shape: tuple[int, ...]
+) -> str | None:
+    """The kind of mistake, where the whole Jacobian shows it clearly.
+
+    Args:
+      analytic: what the rule gives, (output components, input size).
+      reference: what it should be.
+      output_shape, input_shape: what the axes stand for.
+    """
+    if analytic.size < 1 or not (np.isfinite(analytic).all() and np.isfinite(reference).all()):
+        return "not a number" if analytic.size and not np.isfinite(analytic).all() else None
+    if _same(reference, 0 * reference):
+        return "a gradient where there is none"
+    for guess in _GUESSES:
+        found = guess(analytic, reference, output_shape, input_shape)
+        if found:
+            return found
+    return None
+
+
+def _zero(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+    return "zero everywhere" if not a.any() else None
+
+
+def _sign(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+    return "wrong sign" if _same(a, -n) else None
+
+
+def _conjugate(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+    if not np.iscomplexobj(n):
+        return None
+    expected = n.conj()
+    size = int(np.prod(output, dtype=int))
+    expected[size:] *= -1  # the rows of a complex output's imaginary parts
+    return "missing conjugate" if _same(a, expected) else None
+
+
+def _factor(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+    factor = np.vdot(n, a) / np.vdot(n, n)
+    if abs(factor) < _CLOSE or not _same(a, factor * n, _CLOSE * min(1.0, abs(factor - 1)) * 10):
+        return None
+    shown = factor.real if abs(factor.imag) < _CLOSE * abs(factor) else factor
+    return f"a constant factor: {shown:.6g} times what it should be"
+
+
+def _transposed(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+    if n.shape[0] == n.shape[1] > 1 and _same(a, n.T):
+        return "transposed: the Jacobian is multiplied from the wrong side"
+    if len(input) >= 2 and input[-1] == input[-2] > 1:
+        swapped = a.reshape(-1, *input).swapaxes(-1, -2).reshape(a.shape)
+        if _same(swapped, n):
+            return "the gradient is transposed"
+    return None
+
+
+def _broadcast(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+    """Each row should gather what several elements of a broadcast input contribute, and has only one of them."""
+    num_rows = len(a)
+    wrong = ~_close_rows(a, n)
+    zero_rows = ~a.any(axis=1)
+    if num_rows > 1 and n.shape[1] < num_rows and (wrong == zero_rows).all() and 0 < wrong.sum() < num_rows:
+        return "a missing sum over a broadcast axis: some elements of the output contribute nothing"
+    return None
+
+
+def _off_diagonal(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+    if n.shape[0] != n.shape[1] or n.shape[0] < 2:
+        return None
+    diagonal = np.eye(len(n), dtype=bool)
+    if not np.allclose(a[diagonal], n[diagonal], rtol=_CLOSE, atol=_CLOSE * abs(n).max()):
+        return None
+    if not a[~diagonal].any():
+        return "off-diagonal entries are missing: the rule treats the function as elementwise"
+    return "off-diagonal entries are wrong; the diagonal is right"
+
+
+_Guess = Callable[[Matrix, Matrix, tuple[int, ...], tuple[int, ...]], str | None]
+_GUESSES: tuple[_Guess, ...] = (_zero, _sign, _conjugate, _factor, _transposed, _broadcast, _off_diagonal)
+
+
+def _same(a: Matrix, b: Matrix, close: float = _CLOSE) -> bool:
+    return bool(abs(a - b).max() <= close * abs(b).max())
+
+
+def _close_rows(a: Matrix, n: Matrix) -> Any:
+    return (abs(a - n) <= _CLOSE * abs(n).max()).all(axis=1)

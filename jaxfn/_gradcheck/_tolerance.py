@@ -1,0 +1,87 @@
+"""When two numbers agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+# Against a precise reference the default tolerances are this much smaller.
+_TIGHTER = 1e-3
+# What a sum of many rounded terms may lose, in units of the largest entry's last digit.
+_ROUNDING = 1e3
+_COARSE_ROUNDING = 30
+_DOUBLE = 2.220446049250313e-16
+_TINY = float(np.finfo(np.float64).tiny)
+
+
+class Default(float):
+    """A number that the caller did not choose."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far an analytic derivative may be from a reference.
+
+    Chosen tolerances mean exactly `|a - n| <= atol + rtol * |n|`. The default ones mean that of a coarse reference. A
+    precise one must be met a thousand times closer, but never closer than rounding allows.
+
+    Attributes:
+      atol: absolute.
+      rtol: relative to the reference.
+      is_default: whether neither was chosen by the caller.
+      precision: the relative spacing of the coarsest floating-point type that the function computes in.
+    """
+
+    atol: float
+    rtol: float
+    is_default: bool
+    precision: float = _DOUBLE
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether precise references are held to more than the plain formula."""
+        return self.is_default and self.precision <= _DOUBLE
+
+    def plain(self, reference: Any) -> Any:
+        """The plain formula."""
+        return self.atol + self.rtol * abs(reference)
+
+    def coarse(self, reference: Any, error: Any) -> Any:
+        """Of a reference with an error of its own."""
+        return self.plain(reference) + error if self.is_default else self.plain(reference)
+
+    def precise(self, reference: Any, scale: Any) -> Any:
+        """Of a reference that is exact up to rounding.
+
+        Args:
+          reference: its values.
+          scale: the largest of them, in a block whose entries are sums of terms of about that size.
+        """
+        if not self.is_default:
+            return self.plain(reference)
+        if not self.is_tight:
+            return self.plain(reference) + _COARSE_ROUNDING * self.precision * scale
+        small = self.atol * _module(scale).clip(scale, _TIGHTER, 1.0)
+        return _TIGHTER * (small + self.rtol * abs(reference)) + _ROUNDING * self.precision * scale
+
+    def estimated(self, reference: Any, scale: Any, error: Any) -> Any:
+        """Of a reference with an estimated error: as tight as that allows, and never looser than `coarse`."""
+        if not self.is_default:
+            return self.plain(reference)
+        xp = _module(reference)
+        return xp.minimum(xp.maximum(self.precise(reference, scale), error), self.coarse(reference, error))
+
+
+def excess(analytic: Any, reference: Any, tolerance: Any) -> Any:
+    """How many times the difference exceeds the tolerance; above 1 is a mismatch, and `nan` agrees with nothing."""
+    xp = _module(reference)
+    times = abs(analytic - reference) / xp.maximum(tolerance, _TINY)
+    return xp.where(analytic == reference, 0.0, xp.where(xp.isnan(times), np.inf, times))
+
+
+def _module(array: Any) -> Any:
+    """NumPy for what is on the host, `jax.numpy` for the rest."""
+    return np if isinstance(array, (np.ndarray, np.generic)) else jnp
