@@ -1,0 +1,1 @@
+"""`from_torch`: existing PyTorch Functions on JAX."""
