@@ -248,7 +248,15 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
         return Unsupported(
             name, line_of(node), "the size of its result depends on values, and JAX compiles for known sizes"
         )
+    if TABLE[entry].contiguous and not _is_contiguous(node.args[0]):
+        reason = "it reads memory, and its argument does not lie there in the order of its elements; call `.contiguous()` first"
+        return Unsupported(name, line_of(node), reason)
     return TABLE[entry]
+
+
+def _is_contiguous(argument: Any) -> bool:
+    recorded = argument.meta.get("val")
+    return recorded is None or (recorded.is_contiguous() and recorded.storage_offset() == 0)
 
 
 def _has_unknown_size(node: Node) -> bool:

@@ -22,22 +22,24 @@ class Operation(NamedTuple):
     Attributes:
       function: the JAX function.
       draws: it draws random numbers; its first argument is a key.
+      contiguous: it is right only where torch's first argument lies in memory in the order of its elements.
     """
 
     function: Callable[..., Any]
     draws: bool = False
+    contiguous: bool = False
 
 
 TABLE: dict[str, Operation] = {}
 REFUSED: dict[str, str] = {}
 
 
-def operation(*names: str, draws: bool = False) -> Callable[[_F], _F]:
+def operation(*names: str, draws: bool = False, contiguous: bool = False) -> Callable[[_F], _F]:
     """Enters the decorated function for the operations `names`."""
 
     def enter(function: _F) -> _F:
         for name in names:
-            _enter(name, Operation(function, draws))
+            _enter(name, Operation(function, draws, contiguous))
         return function
 
     return enter
