@@ -5,5 +5,7 @@ from jaxfn._function import Function as Function
 from jaxfn._functional import autograd_function as autograd_function
 from jaxfn._functional import function as function
 from jaxfn._once import once_differentiable as once_differentiable
+from jaxfn._torch import TranslationError as TranslationError
+from jaxfn._torch import from_torch as from_torch
 
 __version__ = "0.1.0"
