@@ -1,6 +1,7 @@
-"""Indexing a tensor with tensors of one integer, which torch would ask for their values.
+"""Indexing with traced tensors where torch would ask for their values.
 
-`x[i]` with a traced `i` is a gather, and `x[i] = y` a scatter; every other index is left to torch.
+`x[i]`, with `i` a tensor of one integer, is a gather, and `x[i] = y` a scatter. `x[mask]` is a `Selection`. Every other
+index is left to torch.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from jaxfn._torch._selection import Selection, assign, refuse, select
 
 if TYPE_CHECKING:
     from jaxfn._torch._tracing import Tracing
@@ -18,6 +21,8 @@ aten = torch.ops.aten
 def read(tracing: Tracing, tensor: torch.Tensor, index: Any) -> torch.Tensor:
     """`tensor[index]`."""
     parts = _parts(tensor, index)
+    if _is_unknown_mask(tracing, parts):
+        return select(tensor, parts[0])
     if not any(_is_unknown_integer(tracing, part) for part in parts):
         return torch.Tensor.__getitem__(tensor, index)
     gathered, remaining = _gather(tracing, tensor, parts)
@@ -27,6 +32,11 @@ def read(tracing: Tracing, tensor: torch.Tensor, index: Any) -> torch.Tensor:
 def write(tracing: Tracing, tensor: torch.Tensor, index: Any, value: Any) -> None:
     """`tensor[index] = value`."""
     parts = _parts(tensor, index)
+    if isinstance(value, Selection):
+        if not _is_unknown_mask(tracing, parts):
+            refuse("an assignment to an index that is no mask")
+        assign(tracing, tensor, parts[0], value)
+        return
     if not any(_is_unknown_integer(tracing, part) for part in parts):
         torch.Tensor.__setitem__(tensor, index, value)
         return
@@ -53,6 +63,14 @@ def _dimensions(part: Any) -> int:
     if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8):
         return part.dim()
     return 1
+
+
+def _is_unknown_mask(tracing: Tracing, parts: list[Any]) -> bool:
+    """Whether the index is a traced mask and nothing else that matters."""
+    if not parts or not isinstance(parts[0], torch.Tensor) or parts[0].dtype not in (torch.bool, torch.uint8):
+        return False
+    is_all = all(isinstance(part, slice) and part == slice(None) for part in parts[1:])
+    return parts[0].dim() > 0 and is_all and tracing.is_traced(parts[0])
 
 
 def _is_unknown_integer(tracing: Tracing, part: Any) -> bool:

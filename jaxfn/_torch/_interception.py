@@ -22,6 +22,7 @@ from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._inside import Differentiable
 from jaxfn._torch._indexing import read, write
 from jaxfn._torch._recorder import source_line
+from jaxfn._torch._selection import Selection, call
 
 if TYPE_CHECKING:
     from jaxfn._torch._tracing import Tracing
@@ -44,6 +45,8 @@ class PythonLevel(TorchFunctionMode):
         args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(value) for name, value in kwargs.items()}
         if _is_device_name(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
+        if any(isinstance(x, Selection) for x in (*args, *kwargs.values())) and func is not torch.Tensor.__setitem__:
+            return call(self.tracing, func, args, kwargs)
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
@@ -163,6 +166,13 @@ def _set_data(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 @_answers(torch.Tensor.__getitem__)
 def _getitem(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return read(mode.tracing, *args)
+
+
+@_answers(torch.Tensor.masked_select, torch.masked_select)
+def _masked_select(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, mask = (*args, *kwargs.values())
+    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+    return read(mode.tracing, tensor.expand(shape), mask.expand(shape))
 
 
 @_answers(torch.Tensor.__setitem__)

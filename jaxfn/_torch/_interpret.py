@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from jaxfn._torch._arrays import jax_dtype, to_jax
 from jaxfn._torch._errors import TranslationError
+from jaxfn._torch._inside import JaxCall
 from jaxfn._torch._operations import TABLE, Operation, entry_name, refusal
 
 # What these say of a tensor (where it is, how it lies in memory) JAX decides itself.
@@ -231,6 +232,8 @@ def by_name(ops: Replacements | None) -> dict[str, Callable[..., Any]]:
 
 def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operation | Unsupported:
     """What stands for a node's operation: the replacement, the table's entry, or a number's own operation."""
+    if isinstance(node.target, JaxCall):
+        return Operation(node.target.function, node.target.draws)
     name = name_of(node.target)
     for form in (name, name.rpartition(".")[0]):
         if form in replacements:

@@ -14,8 +14,8 @@ from jaxfn._torch._context import TorchContext
 from jaxfn._torch._definition import Definition
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import Slot, put_in, slots, take_out
-from jaxfn._torch._inside import JaxCall
 from jaxfn._torch._interpret import Unsupported, explain, run, unsupported
+from jaxfn._torch._recorder import draws_random_numbers
 from jaxfn._torch._statics import Recent, static_key
 from jaxfn._torch._tracing import Tracing
 
@@ -50,7 +50,7 @@ class Traced(NoArrays):
         self.name = name
         self.graph_module = tracing.finish(results)
         nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
-        self.draws = any(map(_draws, nodes))
+        self.draws = any(draws_random_numbers(node.target) for node in nodes)
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
         self.reads_outside = tracing.recorder.reads_outside
         self.unsupported: list[Unsupported] = unsupported(self.graph_module, definition.replacements.operations)
@@ -70,12 +70,6 @@ class Traced(NoArrays):
                 f"{owner}.apply(..., {self.definition.key_name}=jax.random.key(0)), another key for each call"
             )
         return run(self.graph_module, arrays, key=key, ops=self.definition.replacements.operations)
-
-
-def _draws(node: torch.fx.Node) -> bool:
-    if isinstance(node.target, JaxCall):
-        return node.target.draws
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_double(value: Any) -> bool:

@@ -127,6 +127,18 @@ class Recorder(TorchDispatchMode):
         node = self._nodes.get(id(tensor))
         return self._inputs.index(node) if node in self._inputs else None
 
+    def is_same(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
+        """Whether two nodes are the same computation."""
+        numbers: dict[Any, int] = {}  # of computations, so that each node is looked at once
+        known: dict[torch.fx.Node, int] = {}
+        for node in self.graph.nodes:
+            operands, _ = torch_tree.tree_flatten((node.args, dict(node.kwargs)))
+            parts = [("node", known[x]) if isinstance(x, torch.fx.Node) else (type(x), x) for x in operands]
+            is_repeatable = node.op == "call_function" and not draws_random_numbers(node.target)
+            computation = (node.target, *parts) if is_repeatable else node
+            known[node] = numbers.setdefault(computation, len(numbers))
+        return known[a] == known[b]
+
     @contextlib.contextmanager
     def stopping_gradients(self) -> Generator[None]:
         """Inside, `detach` is what the user's code asked for."""
@@ -194,7 +206,7 @@ class Recorder(TorchDispatchMode):
                 return self.call(_STOP_GRADIENT, args, {}, self._faked(func, args, kwargs))
             # Autograd is above; what it detaches for its own purposes keeps its derivative.
             return self.alias(self._faked(func, args, kwargs), args[0])
-        draws = torch.Tag.nondeterministic_seeded in func.tags
+        draws = draws_random_numbers(func)
         if draws:
             self._check_draw(func, kwargs)
         replacement = self.replaced.get(func) or self.replaced.get(getattr(func, "overloadpacket", None))
@@ -294,6 +306,15 @@ _NEEDS_VALUE = (
     "while JAX traces there is none. Use torch.where, or pass the number as a Python number"
 )
 _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
+
+
+
+def draws_random_numbers(target: Any) -> bool:
+    """Whether the target of a node does."""
+    if isinstance(target, JaxCall):
+        return target.draws
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
 
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _DYNAMIC_SHAPE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)

@@ -22,6 +22,7 @@ from jaxfn._torch._flat import put_in, take_out
 from jaxfn._torch._inside import Site
 from jaxfn._torch._interception import PythonLevel, patched
 from jaxfn._torch._recorder import WRITES_OUTSIDE, Recorder, plain_torch, source_line
+from jaxfn._torch._selection import Selection, refuse
 
 _THREAD = threading.local()
 
@@ -157,6 +158,8 @@ class Tracing:
 
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
         """The present value of a tensor of the code's, as it is below functionalization."""
+        if isinstance(tensor, Selection):
+            refuse("keeping or returning")
         if not isinstance(tensor, FunctionalTensor):
             return tensor
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
@@ -165,6 +168,10 @@ class Tracing:
     def is_traced(self, value: object) -> bool:
         """Whether a value is a tensor that depends on the inputs."""
         return isinstance(value, FunctionalTensor) and self.recorder.is_traced(self.lower(value))
+
+    def is_same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether two tensors have the same values, as far as it can be seen from how they were computed."""
+        return self.recorder.is_same(self.recorder.node(self.lower(a)), self.recorder.node(self.lower(b)))
 
     def call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
         """Records a call of a function of JAX arrays, which gives `value` (of `Recorder.fake` tensors)."""

@@ -122,7 +122,7 @@ def split_with_sizes(x: Array, sizes: Sequence[int], dim: int) -> list[Array]:
 @operation("aten.split.Tensor", "aten.unsafe_split.Tensor")
 def split(x: Array, size: int, dim: int) -> list[Array]:
     length = x.shape[dim]
-    return jnp.split(x, range(size, length, size), dim) if size else [x]
+    return jnp.split(x, tuple(range(size, length, size)), dim) if size else [x]
 
 
 @operation("aten.unbind")
