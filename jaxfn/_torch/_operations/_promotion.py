@@ -61,6 +61,11 @@ def promoted(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast_first
 
 
+def promoted_to_inexact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a function that is defined on floating point numbers only."""
+    return promoted(functools.wraps(function)(lambda *operands: function(*map(to_inexact, operands))))
+
+
 def to_inexact(x: Any) -> jax.Array:
     """`x` in floating point, with integers in torch's default dtype, float32."""
     x = jnp.asarray(x)

@@ -47,7 +47,7 @@ def right_shift(x: Array, bits: Array) -> Array:
     return jnp.right_shift(x, bits)
 
 
-@operation("aten.where")
+@operation("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
 def where(condition: Array, x: Any, y: Any) -> Array:
     return promoted(lambda x, y: jnp.where(condition, x, y))(x, y)
 

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch._operations._promotion import is_inexact, promoted, result_type, to_inexact
+from jaxfn._torch._operations._promotion import is_inexact, promoted, promoted_to_inexact, result_type, to_inexact
 from jaxfn._torch._operations._table import enter_all, operation
 
 enter_all(
@@ -30,8 +31,6 @@ enter_all(
         "aten.log2": jnp.log2,
         "aten.neg": jnp.negative,
         "aten.positive": jnp.positive,
-        "aten.sgn": jnp.sign,
-        "aten.sign": jnp.sign,
         "aten.sin": jnp.sin,
         "aten.sinh": jnp.sinh,
         "aten.sqrt": jnp.sqrt,
@@ -41,17 +40,19 @@ enter_all(
         "aten.abs": jnp.abs,
         "aten.mul": promoted(jnp.multiply),
         "aten.multiply": promoted(jnp.multiply),
-        "aten.atan2": promoted(jnp.arctan2),
-        "aten.copysign": promoted(jnp.copysign),
+        "aten.atan2": promoted_to_inexact(jnp.arctan2),
+        "aten.copysign": promoted_to_inexact(jnp.copysign),
         "aten.gcd": promoted(jnp.gcd),
-        "aten.hypot": promoted(jnp.hypot),
+        "aten.hypot": promoted_to_inexact(jnp.hypot),
         "aten.lcm": promoted(jnp.lcm),
+        "aten.max.other": promoted(jnp.maximum),
         "aten.maximum": promoted(jnp.maximum),
+        "aten.min.other": promoted(jnp.minimum),
         "aten.minimum": promoted(jnp.minimum),
         "aten.nextafter": promoted(jnp.nextafter),
         "aten.remainder": promoted(jnp.remainder),
-        "aten.logaddexp": promoted(jnp.logaddexp),
-        "aten.logaddexp2": promoted(jnp.logaddexp2),
+        "aten.logaddexp": promoted_to_inexact(jnp.logaddexp),
+        "aten.logaddexp2": promoted_to_inexact(jnp.logaddexp2),
         "aten.heaviside": promoted(jnp.heaviside),
         "aten.frexp": jnp.frexp,
         "aten.signbit": jnp.signbit,
@@ -62,6 +63,11 @@ enter_all(
 @operation("aten.reciprocal")
 def reciprocal(x: Array) -> Array:
     return 1 / to_inexact(x)
+
+
+@operation("aten.sign", "aten.sgn")
+def sign(x: Array) -> Array:
+    return x if x.dtype == np.bool_ else jnp.sign(x)
 
 
 @operation("aten.rsqrt")
@@ -125,7 +131,12 @@ def power(x: Any, exponent: Any) -> Array:
     dtype = result_type(x, exponent)
     if isinstance(exponent, (int, float)) and abs(exponent) <= 64 and float(exponent).is_integer():
         return jnp.power(jnp.asarray(x, dtype), int(exponent))
-    return jnp.power(jnp.asarray(x, dtype), jnp.asarray(exponent, dtype))
+    x, exponent = jnp.asarray(x, dtype), jnp.asarray(exponent, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.power(x, exponent)
+    # One over an integer's power, cut to an integer: nothing is left unless it was 1 or -1.
+    inverse = jnp.where(x == 1, 1, jnp.where(x == -1, 1 - 2 * (exponent % 2), 0))
+    return jnp.where(exponent < 0, inverse, jnp.power(x, jnp.maximum(exponent, 0)))
 
 
 @operation("aten.fmax")
@@ -200,7 +211,10 @@ def ldexp(x: Array, exponent: Array) -> Array:
 
 @operation("aten.lerp")
 def lerp(x: Array, end: Array, weight: Any) -> Array:
-    return x + jnp.asarray(weight, x.dtype) * (end - x)
+    weight = jnp.asarray(weight, x.dtype)
+    difference = end - x
+    # From the nearer end, so that both are met exactly.
+    return jnp.where(jnp.abs(weight) < 0.5, x + weight * difference, end - difference * (1 - weight))
 
 
 @operation("aten.addcmul")

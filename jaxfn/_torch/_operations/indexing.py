@@ -25,6 +25,7 @@ Indices = Sequence[Array | None]
 refuse(
     "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; `torch.where` keeps the size",
     "aten.nonzero",
+    "aten.where.default",
     "aten.masked_select",
     "aten.unique_consecutive",
     "aten._unique",
@@ -58,8 +59,7 @@ def index_put(x: Array, indices: Indices, values: Array, accumulate: bool = Fals
     values = to_dtype(values, x.dtype)
     if any(_is_mask(i) for i in indices):
         return _mask_put(x, indices, values, accumulate)
-    place = x.at[_positions(indices)]
-    return place.add(values) if accumulate else place.set(values)
+    return combined(x, _positions(indices), values, "add" if accumulate else "set")
 
 
 def _mask_put(x: Array, indices: Indices, values: Array, accumulate: bool) -> Array:
@@ -96,9 +96,8 @@ def take(x: Array, indices: Array) -> Array:
 
 @operation("aten.put")
 def put(x: Array, indices: Array, source: Array, accumulate: bool = False) -> Array:
-    place = x.reshape(-1).at[indices.reshape(-1)]
-    values = source.reshape(-1)
-    return (place.add(values) if accumulate else place.set(values)).reshape(x.shape)
+    how = "add" if accumulate else "set"
+    return combined(x.reshape(-1), indices.reshape(-1), source.reshape(-1), how).reshape(x.shape)
 
 
 @operation("aten.index_select")
@@ -121,6 +120,7 @@ def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Arr
     return x[_along(x, dim, indices)]
 
 
+# The names of what `.at[...]` offers for what torch calls the reductions.
 _COMBINE = {
     "sum": "add",
     "add": "add",
@@ -139,8 +139,14 @@ def scatter(x: Array, dim: int, indices: Array, source: Any, reduce: str | None 
     values = jnp.asarray(source, x.dtype)
     if values.ndim:
         values = values[tuple(slice(length) for length in indices.shape)]
-    place = flat.at[_along(flat, dim, places)]
-    return getattr(place, _COMBINE[reduce])(values).reshape(x.shape)
+    return combined(flat, _along(flat, dim, places), values, _COMBINE[reduce]).reshape(x.shape)
+
+
+def combined(x: Array, at: Any, values: Array, how: str) -> Array:
+    """`x.at[at]`, set to, added to or otherwise combined with `values`; for truth values, "or" adds and "and" multiplies."""
+    if x.dtype == np.bool_:
+        how = {"add": "max", "multiply": "min"}.get(how, how)
+    return getattr(x.at[at], how)(values)
 
 
 @operation("aten.scatter_add")
@@ -175,8 +181,8 @@ def _neutral(reduce: str, dtype: Any) -> Any:
 @operation("aten.index_add")
 def index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Any = 1) -> Array:
     flat = vector(x)
-    place = flat.at[(slice(None),) * (dim % flat.ndim) + (vector(indices),)]
-    return place.add(vector(source) * jnp.asarray(alpha, x.dtype)).reshape(x.shape)
+    at = (slice(None),) * (dim % flat.ndim) + (vector(indices),)
+    return combined(flat, at, vector(source) * jnp.asarray(alpha, x.dtype), "add").reshape(x.shape)
 
 
 @operation("aten.index_copy")

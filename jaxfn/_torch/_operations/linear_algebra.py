@@ -16,8 +16,8 @@ from jaxfn._torch._operations.reductions import vector_norm
 
 enter_all(
     {
-        "aten.mm": jnp.matmul,
-        "aten.bmm": jnp.matmul,
+        "aten.mm.default": jnp.matmul,
+        "aten.bmm.default": jnp.matmul,
         "aten.mv": jnp.matmul,
         "aten.matmul": jnp.matmul,
         "aten.dot": jnp.dot,
@@ -26,14 +26,14 @@ enter_all(
 )
 
 
-@operation("aten.addmm", "aten.addmv")
+@operation("aten.addmm.default", "aten.addmv")
 def addmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """`beta` 0 leaves `x` out, nan and all."""
     product = scaled(jnp.matmul(first, second), alpha)
     return product if beta == 0 else scaled(x, beta) + product
 
 
-@operation("aten.baddbmm")
+@operation("aten.baddbmm.default")
 def baddbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     return addmm(x, first, second, beta=beta, alpha=alpha)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch._operations._table import operation
@@ -102,17 +103,18 @@ def _per_channel(x: Array, weight: Optional, bias: Optional) -> Array:
     return x if bias is None else x + bias.reshape(shape)
 
 
-@operation("aten._native_batch_norm_legit_functional", "aten._batch_norm_with_update_functional")
+@operation("aten._native_batch_norm_legit_functional")
 def batch_norm_functional(
     x: Array,
     weight: Optional,
     bias: Optional,
     running_mean: Array,
     running_var: Array,
-    *options: float,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[Array, ...]:
     """Output, mean and rstd of the batch (empty when not training), and the new running statistics."""
-    training, momentum, eps = options if len(options) == 3 else (True, *options)
     if not training:
         none = jnp.zeros(0, running_mean.dtype)
         y = _batch_normalized(x, weight, bias, running_mean, lax.rsqrt(running_var + eps))
@@ -125,6 +127,15 @@ def batch_norm_functional(
     y = _batch_normalized(x, weight, bias, mean, rstd)
     new_mean = momentum * mean + (1 - momentum) * running_mean
     return y, mean, rstd, new_mean, momentum * unbiased + (1 - momentum) * running_var
+
+
+@operation("aten._batch_norm_with_update_functional")
+def batch_norm_with_update(
+    x: Array, weight: Optional, bias: Optional, running_mean: Array, running_var: Array, momentum: float, eps: float
+) -> tuple[Array, ...]:
+    """The same when training, with memory for a backend's use, of which there is none here, in between."""
+    y, mean, rstd, *running = batch_norm_functional(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return y, mean, rstd, jnp.zeros(0, np.uint8), *running
 
 
 def _batch_normalized(x: Array, weight: Optional, bias: Optional, mean: Array, rstd: Array) -> Array:

@@ -151,7 +151,11 @@ def _avg_pool(
     window, strides = (*[1] * first, *kernel), (*[1] * first, *steps)
     total = lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, strides, config)
     divisor = divisor if divisor_override is None else divisor_override
-    return total / jnp.asarray(divisor, x.dtype) if is_inexact(x) else total // divisor
+    return (
+        total / jnp.asarray(divisor, x.dtype)
+        if is_inexact(x)
+        else lax.div(total, jnp.broadcast_to(jnp.asarray(divisor, x.dtype), total.shape))
+    )
 
 
 def _avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:

@@ -16,28 +16,38 @@ from jax import Array
 from jaxfn._torch._operations._table import operation
 
 
-def _real(dtype: Any) -> Any:
-    return np.float32 if dtype is None else dtype
+def _uniform(key: Array, shape: Sequence[int], dtype: Any, low: float = 0.0, high: float = 1.0) -> Array:
+    """Of complex numbers, both parts."""
+    dtype = np.float32 if dtype is None else dtype
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.random.uniform(key, tuple(shape), dtype, low, high)
+    real, imag = jax.random.uniform(key, (2, *shape), jnp.finfo(dtype).dtype, low, high)
+    return jax.lax.complex(real, imag)
+
+
+def _normal(key: Array, shape: Sequence[int], dtype: Any) -> Array:
+    """Of complex numbers, with the variance shared by both parts."""
+    return jax.random.normal(key, tuple(shape), np.float32 if dtype is None else dtype)
 
 
 @operation("aten.rand", draws=True)
 def rand(key: Array, size: Sequence[int], *_: Any, dtype: Any = None) -> Array:
-    return jax.random.uniform(key, tuple(size), _real(dtype))
+    return _uniform(key, size, dtype)
 
 
 @operation("aten.randn", draws=True)
 def randn(key: Array, size: Sequence[int], *_: Any, dtype: Any = None) -> Array:
-    return jax.random.normal(key, tuple(size), _real(dtype))
+    return _normal(key, size, dtype)
 
 
 @operation("aten.rand_like", draws=True)
 def rand_like(key: Array, x: Array, dtype: Any = None) -> Array:
-    return jax.random.uniform(key, x.shape, dtype or x.dtype)
+    return _uniform(key, x.shape, dtype or x.dtype)
 
 
 @operation("aten.randn_like", draws=True)
 def randn_like(key: Array, x: Array, dtype: Any = None) -> Array:
-    return jax.random.normal(key, x.shape, dtype or x.dtype)
+    return _normal(key, x.shape, dtype or x.dtype)
 
 
 @operation("aten.randint", draws=True)
@@ -96,20 +106,20 @@ def native_dropout(key: Array, x: Array, p: float, train: bool | None) -> tuple[
 
 @operation("aten.uniform", draws=True)
 def uniform(key: Array, x: Array, low: float = 0.0, high: float = 1.0) -> Array:
-    return jax.random.uniform(key, x.shape, x.dtype, low, high)
+    return _uniform(key, x.shape, x.dtype, low, high)
 
 
-@operation("aten.normal_functional", draws=True)
+@operation("aten.normal_functional", "aten.normal_", draws=True)
 def normal_functional(key: Array, x: Array, mean: float = 0.0, std: float = 1.0) -> Array:
-    return mean + std * jax.random.normal(key, x.shape, x.dtype)
+    return mean + std * _normal(key, x.shape, x.dtype)
 
 
 @operation("aten.normal.float_float", draws=True)
 def normal_float_float(key: Array, mean: float, std: float, size: Sequence[int], dtype: Any = None) -> Array:
-    return mean + std * jax.random.normal(key, tuple(size), _real(dtype))
+    return mean + std * _normal(key, size, dtype)
 
 
-@operation("aten.normal", draws=True)
+@operation("aten.normal.Tensor_Tensor", "aten.normal.Tensor_float", "aten.normal.float_Tensor", draws=True)
 def normal(key: Array, mean: Any, std: Any) -> Array:
     """Either argument may be a number."""
     shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
@@ -128,7 +138,7 @@ def cauchy(key: Array, x: Array, median: float = 0.0, sigma: float = 1.0) -> Arr
 
 @operation("aten.log_normal", draws=True)
 def log_normal(key: Array, x: Array, mean: float = 1.0, std: float = 2.0) -> Array:
-    return jnp.exp(mean + std * jax.random.normal(key, x.shape, x.dtype))
+    return jnp.exp(mean + std * _normal(key, x.shape, x.dtype))
 
 
 @operation("aten.geometric", draws=True)
@@ -146,9 +156,9 @@ def multinomial(key: Array, weights: Array, num_samples: int, replacement: bool 
     return jax.lax.top_k(logits + jax.random.gumbel(key, weights.shape, logits.dtype), num_samples)[1]
 
 
-@operation("aten.rrelu_with_noise_functional", "aten.rrelu_with_noise", draws=True)
+@operation("aten.rrelu_with_noise_functional", draws=True)
 def rrelu_with_noise(
-    key: Array, x: Array, noise: Array, lower: float, upper: float, training: bool = False
+    key: Array, x: Array, noise: Array, lower: float, upper: float, training: bool = False, *_: Any
 ) -> tuple[Array, Array]:
     slope = (
         jax.random.uniform(key, x.shape, x.dtype, lower, upper) if training else jnp.full_like(x, (lower + upper) / 2)

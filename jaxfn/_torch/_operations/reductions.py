@@ -68,12 +68,12 @@ def all_over(x: Array, dim: Dim = None, keepdim: bool = False) -> Array:
     return jnp.all(x, axes(x, dim), keepdims=keepdim)
 
 
-@operation("aten.amax", "aten.max")
+@operation("aten.amax", "aten.max.default")
 def amax(x: Array, dim: Dim = (), keepdim: bool = False) -> Array:
     return jnp.max(x, axes(x, dim), keepdims=keepdim)
 
 
-@operation("aten.amin", "aten.min")
+@operation("aten.amin", "aten.min.default")
 def amin(x: Array, dim: Dim = (), keepdim: bool = False) -> Array:
     return jnp.min(x, axes(x, dim), keepdims=keepdim)
 

@@ -141,7 +141,7 @@ def slice_of(x: Array, dim: int, start: int | None, end: int | None, step: int) 
     return lax.slice_in_dim(x, start, max(start, end), step, dim)
 
 
-@operation("aten.narrow")
+@operation("aten.narrow.default")
 def narrow(x: Array, dim: int, start: int, length: int) -> Array:
     return slice_of(x, dim, start, start % max(x.shape[dim], 1) + length if start < 0 else start + length, 1)
 
