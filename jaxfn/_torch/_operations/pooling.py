@@ -81,7 +81,7 @@ def _outer(tables: Sequence[np.ndarray[Any, Any]], combine: np.ufunc) -> np.ndar
     return result
 
 
-def _max_pool(
+def max_pool(
     spatial: int,
     x: Array,
     kernel_size: Sequence[int],
@@ -94,18 +94,18 @@ def _max_pool(
     return _max_over(x, [_sliding(*axis, ceil_mode) for axis in zip(x.shape[-spatial:], *given, strict=True)])
 
 
-def _max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
+def max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
     return _scattered(spatial, gradient, x, options[-1])
 
 
 enter_all(
     {
-        "aten.max_pool2d_with_indices": partial(_max_pool, 2),
-        "aten.max_pool3d_with_indices": partial(_max_pool, 3),
-        "aten.max_pool2d_with_indices_backward": partial(_max_pool_backward, 2),
-        "aten.max_pool3d_with_indices_backward": partial(_max_pool_backward, 3),
-        "aten.adaptive_max_pool2d_backward": partial(_max_pool_backward, 2),
-        "aten.adaptive_max_pool3d_backward": partial(_max_pool_backward, 3),
+        "aten.max_pool2d_with_indices": partial(max_pool, 2),
+        "aten.max_pool3d_with_indices": partial(max_pool, 3),
+        "aten.max_pool2d_with_indices_backward": partial(max_pool_backward, 2),
+        "aten.max_pool3d_with_indices_backward": partial(max_pool_backward, 3),
+        "aten.adaptive_max_pool2d_backward": partial(max_pool_backward, 2),
+        "aten.adaptive_max_pool3d_backward": partial(max_pool_backward, 3),
     }
 )
 
@@ -128,7 +128,7 @@ def _scattered(spatial: int, gradient: Array, x: Array, indices: Array) -> Array
     return flat.at[at].add(gradient.reshape(rows, -1)).reshape(x.shape)
 
 
-def _avg_pool(
+def avg_pool(
     spatial: int,
     x: Array,
     kernel_size: Sequence[int],
@@ -158,17 +158,17 @@ def _avg_pool(
     )
 
 
-def _avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
-    return jax.vjp(lambda x: _avg_pool(spatial, x, *options), x)[1](gradient)[0]
+def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
+    return jax.vjp(lambda x: avg_pool(spatial, x, *options), x)[1](gradient)[0]
 
 
 enter_all(
     {
-        "aten.avg_pool1d": partial(_avg_pool, 1),
-        "aten.avg_pool2d": partial(_avg_pool, 2),
-        "aten.avg_pool3d": partial(_avg_pool, 3),
-        "aten.avg_pool2d_backward": partial(_avg_pool_backward, 2),
-        "aten.avg_pool3d_backward": partial(_avg_pool_backward, 3),
+        "aten.avg_pool1d": partial(avg_pool, 1),
+        "aten.avg_pool2d": partial(avg_pool, 2),
+        "aten.avg_pool3d": partial(avg_pool, 3),
+        "aten.avg_pool2d_backward": partial(avg_pool_backward, 2),
+        "aten.avg_pool3d_backward": partial(avg_pool_backward, 3),
     }
 )
 

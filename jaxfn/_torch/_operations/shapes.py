@@ -27,9 +27,6 @@ enter_all(
         "aten.detach": lax.stop_gradient,
         "aten.lift": identity,
         "aten.lift_fresh": identity,
-        "aten.expand_as": lambda x, y: jnp.broadcast_to(x, y.shape),
-        "aten.permute": lambda x, dims: jnp.transpose(x, [d % x.ndim for d in dims]),
-        "aten.roll": lambda x, shifts, dims: jnp.roll(x, tuple(shifts), tuple(dims) or None),
         "aten.repeat": jnp.tile,
         "aten.t": jnp.transpose,
         "aten.tril": jnp.tril,
@@ -37,6 +34,16 @@ enter_all(
         "aten.diagonal": jnp.diagonal,
     }
 )
+
+
+@operation("aten.permute")
+def permute(x: Array, dims: Sequence[int]) -> Array:
+    return jnp.transpose(x, tuple(d % x.ndim for d in dims))
+
+
+@operation("aten.roll")
+def roll(x: Array, shifts: Sequence[int], dims: Sequence[int]) -> Array:
+    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
 @operation("aten._to_copy", "aten.to.dtype")
