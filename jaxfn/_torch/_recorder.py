@@ -97,6 +97,13 @@ class Recorder(TorchDispatchMode):
         with plain_torch():
             return FakeTensor(self._fake, torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.device("cpu"))
 
+    def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return tensor
+        with plain_torch():
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            return FakeTensor(self._fake, meta, torch.device("cpu"))
+
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
         """The graph with these outputs, and without what they do not need."""
         self.graph.output(tuple(self.node(tensor) for tensor in outputs))
@@ -228,6 +235,7 @@ class Recorder(TorchDispatchMode):
 
     def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation on traced tensors gives: shapes and dtypes."""
+        args, kwargs = torch_tree.tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
         try:
             with self._fake:
                 return func(*args, **kwargs)

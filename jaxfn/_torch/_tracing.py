@@ -61,8 +61,14 @@ class _Functionalization(FunctionalTensorMode):
     """torch's, with the questions it asks itself hidden from `PythonLevel`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CHECKS:
+            return None
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+# Raise for some values, which are not known while tracing. JAX's linear algebra gives NaN for what has no solution.
+_CHECKS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
 
 
 def _random_states() -> tuple[object, ...]:
@@ -101,7 +107,10 @@ class Tracing:
             try:
                 yield
             except Exception as error:
-                raise self._in_our_words(error) from (None if isinstance(error, TranslationError) else error)
+                known = self._in_our_words(error)
+                if known is None:
+                    raise
+                raise known from error
             finally:
                 _THREAD.tracing = before
         if _random_states() != states:
@@ -110,7 +119,8 @@ class Tracing:
                 "Draw with torch, and pass a key to apply."
             )
 
-    def _in_our_words(self, error: Exception) -> Exception:
+    def _in_our_words(self, error: Exception) -> TranslationError | None:
+        """What an error that torch raised while tracing means, if that is known."""
         text = str(error)
         where = source_line([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
         if "non-functional tensor" in text:
@@ -121,7 +131,7 @@ class Tracing:
                 "run. Name a JAX function to stand for the Python function around it, or for the torch operation: "
                 f"from_torch(..., ops={{function: jax_function}}){where}"
             )
-        return error
+        return None
 
     def input(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
         """A new input of the trace."""
