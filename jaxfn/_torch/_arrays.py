@@ -70,8 +70,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         values = dense.view(bits).numpy().view(jnp.dtype(str(dense.dtype).removeprefix("torch.")))
     else:
         values = dense.numpy()
-    # A copy: the tensor may be written in place later.
-    return jnp.array(values, dtype)
+    # A copy, for the tensor may be written in place later.
+    return jnp.asarray(np.array(values, dtype))
 
 
 def to_torch(array: Any) -> torch.Tensor:

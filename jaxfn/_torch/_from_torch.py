@@ -13,13 +13,15 @@ import jax
 import numpy as np
 import torch
 
+from jaxfn._arguments import Parameters
 from jaxfn._context import FunctionCtx, state_of
 from jaxfn._function import Function
-from jaxfn._leaves import is_array_leaf, is_none
+from jaxfn._leaves import as_array, is_array_leaf, is_none
 from jaxfn._once import once_differentiable
 from jaxfn._torch._arrays import torch_dtype
 from jaxfn._torch._definition import Definition
 from jaxfn._torch._errors import TranslationError
+from jaxfn._torch._explain import Explanation, Part
 from jaxfn._torch._flat import Flat, Slot, put_in, slots, take_out
 from jaxfn._torch._inside import Site, as_key, new_key
 from jaxfn._torch._program import Forward, Spec, spec_of
@@ -39,6 +41,39 @@ class Adopted(Function):
 
     torch_function: ClassVar[Any]
     _jaxfn_adapter: ClassVar[Adapter]
+
+    @classmethod
+    def explain(cls, *args: Any, **kwargs: Any) -> Explanation:
+        """What becomes of the torch code when `apply` is called with these arguments and differentiated.
+
+        Args:
+          *args: as for `apply`; of arrays, shapes and dtypes matter.
+          **kwargs: likewise.
+
+        Returns:
+          An object that prints the graphs that torch traced, their operations, which of those have no translation, and
+          the JAX code of the translation.
+
+        Example:
+          >>> import torch, jax.numpy as jnp, jaxfn
+          >>> class Square(torch.autograd.Function):
+          ...     @staticmethod
+          ...     def forward(ctx, x):
+          ...         ctx.save_for_backward(x)
+          ...         return x * x
+          ...     @staticmethod
+          ...     def backward(ctx, grad_output):
+          ...         return 2 * ctx.saved_tensors[0] * grad_output
+          >>> explanation = jaxfn.from_torch(Square).explain(jnp.ones(3))
+          >>> explanation.is_supported
+          True
+          >>> print(explanation.parts[1].operations)
+          ['aten.mul.Tensor']
+
+        Torch counterpart: none.
+        """
+        form, values = Parameters(cls.forward, True, cls.__name__).bind(args, kwargs)
+        return form.call(lambda *args, **kwargs: cls._jaxfn_adapter.explain(args, kwargs), (), values)
 
 
 class Adapter:
@@ -114,7 +149,26 @@ class Adapter:
         args, kwargs = arguments.template
         flags = (True,) * (len(args) + len(kwargs))
         program = self.traced(arguments.template, [spec_of(x) for x in arguments.leaves], flags)
-        return program, program.traced.draws or program.backward_draws()
+        backward = program.whole_backward()
+        return program, program.traced.draws or (backward is not None and backward.traced.draws)
+
+    def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+        """What becomes of a call with these arguments when everything in it is being differentiated."""
+        kwargs = {name: value for name, value in kwargs.items() if name != self.definition.key_name}
+        arguments = take_out((args, kwargs), is_array_leaf)
+        specs = [self._spec(as_array(leaf)) for leaf in arguments.leaves]
+        try:
+            program = self.traced(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
+        except TranslationError as error:
+            return Explanation(self.definition.name, [Part("forward", error)])
+        parts = [Part("forward", program.traced)]
+        try:
+            backward = program.whole_backward()
+        except TranslationError as error:
+            parts.append(Part("backward", error))
+        else:
+            parts += [] if backward is None else [Part("backward", backward.traced)]
+        return Explanation(self.definition.name, parts)
 
     def _flags(self, names: Sequence[str], flags: Sequence[bool]) -> tuple[bool, ...]:
         """Without that of the key."""

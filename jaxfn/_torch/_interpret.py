@@ -233,7 +233,7 @@ def by_name(ops: Replacements | None) -> dict[str, Callable[..., Any]]:
 def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operation | Unsupported:
     """What stands for a node's operation: the replacement, the table's entry, or a number's own operation."""
     if isinstance(node.target, JaxCall):
-        return Operation(node.target.function, node.target.draws)
+        return Operation(node.target, node.target.draws)
     name = name_of(node.target)
     for form in (name, name.rpartition(".")[0]):
         if form in replacements:

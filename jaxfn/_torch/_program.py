@@ -182,14 +182,14 @@ class Forward(NoArrays):
                 self._backwards.put(key, found)
         return found
 
-    def backward_draws(self) -> bool:
-        """Whether backward draws random numbers when all its gradients are there."""
+    def whole_backward(self) -> Backward | None:
+        """`backward` traced for all gradients, where there is one."""
         if self.definition.backward is None:
-            return False
+            return None
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
         slots_only = torch_tree.tree_map(lambda leaf: leaf if isinstance(leaf, Slot) else None, tuple(outputs))
         given = take_out(put_in(slots_only, self.specs), lambda leaf: isinstance(leaf, Spec))
-        return self.backward(given.template, given.leaves, (True,) * len(self.needs_input_grad)).traced.draws
+        return self.backward(given.template, given.leaves, (True,) * len(self.needs_input_grad))
 
     def ctx(self, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
         """The ctx that `backward` gets in a new trace, whose first inputs are the tensors that it holds."""

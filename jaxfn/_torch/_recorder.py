@@ -39,9 +39,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.utils import _pytree as torch_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jaxfn._leaves import is_array_leaf
 from jaxfn._torch._arrays import jax_dtype, torch_dtype
 from jaxfn._torch._errors import TranslationError
+from jaxfn._torch._flat import put_in, take_out
 from jaxfn._torch._inside import JaxCall
+from jaxfn._torch._interpret import by_name
 from jaxfn._torch._operations import entry_name
 
 aten = torch.ops.aten
@@ -62,7 +65,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
       owner: whose code it is, for messages.
-      replaced: the operations (overloads and packets) that a JAX function stands for.
+      replaced: the operations that a JAX function stands for.
     """
 
     # In the place where torch puts its FakeTensorMode: below functionalization, which modes of no kind are above.
@@ -71,7 +74,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, owner: str, replaced: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self.owner = owner
-        self.replaced = replaced
+        self._replaced = by_name(replaced)
         self.graph = torch.fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.reads_outside = False  # whether Python code looked at the values of a tensor made outside
@@ -216,7 +219,7 @@ class Recorder(TorchDispatchMode):
         draws = draws_random_numbers(func)
         if draws:
             self._check_draw(func, kwargs)
-        replacement = self.replaced.get(func) or self.replaced.get(getattr(func, "overloadpacket", None))
+        replacement = self._replaced.get(str(func)) or self._replaced.get(str(func).rpartition(".")[0])
         if replacement is not None and traced:
             return self.call(func, args, kwargs, self.shapes_of(replacement, args, kwargs))
         if not traced and not draws:
@@ -247,11 +250,13 @@ class Recorder(TorchDispatchMode):
                 "static. Use torch.where, or a mask that multiplies, instead of selecting elements"
                 f"{source_line()}"
             ) from None
-        except UnsupportedOperatorException:
+        except (RuntimeError, NotImplementedError) as error:
+            if not isinstance(error, UnsupportedOperatorException) and "fake impl" not in str(error):
+                raise
             raise TranslationError(
                 f"{self.owner} calls {func}, of which torch knows only compiled code and not what shapes it returns. Name "
                 f"a JAX function to stand for it: from_torch(..., ops={{torch.ops.{func}: function}}){source_line()}"
-            ) from None
+            ) from error
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation that the table does not have, in terms of others; `NotImplemented` if torch knows none."""
@@ -289,20 +294,19 @@ class Recorder(TorchDispatchMode):
             )
 
     def shapes_of(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """What a JAX function returns for these tensors, without values."""
-        leaves, tree = torch_tree.tree_flatten((args, dict(kwargs)))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        """What a JAX function returns for these tensors: tensors without values, and Python values as they are."""
+        arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+        templates: list[Any] = []
 
-        def of_arrays(*arrays: Any) -> Any:
-            filled = list(leaves)
-            for place, array in zip(places, arrays, strict=True):
-                filled[place] = array
-            args, kwargs = torch_tree.tree_unflatten(filled, tree)
-            return function(*args, **kwargs)
+        def of_arrays(*arrays: Any) -> list[Any]:
+            args, kwargs = put_in(arguments.template, arrays)
+            returned = take_out(function(*args, **kwargs), is_array_leaf)
+            templates.append(returned.template)
+            return returned.leaves
 
-        shapes = [jax.ShapeDtypeStruct(tuple(leaves[i].shape), jax_dtype(leaves[i].dtype)) for i in places]
-        returned = jax.eval_shape(of_arrays, *shapes)
-        return jax.tree_util.tree_map(lambda aval: self.fake(aval.shape, torch_dtype(aval.dtype)), returned)
+        shapes = [jax.ShapeDtypeStruct(tuple(x.shape), jax_dtype(x.dtype)) for x in arguments.leaves]
+        avals = jax.eval_shape(of_arrays, *shapes)
+        return put_in(templates[-1], [self.fake(aval.shape, torch_dtype(aval.dtype)) for aval in avals])
 
 
 WRITES_OUTSIDE = (

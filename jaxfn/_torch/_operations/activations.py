@@ -62,6 +62,14 @@ def hardtanh(x: Array, low: float, high: float) -> Array:
     return jnp.where(x <= low, jnp.asarray(low, x.dtype), jnp.where(x >= high, jnp.asarray(high, x.dtype), x))
 
 
+@operation("aten.rrelu_with_noise_backward")
+def rrelu_backward(
+    gradient: Array, x: Array, noise: Array, lower: float, upper: float, training: bool, is_result: bool
+) -> Array:
+    slope = (lower + upper) / 2
+    return gradient * noise if training and upper - lower > 1e-6 else jnp.where(x > 0, gradient, gradient * slope)
+
+
 @operation("aten.threshold")
 def threshold(x: Array, limit: float, value: float) -> Array:
     return jnp.where(x <= limit, jnp.asarray(value, x.dtype), x)

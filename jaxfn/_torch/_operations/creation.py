@@ -38,7 +38,7 @@ def ones_like(x: Array, dtype: Any = None) -> Array:
     return jnp.ones(x.shape, dtype or x.dtype)
 
 
-@operation("aten.zeros", "aten.empty", "aten.empty_strided", "aten.empty_permuted")
+@operation("aten.zeros", "aten._efficientzerotensor", "aten.empty", "aten.empty_strided", "aten.empty_permuted")
 def zeros(size: Sequence[int], *_: Any, dtype: Any = None) -> Array:
     return jnp.zeros(tuple(size), dtype or np.float32)
 

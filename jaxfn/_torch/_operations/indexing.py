@@ -89,6 +89,15 @@ def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     return jnp.where(mask, values.astype(x.dtype), x)
 
 
+@operation("aten.masked_scatter_backward")
+def masked_scatter_backward(gradient: Array, mask: Array, sizes: Sequence[int]) -> Array:
+    """What came from `source`, in order; elements that were not used get 0."""
+    mask = jnp.broadcast_to(mask, gradient.shape).reshape(-1)
+    order = jnp.where(mask, jnp.cumsum(mask) - 1, math.prod(sizes))
+    flat = jnp.zeros(math.prod(sizes), gradient.dtype)
+    return flat.at[order].set(gradient.reshape(-1), mode="drop").reshape(tuple(sizes))
+
+
 @operation("aten.take")
 def take(x: Array, indices: Array) -> Array:
     return x.reshape(-1)[indices]
