@@ -1,10 +1,12 @@
 """The table itself: which JAX function stands for which ATen operation.
 
 Operations are named as torch prints them, `aten.add.Tensor`; an entry without overload, `aten.add`, serves all
-overloads that have none of their own. Views' copying forms (`aten.view_copy`) and in-place forms (`aten.add_`) use the entry
-of the plain one. A function gets all positional arguments of the operation's schema, defaults filled in, and the
-keyword-only ones that the call named, without those that mean nothing here (device, layout, memory format). It need not care for
-the result's dtype: the interpreter casts to what torch recorded.
+overloads that have none of their own. Views' copying forms (`aten.view_copy`) and in-place forms (`aten.add_`) use the
+entry of the plain one. What autograd and the dispatcher always break up into others (`aten.matmul`) needs no entry.
+
+A function gets all positional arguments of the operation's schema, defaults filled in, and the keyword-only ones that
+the call named, without those that mean nothing here (device, layout, memory format). It need not care for the result's
+dtype: the interpreter casts to what torch recorded.
 """
 
 from __future__ import annotations

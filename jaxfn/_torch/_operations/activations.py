@@ -18,12 +18,12 @@ enter_all(
 )
 
 
-@operation("aten._softmax", "aten.softmax.int")
+@operation("aten._softmax")
 def softmax(x: Array, dim: int, half_to_float: Any = False) -> Array:
     return jax.nn.softmax(x, dim) if x.ndim else jnp.ones_like(x)
 
 
-@operation("aten._log_softmax", "aten.log_softmax.int")
+@operation("aten._log_softmax")
 def log_softmax(x: Array, dim: int, half_to_float: Any = False) -> Array:
     return jax.nn.log_softmax(x, dim) if x.ndim else jnp.zeros_like(x)
 

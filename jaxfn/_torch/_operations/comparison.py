@@ -28,7 +28,6 @@ enter_all(
         "aten.bitwise_not": jnp.bitwise_not,
         "aten.isnan": jnp.isnan,
         "aten.isinf": jnp.isinf,
-        "aten.isfinite": jnp.isfinite,
         "aten.isposinf": jnp.isposinf,
         "aten.isneginf": jnp.isneginf,
     }
@@ -47,7 +46,7 @@ def right_shift(x: Array, bits: Array) -> Array:
     return jnp.right_shift(x, bits)
 
 
-@operation("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+@operation("aten.where.self")
 def where(condition: Array, x: Any, y: Any) -> Array:
     return promoted(lambda x, y: jnp.where(condition, x, y))(x, y)
 
@@ -55,8 +54,3 @@ def where(condition: Array, x: Any, y: Any) -> Array:
 @operation("aten.masked_fill")
 def masked_fill(x: Array, mask: Array, value: Any) -> Array:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)
-
-
-@operation("aten.isclose")
-def isclose(x: Array, y: Array, rtol: float, atol: float, equal_nan: bool) -> Array:
-    return jnp.isclose(x, y, rtol, atol, equal_nan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,18 +10,12 @@ from jax import Array, lax
 
 from jaxfn._torch._operations._promotion import to_inexact
 from jaxfn._torch._operations._table import enter_all, operation
-from jaxfn._torch._operations.shapes import identity
 
 enter_all(
     {
         "aten._conj": jnp.conj,
         "aten._conj_physical": jnp.conj,
-        "aten.conj_physical": jnp.conj,
-        "aten.resolve_conj": identity,
-        "aten.resolve_neg": identity,
         "aten._neg_view": jnp.negative,
-        "aten.real": jnp.real,
-        "aten.imag": jnp.imag,
         "aten.complex": lax.complex,
     }
 )
@@ -78,10 +71,3 @@ def fft_c2r(x: Array, dim: Sequence[int], normalization: int, last_dim_size: int
     lengths = [*(x.shape[d] for d in dim[:-1]), last_dim_size]
     x = fft_c2c(x, dim[:-1], 0, False)
     return _normalized(jnp.fft.irfft(x, last_dim_size, dim[-1], norm="forward"), lengths, normalization)
-
-
-def _ignore(*_: Any) -> None:
-    """An operation that only checks: JAX gives nan where torch raises."""
-
-
-operation("aten._linalg_check_errors", "aten._assert_async", "aten._assert_tensor_metadata")(_ignore)

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxfn._torch._operations._table import operation
 
 
-@operation("aten.convolution", "aten._convolution")
+@operation("aten.convolution")
 def convolution(
     x: Array,
     weight: Array,

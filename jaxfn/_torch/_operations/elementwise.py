@@ -30,24 +30,19 @@ enter_all(
         "aten.log1p": jnp.log1p,
         "aten.log2": jnp.log2,
         "aten.neg": jnp.negative,
-        "aten.positive": jnp.positive,
         "aten.sin": jnp.sin,
         "aten.sinh": jnp.sinh,
         "aten.sqrt": jnp.sqrt,
-        "aten.square": jnp.square,
         "aten.tan": jnp.tan,
         "aten.tanh": jnp.tanh,
         "aten.abs": jnp.abs,
         "aten.mul": promoted(jnp.multiply),
-        "aten.multiply": promoted(jnp.multiply),
         "aten.atan2": promoted_to_inexact(jnp.arctan2),
         "aten.copysign": promoted_to_inexact(jnp.copysign),
         "aten.gcd": promoted(jnp.gcd),
         "aten.hypot": promoted_to_inexact(jnp.hypot),
         "aten.lcm": promoted(jnp.lcm),
-        "aten.max.other": promoted(jnp.maximum),
         "aten.maximum": promoted(jnp.maximum),
-        "aten.min.other": promoted(jnp.minimum),
         "aten.minimum": promoted(jnp.minimum),
         "aten.nextafter": promoted(jnp.nextafter),
         "aten.remainder": promoted(jnp.remainder),
@@ -87,7 +82,7 @@ def add(x: Any, y: Any, alpha: Any = 1) -> Array:
     return jnp.asarray(x, dtype) + scaled
 
 
-@operation("aten.sub", "aten.subtract")
+@operation("aten.sub")
 def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
     dtype = result_type(x, y)
     scaled = jnp.asarray(y, dtype) if alpha == 1 else jnp.asarray(y, dtype) * jnp.asarray(alpha, dtype)
@@ -99,7 +94,7 @@ def rsub(x: Any, y: Any, alpha: Any = 1) -> Array:
     return sub(y, x, alpha)
 
 
-@operation("aten.div", "aten.divide", "aten.true_divide")
+@operation("aten.div")
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
     """Division; `rounding_mode` is None, "trunc" (towards zero) or "floor"."""
     dtype = result_type(x, y)
@@ -151,7 +146,7 @@ def fmin(x: Array, y: Array) -> Array:
     return jnp.where((x <= y) | jnp.isnan(y), x, y)
 
 
-@operation("aten.clamp", "aten.clip")
+@operation("aten.clamp")
 @promoted
 def clamp(x: Array, low: Array | None, high: Array | None = None) -> Array:
     """torch's derivative at a bound is that of x, where `jnp.clip` would halve it."""
@@ -182,7 +177,7 @@ def floor(x: Array) -> Array:
     return jnp.floor(x) if is_inexact(x) else x
 
 
-@operation("aten.trunc", "aten.fix")
+@operation("aten.trunc")
 def trunc(x: Array) -> Array:
     return jnp.trunc(x) if is_inexact(x) else x
 

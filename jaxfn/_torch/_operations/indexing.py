@@ -1,6 +1,7 @@
 """Reading and writing elements that index tensors and masks name.
 
-An index out of range raises in torch; here, as everywhere in JAX, reading takes the nearest element and writing does nothing.
+An index out of range raises in torch; here, as everywhere in JAX, reading takes the nearest element and writing does
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from jaxfn._torch._operations.shapes import to_dtype
 Indices = Sequence[Array | None]
 
 refuse(
-    "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; `torch.where` keeps the size",
+    "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; `torch.where` "
+    "keeps the size",
     "aten.nonzero",
     "aten.where.default",
     "aten.masked_select",
@@ -40,8 +42,8 @@ refuse(
 def index(x: Array, indices: Indices) -> Array:
     if any(_is_mask(i) for i in indices):
         raise TranslationError(
-            "indexing with a boolean mask gives a result whose size depends on the mask's values, and JAX compiles for known sizes; "
-            "keep the size with `torch.where(mask, x, 0)`"
+            "indexing with a boolean mask gives a result whose size depends on the mask's values, and JAX compiles for "
+            "known sizes; keep the size with `torch.where(mask, x, 0)`"
         )
     return x[_positions(indices)]
 
@@ -152,7 +154,7 @@ def scatter(x: Array, dim: int, indices: Array, source: Any, reduce: str | None 
 
 
 def combined(x: Array, at: Any, values: Array, how: str) -> Array:
-    """`x.at[at]`, set to, added to or otherwise combined with `values`; for truth values, "or" adds and "and" multiplies."""
+    """`x.at[at]`, set to, added to or otherwise combined with `values`; of truth values, the sum is "or"."""
     if x.dtype == np.bool_:
         how = {"add": "max", "multiply": "min"}.get(how, how)
     return getattr(x.at[at], how)(values)

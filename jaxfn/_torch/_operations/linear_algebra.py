@@ -19,7 +19,6 @@ enter_all(
         "aten.mm.default": jnp.matmul,
         "aten.bmm.default": jnp.matmul,
         "aten.mv": jnp.matmul,
-        "aten.matmul": jnp.matmul,
         "aten.dot": jnp.dot,
         "aten.vdot": jnp.vdot,
     }
@@ -85,11 +84,6 @@ def _permutation(pivots: Array, rows: int) -> Array:
 @operation("aten.linalg_inv_ex")
 def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
     return jnp.linalg.inv(a), _factored(a)[2]
-
-
-@operation("aten.inverse", "aten.linalg_inv")
-def inverse(a: Array) -> Array:
-    return jnp.linalg.inv(a)
 
 
 @operation("aten._linalg_det", contiguous=True)
@@ -221,7 +215,7 @@ def eig(a: Array) -> tuple[Array, Array]:
     return tuple(jnp.linalg.eig(a))
 
 
-@operation("aten._linalg_eigvals", "aten.linalg_eigvals")
+@operation("aten._linalg_eigvals")
 def eigvals(a: Array) -> Array:
     return jnp.linalg.eigvals(a)
 

@@ -164,7 +164,6 @@ def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) ->
 
 enter_all(
     {
-        "aten.avg_pool1d": partial(avg_pool, 1),
         "aten.avg_pool2d": partial(avg_pool, 2),
         "aten.avg_pool3d": partial(avg_pool, 3),
         "aten.avg_pool2d_backward": partial(avg_pool_backward, 2),
@@ -173,7 +172,7 @@ enter_all(
 )
 
 
-@operation("aten.adaptive_avg_pool1d", "aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
+@operation("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
 def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
     """A mean over a box is a mean of means: one axis after the other."""
     for axis, windows in enumerate(output_size, x.ndim - len(output_size)):

@@ -81,7 +81,7 @@ def randperm(key: Array, n: int, dtype: Any = None) -> Array:
     return jax.random.permutation(key, n)
 
 
-@operation("aten.bernoulli", draws=True)
+@operation("aten.bernoulli.default", draws=True)
 def bernoulli(key: Array, probabilities: Array) -> Array:
     return jax.random.bernoulli(key, probabilities).astype(probabilities.dtype)
 
@@ -91,7 +91,7 @@ def bernoulli_p(key: Array, x: Array, p: float = 0.5) -> Array:
     return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
 
 
-@operation("aten.bernoulli.Tensor", "aten.bernoulli_.Tensor", draws=True)
+@operation("aten.bernoulli.Tensor", draws=True)
 def bernoulli_tensor(key: Array, x: Array, probabilities: Array) -> Array:
     return jax.random.bernoulli(key, probabilities, x.shape).astype(x.dtype)
 
@@ -109,7 +109,7 @@ def uniform(key: Array, x: Array, low: float = 0.0, high: float = 1.0) -> Array:
     return _uniform(key, x.shape, x.dtype, low, high)
 
 
-@operation("aten.normal_functional", "aten.normal_", draws=True)
+@operation("aten.normal_functional", draws=True)
 def normal_functional(key: Array, x: Array, mean: float = 0.0, std: float = 1.0) -> Array:
     return mean + std * _normal(key, x.shape, x.dtype)
 

@@ -53,11 +53,6 @@ def var_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: b
     return squares / np.maximum(count, 0).astype(squares.dtype), mean if keepdim else jnp.squeeze(mean, over)
 
 
-@operation("aten.var.dim")
-def var_dim(x: Array, dim: Dim, unbiased: bool, keepdim: bool) -> Array:
-    return var(x, dim, int(unbiased), keepdim)
-
-
 @operation("aten.any")
 def any_over(x: Array, dim: Dim = None, keepdim: bool = False) -> Array:
     return jnp.any(x, axes(x, dim), keepdims=keepdim)

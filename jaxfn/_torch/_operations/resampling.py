@@ -112,14 +112,6 @@ def _unaligned(method: Method, x: Array, size: Sequence[int], *scales: float | N
     return _upsample(method, x, size, False, scales or [None] * len(size))
 
 
-def _by_factors(forward: Callable[..., Array], x: Array, size: Sequence[int] | None, *options: Any) -> Array:
-    """The overloads that take either the new size or the factors, as last argument."""
-    *aligned, factors = options
-    if size is None:
-        size = [int(length * factor) for length, factor in zip(x.shape[2:], factors, strict=True)]
-    return forward(x, size, *aligned, *(factors or [None] * len(size)))
-
-
 def _backward(
     forward: Callable[..., Array], gradient: Array, size: Sequence[int], input_size: Sequence[int], *options: Any
 ) -> Array:
@@ -142,7 +134,6 @@ for _name, _forward in _METHODS.items():
     enter_all(
         {
             f"aten.{_name}": _forward,
-            f"aten.{_name}.vec": partial(_by_factors, _forward),
             f"aten.{_name}_backward": partial(_backward, _forward),
         }
     )
@@ -192,7 +183,8 @@ def constant_pad_nd(x: Array, padding: Sequence[int], value: Any = 0) -> Array:
 def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_corners: bool) -> Array:
     """Samples x (N, C, ...) at the points `grid` (N, ..., axes), whose coordinates go from -1 to 1, last axis first.
 
-    `interpolation` is 0 for linear, 1 for nearest, 2 for cubic; `padding` 0 for zeros, 1 for the border, 2 for reflection.
+    `interpolation` is 0 for linear, 1 for nearest, 2 for cubic; `padding` is 0 for zeros, 1 for the border, 2 for
+    reflection.
     """
     lengths = x.shape[2:]
     points = [grid[..., -1 - axis] for axis in range(len(lengths))]

@@ -23,9 +23,7 @@ enter_all(
     {
         "aten.alias": identity,
         "aten.clone": identity,
-        "aten.contiguous": identity,
         "aten.detach": lax.stop_gradient,
-        "aten.lift": identity,
         "aten.lift_fresh": identity,
         "aten.repeat": jnp.tile,
         "aten.t": jnp.transpose,
@@ -46,7 +44,7 @@ def roll(x: Array, shifts: Sequence[int], dims: Sequence[int]) -> Array:
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
-@operation("aten._to_copy", "aten.to.dtype")
+@operation("aten._to_copy")
 def to_dtype(x: Array, dtype: Any = None, *_: Any) -> Array:
     if dtype is None:
         return x
@@ -60,7 +58,7 @@ def copy(x: Array, source: Array, *_: Any) -> Array:
     return jnp.broadcast_to(to_dtype(source, x.dtype), x.shape)
 
 
-@operation("aten.view", "aten.reshape", "aten._unsafe_view", "aten._reshape_alias")
+@operation("aten.view", "aten._unsafe_view", "aten._reshape_alias")
 def view(x: Array, size: Sequence[int], *_: Any) -> Array:
     return x.reshape(tuple(size))
 
@@ -82,7 +80,7 @@ def expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
     return jnp.broadcast_to(x, shape)
 
 
-@operation("aten.transpose", "aten.swapaxes")
+@operation("aten.transpose")
 def transpose(x: Array, first: int, second: int) -> Array:
     return x if x.ndim == 0 else jnp.swapaxes(x, first, second)
 
@@ -107,7 +105,7 @@ def flip(x: Array, dims: Sequence[int]) -> Array:
     return jnp.flip(x, _named(x, tuple(dims))) if x.ndim else x
 
 
-@operation("aten.cat", "aten.concat", "aten.concatenate")
+@operation("aten.cat")
 def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
     dtype = result_type(*tensors)
     # torch skips tensors of shape (0,), whatever the shape of the others.

@@ -26,11 +26,6 @@ def sort_stable(x: Array, *, stable: bool | None, dim: int = -1, descending: boo
     return sort(x, dim, descending)
 
 
-@operation("aten.argsort")
-def argsort(x: Array, dim: int = -1, descending: bool = False) -> Array:
-    return sort(x, dim, descending)[1]
-
-
 @operation("aten.topk")
 def topk(x: Array, k: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> tuple[Array, Array]:
     if x.ndim == 0:
