@@ -477,9 +477,6 @@ class TakeRows(Function):
         raise NotImplementedError
 
 
-
-
-
 @case(normal(4, 3), np.array([2, 0, 1, 2]))
 class PickLogits(Function):
     """A loss with targets; writes one entry at a time with integers that are tensors."""

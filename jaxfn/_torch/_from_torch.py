@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence

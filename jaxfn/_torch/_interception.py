@@ -16,11 +16,12 @@ from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
 from jaxfn._torch._errors import TranslationError
-from jaxfn._torch._inside import Differentiable
 from jaxfn._torch._indexing import read, write
+from jaxfn._torch._inside import Differentiable
 from jaxfn._torch._recorder import source_line
 from jaxfn._torch._selection import Selection, call
 
@@ -196,6 +197,7 @@ def patched(tracing: Tracing, functions: Mapping[Any, Callable[..., Any]]) -> Ge
     with _PATCHING, contextlib.ExitStack() as stack:
         # The class below torch.autograd.Function: `apply = SomeFunction.apply`, taken beforehand, comes by here too.
         _put(stack, _SINGLE_LEVEL, "apply", classmethod(functools.partial(_apply, tracing)))
+        _put(stack, FunctionalTensor, "cuda", lambda tensor, *args, **kwargs: tensor)  # it would ask the driver first
         for function, replacement in functions.items():
             stand_in = _stand_in(tracing, function, replacement)
             for module, name in _references(function):
@@ -210,7 +212,10 @@ def _put(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None
     """Sets an attribute until the stack is left."""
     before = vars(owner).get(name)
     setattr(owner, name, value)
-    stack.callback(delattr if before is None else functools.partial(setattr, owner, name), *([owner, name] if before is None else [before]))
+    stack.callback(
+        delattr if before is None else functools.partial(setattr, owner, name),
+        *([owner, name] if before is None else [before]),
+    )
 
 
 def _apply(tracing: Tracing, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils import _pytree as torch_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -281,7 +280,11 @@ class Recorder(TorchDispatchMode):
             if outside:
                 self._outside.add(id(part))
         is_large = any(part.numel() > _LARGE for part in parts)
-        if (outside or (is_large and not operands)) and entry_name(str(func)) and not any(tag in func.tags for tag in _DYNAMIC_SHAPE):
+        if (
+            (outside or (is_large and not operands))
+            and entry_name(str(func))
+            and not any(tag in func.tags for tag in _DYNAMIC_SHAPE)
+        ):
             # A parameter may get new values, so nothing that was computed from it is kept.
             self._record(func, (args, kwargs), value)
         return value
@@ -318,7 +321,6 @@ _NEEDS_VALUE = (
     "while JAX traces there is none. Use torch.where, or pass the number as a Python number"
 )
 _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
-
 
 
 def draws_random_numbers(target: Any) -> bool:

@@ -23,24 +23,10 @@ if TYPE_CHECKING:
 
 # Functions of each element alone. (A trailing underscore, for the in-place form, is left off.)
 _ELEMENTWISE = frozenset(
-    """
-    abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh
-    atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bool
-    byte ceil celu char clamp clamp_max clamp_min clip clone conj contiguous copysign cos cosh cpu cuda deg2rad detach
-    digamma div divide double elu eq erf erfc erfinv exp exp2 expm1 float float_power floor floor_divide fmax fmin fmod frac
-    full_like gcd ge gelu greater greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e
-    igamma igammac int isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp less less_equal lgamma
-    log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid long lt
-    masked_fill maximum minimum mish mul multiply nan_to_num ndtr ndtri ne neg negative nextafter not_equal ones_like positive
-    pow rad2deg real reciprocal relu relu6 remainder requires_grad rint round rsqrt rsub selu sgn short sigmoid sign
-    signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold to
-    true_divide trunc type type_as where xlog1py xlogy zero zeros_like fill copy
-    add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv div rdiv idiv floordiv rfloordiv ifloordiv mod rmod imod
-    pow rpow ipow and rand iand or ror ior xor rxor ixor lshift rshift neg pos abs invert eq ne lt le gt ge
-    """.split()
+    ["abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "asin", "asinh", "atan", "atan2", "atanh", "bfloat16", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "bool", "byte", "ceil", "celu", "char", "clamp", "clamp_max", "clamp_min", "clip", "clone", "conj", "contiguous", "copysign", "cos", "cosh", "cpu", "cuda", "deg2rad", "detach", "digamma", "div", "divide", "double", "elu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "float", "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "full_like", "gcd", "ge", "gelu", "greater", "greater_equal", "gt", "half", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "hypot", "i0", "i0e", "i1", "i1e", "igamma", "igammac", "int", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "lcm", "ldexp", "le", "leaky_relu", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid", "long", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "multiply", "nan_to_num", "ndtr", "ndtri", "ne", "neg", "negative", "nextafter", "not_equal", "ones_like", "positive", "pow", "rad2deg", "real", "reciprocal", "relu", "relu6", "remainder", "requires_grad", "rint", "round", "rsqrt", "rsub", "selu", "sgn", "short", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "to", "true_divide", "trunc", "type", "type_as", "where", "xlog1py", "xlogy", "zero", "zeros_like", "fill", "copy", "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "div", "rdiv", "idiv", "floordiv", "rfloordiv", "ifloordiv", "mod", "rmod", "imod", "pow", "rpow", "ipow", "and", "rand", "iand", "or", "ror", "ior", "xor", "rxor", "ixor", "lshift", "rshift", "neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"]
 )
 # What a selection knows of itself: all but its length.
-_METADATA = frozenset("dtype device is_cuda is_floating_point is_complex is_sparse requires_grad layout".split())
+_METADATA = frozenset(["dtype", "device", "is_cuda", "is_floating_point", "is_complex", "is_sparse", "requires_grad", "layout"])
 
 
 class Selection(torch.Tensor):

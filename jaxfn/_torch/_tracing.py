@@ -7,7 +7,6 @@ import random
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
