@@ -243,7 +243,7 @@ class ChannelNorm(Function):
     @staticmethod
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
-        n, c, length = grad_output.shape
+        c = grad_output.shape[1]
         mean = x.mean(1, keepdim=True)
         var = (x - mean).pow(2).mean(1, keepdim=True)
         y = (x - mean) / (var + ctx.eps).sqrt()

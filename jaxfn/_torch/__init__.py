@@ -66,5 +66,5 @@ def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | N
         raise TypeError(f"from_torch takes a subclass of torch.autograd.Function, not {torch_function!r}")
     from jaxfn._torch._from_torch import adopt
 
-    caller = sys._getframe(1).f_globals.get("__name__", __name__)
+    caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
     return adopt(torch_function, ops or {}, caller)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils import _pytree as torch_tree
@@ -50,9 +50,13 @@ def take_out(value: Any, is_leaf: Callable[[Any], bool], *, each_once: bool = Fa
     return Flat(leaves, torch_tree.tree_map(slot, value, is_leaf=is_leaf))
 
 
-def put_in(template: Any, leaves: Sequence[Any]) -> Any:
+def put_in(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
     """The value again, with other leaves."""
-    return torch_tree.tree_map(lambda leaf: leaves[leaf.index] if isinstance(leaf, Slot) else leaf, template)
+
+    def filled(leaf: Any) -> Any:
+        return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
+
+    return torch_tree.tree_map(filled, template)
 
 
 def slots(template: Any) -> list[int]:

@@ -38,7 +38,7 @@ class Adopted(Function):
     """
 
     torch_function: ClassVar[Any]
-    _jaxfn_adapter: ClassVar[Adapter]
+    adapter: ClassVar[Adapter]
 
     @classmethod
     def explain(cls, *args: Any, **kwargs: Any) -> Explanation:
@@ -71,7 +71,7 @@ class Adopted(Function):
         Torch counterpart: none.
         """
         form, values = Parameters(cls.forward, True, cls.__name__).bind(args, kwargs)
-        return form.call(lambda *args, **kwargs: cls._jaxfn_adapter.explain(args, kwargs), (), values)
+        return form.call(lambda *args, **kwargs: cls.adapter.explain(args, kwargs), (), values)
 
 
 class Adapter:
@@ -97,7 +97,7 @@ class Adapter:
             ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
         self._warn(program)
         values = program.run(arguments.leaves, key)
-        ctx.program, ctx.key = program, key
+        vars(ctx).update(program=program, key=key)
         ctx.save_for_backward(*(values[slot] for slot in program.kept))
         ctx.set_materialize_grads(program.materialize_grads)
         ctx.mark_non_differentiable(*(values[slot] for slot in program.non_differentiable))
@@ -184,8 +184,8 @@ class Adapter:
     def _spec(self, array: Any) -> Spec:
         if not all(isinstance(length, int) for length in array.shape):
             raise TranslationError(
-                f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one shape at "
-                "a time. Export with fixed shapes"
+                f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one "
+                "shape at a time. Export with fixed shapes"
             )
         return Spec(tuple(array.shape), torch_dtype(array.dtype))
 
@@ -193,14 +193,14 @@ class Adapter:
         name = self.definition.name
         if program.unmarked:
             self._say(
-                f"{name} writes to one of its inputs. JAX arrays are immutable: the caller's array keeps its value, and only "
-                "what forward returns is new."
+                f"{name} writes to one of its inputs. JAX arrays are immutable: the caller's array keeps its value, "
+                "and only what forward returns is new."
             )
         is_narrow = jax.dtypes.canonicalize_dtype(np.float64) == np.float32
         if is_narrow and program.traced.uses_double:
             self._say(
-                f"{name} computes in float64, which JAX has only with jax.config.update('jax_enable_x64', True). It runs in "
-                "float32."
+                f"{name} computes in float64, which JAX has only with jax.config.update('jax_enable_x64', True). It "
+                "runs in float32."
             )
 
     def _say(self, message: str) -> None:
@@ -242,7 +242,7 @@ def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> 
         "__qualname__": function.__name__,
         "__doc__": function.__doc__,
         "torch_function": function,
-        "_jaxfn_adapter": adapter,
+        "adapter": adapter,
         "forward": staticmethod(forward),
     }
     if definition.backward is not None:
@@ -254,7 +254,7 @@ def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> 
 def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a torch Function returns that the code being traced applies: a call of its own jaxfn Function."""
     adopted = adopt(function, tracing.replacements.all, __name__)
-    adapter = adopted._jaxfn_adapter
+    adapter = adopted.adapter
     arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
     program, draws = adapter.preview(arguments)
     places = slots(program.output)
@@ -268,6 +268,11 @@ def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs:
     made = site(*arguments.leaves, *([new_key(tracing)] if draws else []))
     outputs = dict(zip(places, made, strict=True))
     for index, slot in program.dirty.items():
+        if slot is None:
+            raise TranslationError(
+                f"{adapter.definition.name}, applied inside {tracing.owner}, marks an input dirty and does not "
+                "return it"
+            )
         with torch.no_grad():
             outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
     return put_in(program.output, outputs)

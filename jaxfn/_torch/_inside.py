@@ -121,8 +121,11 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
 
 def new_key(tracing: Tracing) -> torch.Tensor:
     """A traced tensor that holds a random key of its own, for a call and its derivative alike."""
-    draw = JaxCall(lambda key: jax.random.bits(key, (2,), np.uint32), "random_key", draws=True)
-    return tracing.call(draw, (), tracing.recorder.fake((2,), torch.uint32))
+    return tracing.call(JaxCall(_draw_key, "random_key", draws=True), (), tracing.recorder.fake((2,), torch.uint32))
+
+
+def _draw_key(key: Any) -> jax.Array:
+    return jax.random.bits(key, (2,), np.uint32)
 
 
 def as_key(data: Any) -> Any:

@@ -11,13 +11,13 @@ import contextlib
 import functools
 import sys
 import threading
-import types
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._indexing import read, write
@@ -100,8 +100,8 @@ def _values(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = mode.tracing.lower(args[0])
     if mode.tracing.recorder.is_traced(tensor):
         raise TranslationError(
-            f"{mode.tracing.owner}: `.{func.__name__}()` asks for the values of a tensor, and while JAX traces there are "
-            f"none. Write that part in torch operations{source_line()}"
+            f"{mode.tracing.owner}: `.{func.__name__}()` asks for the values of a tensor, and while JAX traces there "
+            f"are none. Write that part in torch operations{source_line()}"
         )
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
         return func(tensor.detach(), *args[1:], **kwargs)
@@ -119,8 +119,8 @@ def _tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 @_answers(torch.Tensor.to_sparse, torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.sparse_coo_tensor)
 def _sparse(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     raise TranslationError(
-        f"{mode.tracing.owner}: {func.__name__} makes a sparse tensor, which has no counterpart on JAX. Use dense tensors"
-        f"{source_line()}"
+        f"{mode.tracing.owner}: {func.__name__} makes a sparse tensor, which has no counterpart on JAX. Use dense "
+        f"tensors{source_line()}"
     )
 
 
@@ -152,8 +152,8 @@ def _set_data(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     if mode.tracing.is_traced(tensor) or mode.tracing.is_traced(value):
         if tensor.shape != value.shape or tensor.dtype != value.dtype:
             raise TranslationError(
-                f"{mode.tracing.owner}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or dtype, "
-                f"{tuple(value.shape)}. Make a new tensor{source_line()}"
+                f"{mode.tracing.owner}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or "
+                f"dtype, {tuple(value.shape)}. Make a new tensor{source_line()}"
             )
         with torch.no_grad():
             tensor.copy_(value)
@@ -184,7 +184,7 @@ def _setitem(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- patches
 
 _PATCHING = threading.RLock()
-_SINGLE_LEVEL = torch.autograd.function._SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
+_SINGLE_LEVEL: Any = torch.autograd.function._SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 
 
 @contextlib.contextmanager
@@ -197,11 +197,12 @@ def patched(tracing: Tracing, functions: Mapping[Any, Callable[..., Any]]) -> Ge
     with _PATCHING, contextlib.ExitStack() as stack:
         # The class below torch.autograd.Function: `apply = SomeFunction.apply`, taken beforehand, comes by here too.
         _put(stack, _SINGLE_LEVEL, "apply", classmethod(functools.partial(_apply, tracing)))
-        _put(stack, FunctionalTensor, "cuda", lambda tensor, *args, **kwargs: tensor)  # it would ask the driver first
+        _put(stack, FunctionalTensor, "cuda", _stay)  # torch's asks the driver first
         for function, replacement in functions.items():
             stand_in = _stand_in(tracing, function, replacement)
-            for module, name in _references(function):
-                _put(stack, module, name, stand_in)
+            for owner, name in _references(function):
+                is_static = isinstance(vars(owner)[name], staticmethod)
+                _put(stack, owner, name, staticmethod(stand_in) if is_static else stand_in)
         for module in (torch, torch.random):
             for name in ("manual_seed", "seed", "set_rng_state"):
                 _put(stack, module, name, _seeding(tracing, getattr(module, name)))
@@ -210,18 +211,29 @@ def patched(tracing: Tracing, functions: Mapping[Any, Callable[..., Any]]) -> Ge
 
 def _put(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute until the stack is left."""
-    before = vars(owner).get(name)
+    missing = object()
+    before = vars(owner).get(name, missing)
+
+    def restore() -> None:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
     setattr(owner, name, value)
-    stack.callback(
-        delattr if before is None else functools.partial(setattr, owner, name),
-        *([owner, name] if before is None else [before]),
-    )
+    stack.callback(restore)
+
+
+def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
 
 
 def _apply(tracing: Tracing, function: Any, *args: Any, **kwargs: Any) -> Any:
-    if tracing.is_current() and not issubclass(function, Differentiable):
+    is_traced = tracing.is_current() and any(map(tracing.is_traced, torch_tree.tree_leaves((args, kwargs))))
+    if is_traced and not issubclass(function, Differentiable):
         return tracing.apply(function, args, kwargs)
-    return super(_SINGLE_LEVEL, function).apply(*args, **kwargs)
+    above: Any = super(_SINGLE_LEVEL, function)
+    return above.apply(*args, **kwargs)
 
 
 def _stand_in(tracing: Tracing, function: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,17 +248,17 @@ def _stand_in(tracing: Tracing, function: Any, replacement: Callable[..., Any]) 
 
 def _references(function: Any) -> list[tuple[Any, str]]:
     """Where a Python function is found by name: in modules, and in the class that it was defined in."""
-    owners: list[Any] = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    owners: list[Any] = list(sys.modules.values())
     owner: Any = sys.modules.get(getattr(function, "__module__", ""))
     for part in getattr(function, "__qualname__", "").split(".")[:-1]:
         owner = getattr(owner, part, None)
         owners.append(owner)
+    members = ((owner, getattr(owner, "__dict__", {})) for owner in owners)
     return [
         (owner, name)
-        for owner in owners
-        if owner is not None
-        for name, value in list(vars(owner).items())
-        if value is function
+        for owner, namespace in members
+        for name, value in list(namespace.items())
+        if getattr(value, "__func__", value) is function
     ]
 
 

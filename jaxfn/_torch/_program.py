@@ -81,11 +81,11 @@ class Source(NamedTuple):
 
     Attributes:
       kind: "input", "result" (of the graph), or "constant" (a tensor that depends on no input).
-      index: which input or result.
+      place: which input or result.
     """
 
     kind: str
-    index: int
+    place: int
 
 
 class Forward(NoArrays):
@@ -170,7 +170,7 @@ class Forward(NoArrays):
         # A result that is an input itself would count as that input where it is saved, and it is an output.
         results = [_distinct(value, inputs) for value in self.traced.run(inputs, key)]
         values = {"input": inputs, "result": results}
-        return {i: values[s.kind][s.index] for i, s in enumerate(self.sources) if s.kind != "constant"}
+        return {i: values[s.kind][s.place] for i, s in enumerate(self.sources) if s.kind != "constant"}
 
     def backward(self, grad_outputs: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]) -> Backward:
         """`backward`, traced for a template of gradients."""
@@ -187,7 +187,7 @@ class Forward(NoArrays):
         if self.definition.backward is None:
             return None
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
-        slots_only = torch_tree.tree_map(lambda leaf: leaf if isinstance(leaf, Slot) else None, tuple(outputs))
+        slots_only = torch_tree.tree_map(_slot_or_none, tuple(outputs))
         given = take_out(put_in(slots_only, self.specs), lambda leaf: isinstance(leaf, Spec))
         return self.backward(given.template, given.leaves, (True,) * len(self.needs_input_grad))
 
@@ -197,7 +197,7 @@ class Forward(NoArrays):
         for slot in self.kept:
             requires_grad = slot in self._outputs and any(needs_input_grad)
             if self.sources[slot].kind == "input":
-                requires_grad = needs_input_grad[self._owners[self.sources[slot].index]]
+                requires_grad = needs_input_grad[self._owners[self.sources[slot].place]]
             tensors[slot] = tracing.input(*self.specs[slot], requires_grad=requires_grad)
         ctx = TorchContext(needs_input_grad, put_in(self._saved, tensors), on_read=tracing.read_flags)
         vars(ctx).update(put_in(self._attributes, tensors))
@@ -244,6 +244,10 @@ class Backward(NoArrays):
     def run(self, kept: Sequence[Any], grad_outputs: Sequence[Any], key: Any) -> tuple[Any, ...]:
         """The gradients for JAX arrays."""
         return put_in(self.returned, self.traced.run([*kept, *grad_outputs], key))
+
+
+def _slot_or_none(leaf: Any) -> Slot | None:
+    return leaf if isinstance(leaf, Slot) else None
 
 
 def _is_tensor(value: object) -> bool:

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as torch_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -245,16 +246,17 @@ class Recorder(TorchDispatchMode):
             raise TranslationError(f"{self.owner}: {_NEEDS_VALUE}{source_line()}") from None
         except DynamicOutputShapeException:
             raise TranslationError(
-                f"{self.owner}: the shape of what {func} returns depends on the values of a tensor, and JAX's shapes are "
-                "static. Use torch.where, or a mask that multiplies, instead of selecting elements"
+                f"{self.owner}: the shape of what {func} returns depends on the values of a tensor, and JAX's shapes "
+                "are static. Use torch.where, or a mask that multiplies, instead of selecting elements"
                 f"{source_line()}"
             ) from None
         except (RuntimeError, NotImplementedError) as error:
             if not isinstance(error, UnsupportedOperatorException) and "fake impl" not in str(error):
                 raise
             raise TranslationError(
-                f"{self.owner} calls {func}, of which torch knows only compiled code and not what shapes it returns. Name "
-                f"a JAX function to stand for it: from_torch(..., ops={{torch.ops.{func}: function}}){source_line()}"
+                f"{self.owner} calls {func}, of which torch knows only compiled code and not what shapes it returns. "
+                f"Name a JAX function to stand for it: from_torch(..., ops={{torch.ops.{func}: function}})"
+                f"{source_line()}"
             ) from error
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -313,12 +315,12 @@ class Recorder(TorchDispatchMode):
 
 
 WRITES_OUTSIDE = (
-    "writes to a tensor that was made outside of the Function (a buffer of a module, say). On JAX that would happen once, "
-    "while tracing, and not in every call. Return the new value instead"
+    "writes to a tensor that was made outside of the Function (a buffer of a module, say). On JAX that would happen "
+    "once, while tracing, and not in every call. Return the new value instead"
 )
 _NEEDS_VALUE = (
-    "Python code asks for the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, an `assert`), and "
-    "while JAX traces there is none. Use torch.where, or pass the number as a Python number"
+    "Python code asks for the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, an `assert`), "
+    "and while JAX traces there is none. Use torch.where, or pass the number as a Python number"
 )
 _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
 
@@ -348,7 +350,11 @@ def _decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 def _plain(arguments: Any) -> Any:
     """Arguments as a graph takes them: torch's own lists and tuples are not all plain ones."""
-    return torch.fx.node.map_aggregate(arguments, lambda x: x)
+    return map_aggregate(arguments, _itself)
+
+
+def _itself(argument: Any) -> Any:
+    return argument
 
 
 def source_line(frames: Iterable[FrameType] | None = None) -> str:

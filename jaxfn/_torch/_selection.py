@@ -2,9 +2,9 @@
 
 JAX's shapes are static, but most code that selects elements computes something of each and puts it back, as in
 `y[mask] = torch.log(x[mask])`, or sums over them. So a selection keeps all of `x`, with ones where the mask is false:
-functions of each element work on all of them, sums and the like leave out what was not selected, and assigning to the same
-mask puts back what was. The ones are there so that no function is evaluated where the user's mask keeps it from being
-evaluated: neither its value nor its derivative can make a NaN there that spreads.
+functions of each element work on all of them, sums and the like leave out what was not selected, and assigning to the
+same mask puts back what was. The ones are there so that no function is evaluated at a value that the mask keeps from
+it: the derivative there could be a NaN, which zero times a NaN would spread.
 """
 
 from __future__ import annotations
@@ -22,11 +22,23 @@ if TYPE_CHECKING:
     from jaxfn._torch._tracing import Tracing
 
 # Functions of each element alone. (A trailing underscore, for the in-place form, is left off.)
-_ELEMENTWISE = frozenset(
-    ["abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "asin", "asinh", "atan", "atan2", "atanh", "bfloat16", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "bool", "byte", "ceil", "celu", "char", "clamp", "clamp_max", "clamp_min", "clip", "clone", "conj", "contiguous", "copysign", "cos", "cosh", "cpu", "cuda", "deg2rad", "detach", "digamma", "div", "divide", "double", "elu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "float", "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "full_like", "gcd", "ge", "gelu", "greater", "greater_equal", "gt", "half", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "hypot", "i0", "i0e", "i1", "i1e", "igamma", "igammac", "int", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "lcm", "ldexp", "le", "leaky_relu", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid", "long", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "multiply", "nan_to_num", "ndtr", "ndtri", "ne", "neg", "negative", "nextafter", "not_equal", "ones_like", "positive", "pow", "rad2deg", "real", "reciprocal", "relu", "relu6", "remainder", "requires_grad", "rint", "round", "rsqrt", "rsub", "selu", "sgn", "short", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "to", "true_divide", "trunc", "type", "type_as", "where", "xlog1py", "xlogy", "zero", "zeros_like", "fill", "copy", "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "div", "rdiv", "idiv", "floordiv", "rfloordiv", "ifloordiv", "mod", "rmod", "imod", "pow", "rpow", "ipow", "and", "rand", "iand", "or", "ror", "ior", "xor", "rxor", "ixor", "lshift", "rshift", "neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"]
-)
+_ELEMENTWISE = """
+    abs absolute acos acosh add addcdiv addcmul and angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin
+    asinh atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
+    bitwise_xor bool byte ceil celu char clamp clamp_max clamp_min clip clone conj contiguous copy copysign cos cosh
+    cpu cuda deg2rad detach digamma div divide double elu eq erf erfc erfinv exp exp2 expm1 fill float float_power
+    floor floor_divide floordiv fmax fmin fmod frac full_like gcd ge gelu greater greater_equal gt half hardshrink
+    hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e iadd iand idiv ifloordiv igamma igammac imod imul
+    int invert ior ipow isfinite isinf isnan isneginf isposinf isreal isub itruediv ixor lcm ldexp le leaky_relu
+    lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or
+    logical_xor logit logsigmoid long lshift lt masked_fill maximum minimum mish mod mul multiply nan_to_num ndtr
+    ndtri ne neg negative nextafter not_equal ones_like or pos positive pow rad2deg radd rand rdiv real reciprocal
+    relu relu6 remainder requires_grad rfloordiv rint rmod rmul ror round rpow rshift rsqrt rsub rtruediv rxor selu
+    sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh
+    tanhshrink threshold to true_divide truediv trunc type type_as where xlog1py xlogy xor zero zeros_like
+"""
 # What a selection knows of itself: all but its length.
-_METADATA = frozenset(["dtype", "device", "is_cuda", "is_floating_point", "is_complex", "is_sparse", "requires_grad", "layout"])
+_METADATA = "dtype device is_cuda is_floating_point is_complex is_sparse requires_grad layout"
 
 
 class Selection(torch.Tensor):
@@ -67,11 +79,11 @@ def assign(tracing: Tracing, tensor: torch.Tensor, mask: torch.Tensor, selection
 def call(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     """A function of torch's with selections among its arguments."""
     name = _name(func)
-    if name in _METADATA:
+    if name in _METADATA.split():
         return func(*[x.full if isinstance(x, Selection) else x for x in args], **kwargs)
     if name in _REDUCTIONS and isinstance(args[0], Selection):
         return _REDUCTIONS[name](args[0], *args[1:], **kwargs)
-    if name not in _ELEMENTWISE:
+    if name not in _ELEMENTWISE.split():
         refuse(f"`{name}`")
     operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     first = next(x for x in operands if isinstance(x, Selection))
@@ -166,7 +178,7 @@ _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 def refuse(what: str) -> NoReturn:
     """Raises for what cannot be done with a selection."""
     raise TranslationError(
-        f"{what} of elements selected by a mask, x[mask]: how many there are depends on values, and JAX's shapes are static. "
-        "What works are functions of each element, assignment to the same mask, and sum, mean, any, all, max and min. "
-        f"Otherwise write it with torch.where{source_line()}"
+        f"{what} of elements selected by a mask, x[mask]: how many there are depends on values, and JAX's shapes are "
+        "static. What works are functions of each element, assignment to the same mask, and sum, mean, any, all, max and "
+        f"min. Otherwise write it with torch.where{source_line()}"
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils import _pytree as torch_tree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jaxfn._leaves import is_array_leaf
 from jaxfn._torch._errors import TranslationError
@@ -114,8 +114,8 @@ class Tracing:
                 _THREAD.tracing = before
         if _random_states() != states:
             raise TranslationError(
-                f"{self.owner} draws from Python's or NumPy's random numbers, which would be drawn once, while tracing. "
-                "Draw with torch, and pass a key to apply."
+                f"{self.owner} draws from Python's or NumPy's random numbers, which would be drawn once, while "
+                "tracing. Draw with torch, and pass a key to apply."
             )
 
     def _in_our_words(self, error: Exception) -> TranslationError | None:
@@ -126,9 +126,9 @@ class Tracing:
             return TranslationError(f"{self.owner} {WRITES_OUTSIDE}{where}")
         if any(words in text for words in ("data pointer", "data_ptr", "doesn't have storage", "access storage")):
             return TranslationError(
-                f"{self.owner} hands a tensor's memory to compiled code (a C++, CUDA or Triton kernel), which JAX cannot "
-                "run. Name a JAX function to stand for the Python function around it, or for the torch operation: "
-                f"from_torch(..., ops={{function: jax_function}}){where}"
+                f"{self.owner} hands a tensor's memory to compiled code (a C++, CUDA or Triton kernel), which JAX "
+                "cannot run. Name a JAX function to stand for the Python function around it, or for the torch "
+                f"operation: from_torch(..., ops={{function: jax_function}}){where}"
             )
         return None
 
