@@ -112,7 +112,7 @@ def _torch_grad(outputs: list[Any], leaves: list[Any], grad_outputs: list[Any], 
 
     if not outputs:
         return [torch.zeros_like(x) for x in leaves]
-    gradients = torch.autograd.grad(outputs, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
+    gradients: Any = torch.autograd.grad(outputs, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)]
 
 
