@@ -30,9 +30,9 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.utils import _pytree as pytree
 
-from jaxfn._torch._errors import TranslationError
-from jaxfn._torch._interpret import name_of, unsupported
-from jaxfn._torch._operations import entry_name
+from jaxfn._torch._errors import TranslationError  # noqa: E402
+from jaxfn._torch._interpret import name_of, unsupported  # noqa: E402
+from jaxfn._torch._operations import entry_name  # noqa: E402
 
 # All samples that torch has; the default is a few for each operation and dtype.
 ALL_SAMPLES = bool(int(os.environ.get("JAXFN_ALL_SAMPLES", "0")))
@@ -78,10 +78,10 @@ OPERATIONS = {full_name(op): op for op in op_db}
 
 
 @functools.cache
-def samples(name: str, *, backward: bool = False) -> tuple[Sample, ...]:
+def samples(name: str, *, backward: bool = False, dtypes: Sequence[Any] = DTYPES) -> tuple[Sample, ...]:
     """An operation's samples, traced; with `backward`, of the operation and its derivative."""
     op = OPERATIONS[name]
-    dtypes = [dtype for dtype in DTYPES if dtype in op.supported_dtypes("cpu")]
+    dtypes = [dtype for dtype in dtypes if dtype in op.supported_dtypes("cpu")]
     found: list[Sample] = []
     for dtype in dtypes:
         for sample in _samples(op, dtype, backward):

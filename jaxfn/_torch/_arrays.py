@@ -13,10 +13,11 @@ from jaxfn._torch._errors import TranslationError
 if TYPE_CHECKING:
     import torch
 
-_DTYPES = frozenset(
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 "
-    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split()
-)
+_NAMES = """
+bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128
+float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
+"""
+_DTYPES = frozenset(_NAMES.split())
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +92,10 @@ def unsupported(graph_module: GraphModule, ops: Replacements | None = None) -> l
 
 def explain(entries: Sequence[Unsupported]) -> str:
     """One message for several unsupported operations."""
-    lines = [
-        f"  {entry.operation}{f', called at {entry.line}' if entry.line else ''}{f': {entry.reason}' if entry.reason else ''}"
-        for entry in entries
-    ]
+    lines: list[str] = []
+    for entry in entries:
+        place = f", called at {entry.line}" if entry.line else ""
+        lines.append(f"  {entry.operation}{place}{f': {entry.reason}' if entry.reason else ''}")
     return (
         "no translation to JAX for\n"
         + "\n".join(lines)
@@ -126,8 +126,8 @@ def steps(graph_module: GraphModule) -> Iterator[Step]:
     def latest(node: Node) -> Node:
         if node in stale:
             raise TranslationError(
-                f"{name_of(stale[node].target)}{_at(stale[node])} writes in place to a tensor that shares memory with another "
-                f"one, {node.name}, which is read later; use the operation that is not in place"
+                f"{name_of(stale[node].target)}{_at(stale[node])} writes in place to memory that {node.name} shares, "
+                "which is read later; use the operation that is not in place"
             )
         while node in written:
             node = written[node]
@@ -143,11 +143,11 @@ def steps(graph_module: GraphModule) -> Iterator[Step]:
             bases[node] = bases.get(viewed, viewed)
         if target is not None:
             base = bases.get(target, target)
-            for other in [*bases, base]:
-                if other is not target and bases.get(other, other) is base:
-                    stale[other] = node
-            written[target] = node
-            bases[node] = base
+            stale |= {other: node for other in (*bases, base, target) if bases.get(other, other) is base}
+            if _returns_what_it_writes(node):
+                del stale[target]
+                written[target] = node
+                bases[node] = base
 
     needed: set[Node] = set()
     for step in reversed(sequence):
@@ -174,6 +174,11 @@ def _schema_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _written_argument(node: Node, arguments: tuple[Any, ...]) -> Node | None:
     """The node that an in-place operation writes to."""
     return _aliased_argument(node, arguments, written=True)
+
+
+def _returns_what_it_writes(node: Node) -> bool:
+    returns = cast(Any, node.target)._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
 def _viewed_argument(node: Node, arguments: tuple[Any, ...]) -> Node | None:
@@ -239,11 +244,10 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
         if form in replacements:
             return Operation(replacements[form])
     if getattr(node.target, "_schema", None) is None:
-        module = getattr(node.target, "__module__", None)
         # Indexing a tuple of results, and arithmetic on sizes.
-        if module in ("_operator", "operator", "math", "builtins"):
-            return Operation(operator.getitem if node.target is operator.getitem else node.target)
-        return Unsupported(name, line_of(node), "a higher-order operation" if node.op == "call_function" else None)
+        if getattr(node.target, "__module__", None) in ("_operator", "math", "builtins"):
+            return Operation(cast(Callable[..., Any], node.target))
+        return Unsupported(name, line_of(node), "it is no operation but a program, which jaxfn does not look into")
     entry = entry_name(name)
     if entry is None:
         return Unsupported(name, line_of(node), refusal(name))
@@ -251,10 +255,32 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
         return Unsupported(
             name, line_of(node), "the size of its result depends on values, and JAX compiles for known sizes"
         )
+    unknown_dtype = _unknown_dtype(node)
+    if unknown_dtype is not None:
+        return Unsupported(name, line_of(node), unknown_dtype)
     if TABLE[entry].contiguous and not _is_contiguous(node.args[0]):
-        reason = "it reads memory, and its argument does not lie there in the order of its elements; call `.contiguous()` first"
+        reason = (
+            "it reads memory, where its argument lies in another order than its elements: use `.contiguous()` first"
+        )
         return Unsupported(name, line_of(node), reason)
     return TABLE[entry]
+
+
+def _unknown_dtype(node: Node) -> str | None:
+    """Why JAX cannot have a result's dtype."""
+    try:
+        for result in _results(node):
+            jax_dtype(result.dtype)
+    except TranslationError as error:
+        return str(error)
+    return None
+
+
+def _results(node: Node) -> list[torch.Tensor]:
+    """The tensors that torch recorded as a node's results."""
+    recorded = node.meta.get("val")
+    results = recorded if isinstance(recorded, (tuple, list)) else [recorded]
+    return [result for result in results if isinstance(result, torch.Tensor)]
 
 
 def _is_contiguous(argument: Any) -> bool:
@@ -263,14 +289,8 @@ def _is_contiguous(argument: Any) -> bool:
 
 
 def _has_unknown_size(node: Node) -> bool:
-    recorded = node.meta.get("val")
-    results = recorded if isinstance(recorded, (tuple, list)) else [recorded]
-    return any(
-        not isinstance(length, int) and length.node.expr.free_symbols
-        for result in results
-        if isinstance(result, torch.Tensor)
-        for length in result.shape
-    )
+    lengths: list[Any] = [length for result in _results(node) for length in result.shape]
+    return any(isinstance(length, torch.SymInt) and length.node.expr.free_symbols for length in lengths)
 
 
 def line_of(node: Node) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxfn._torch._operations._promotion import promoted
+from jaxfn._torch._operations._promotion import promoted, result_type
 from jaxfn._torch._operations._table import enter_all, operation
 
 enter_all(
@@ -48,7 +48,8 @@ def right_shift(x: Array, bits: Array) -> Array:
 
 @operation("aten.where.self")
 def where(condition: Array, x: Any, y: Any) -> Array:
-    return promoted(lambda x, y: jnp.where(condition, x, y))(x, y)
+    dtype = result_type(x, y)
+    return jnp.where(condition, jnp.asarray(x, dtype), jnp.asarray(y, dtype))
 
 
 @operation("aten.masked_fill")

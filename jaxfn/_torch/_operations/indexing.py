@@ -49,7 +49,7 @@ def index(x: Array, indices: Indices) -> Array:
 
 
 def _is_mask(indices: Array | None) -> bool:
-    return indices is not None and indices.dtype in (np.bool_, np.uint8)
+    return indices is not None and indices.dtype.name in ("bool", "uint8")
 
 
 def _positions(indices: Indices) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ def index_select(x: Array, dim: int, indices: Array) -> Array:
 
 def _along(x: Array, dim: int, indices: Array) -> tuple[Any, ...]:
     """The index that reads `x` at `indices` along `dim`, and where `indices` itself lies along the other axes."""
-    grids = list(np.ix_(*(np.arange(length) for length in indices.shape)))
+    grids: list[Any] = list(np.ix_(*(np.arange(length) for length in indices.shape)))
     grids[dim] = indices
     return tuple(grids)
 
@@ -255,7 +255,10 @@ def searchsorted(
     boundaries, values = boundaries.astype(dtype), values.astype(dtype)
     if sorter is not None:
         boundaries = jnp.take_along_axis(boundaries, sorter, -1)
-    find = lambda edges, x: jnp.searchsorted(edges, x, "right" if right or side == "right" else "left")  # noqa: E731
+
+    def find(edges: Array, x: Array) -> Array:
+        return jnp.searchsorted(edges, x, "right" if right or side == "right" else "left")
+
     if boundaries.ndim == 1:
         return find(boundaries, values)
     rows = math.prod(boundaries.shape[:-1])

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch._errors import TranslationError
+from jaxfn._torch._operations._derivative import pulled_back
 from jaxfn._torch._operations._table import enter_all, operation
 from jaxfn._torch._operations.reductions import vector_norm
 
@@ -88,7 +89,9 @@ def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
 
 @operation("aten._linalg_det", contiguous=True)
 def det(a: Array) -> tuple[Array, Array, Array]:
-    return jnp.linalg.det(a), *_factored_in_memory_order(a)[:2]
+    # JAX differentiates no determinant of an empty matrix, which is 1.
+    value = jnp.linalg.det(a) if a.size else jnp.ones(a.shape[:-2], a.dtype)
+    return value, *_factored_in_memory_order(a)[:2]
 
 
 @operation("aten._linalg_slogdet", contiguous=True)
@@ -189,7 +192,8 @@ def cholesky_inverse(factor: Array, upper: bool = False) -> Array:
 def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
     if mode == "r":
         return jnp.zeros(0, a.dtype), jnp.linalg.qr(a, mode="r")
-    return tuple(jnp.linalg.qr(a, mode=mode))
+    q, r = jnp.linalg.qr(a, mode=mode)
+    return q, r
 
 
 @operation("aten._linalg_svd")
@@ -206,13 +210,15 @@ def svd(
 def eigh(a: Array, triangle: str = "L", compute_v: bool = True) -> tuple[Array, Array]:
     a = _from_triangle(a, lower=triangle.upper() == "L")
     if compute_v:
-        return tuple(jnp.linalg.eigh(a, symmetrize_input=False))
+        values, vectors = jnp.linalg.eigh(a, symmetrize_input=False)
+        return values, vectors
     return jnp.linalg.eigvalsh(a), jnp.zeros(0, a.dtype)
 
 
 @operation("aten.linalg_eig")
 def eig(a: Array) -> tuple[Array, Array]:
-    return tuple(jnp.linalg.eig(a))
+    values, vectors = jnp.linalg.eig(a)
+    return values, vectors
 
 
 @operation("aten._linalg_eigvals")
@@ -258,12 +264,19 @@ def triangular_solve(
 
 @operation("aten.linalg_householder_product")
 def householder_product(a: Array, taus: Array) -> Array:
-    return lax.linalg.householder_product(a, taus)
+    """Reflection by reflection, as JAX does not differentiate its own."""
+    q = jnp.broadcast_to(jnp.eye(*a.shape[-2:], dtype=a.dtype), a.shape)
+    vectors = jnp.tril(a, -1) + q
+    for i in reversed(range(taus.shape[-1])):
+        v = vectors[..., i : i + 1]
+        q = q - taus[..., i, None, None] * v * (_adjoint(v) @ q)
+    return q
 
 
 @operation("aten.linalg_cross")
 def cross(a: Array, b: Array, dim: int = -1) -> Array:
-    return jnp.cross(*jnp.broadcast_arrays(a, b), axis=dim)
+    a, b = jnp.broadcast_arrays(a, b)
+    return jnp.cross(a, b, axis=dim)
 
 
 @operation("aten._trilinear")
@@ -290,7 +303,7 @@ def cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Arra
 
 @operation("aten._cdist_backward")
 def cdist_backward(gradient: Array, a: Array, b: Array, p: float, distances: Array) -> Array:
-    return jax.vjp(lambda a: cdist(a, b, p), a)[1](gradient)[0]
+    return pulled_back(lambda a: cdist(a, b, p), gradient, a)
 
 
 @operation("aten._pdist_forward")
@@ -301,4 +314,4 @@ def pdist(a: Array, p: float = 2) -> Array:
 
 @operation("aten._pdist_backward")
 def pdist_backward(gradient: Array, a: Array, p: float, distances: Array) -> Array:
-    return jax.vjp(lambda a: pdist(a, p), a)[1](gradient)[0]
+    return pulled_back(lambda a: pdist(a, p), gradient, a)

@@ -156,7 +156,8 @@ def batch_norm_no_stats(
 def batch_norm_no_training(
     x: Array, weight: Optional, bias: Optional, running_mean: Array, running_var: Array, momentum: float, eps: float
 ) -> tuple[Array, Array, Array]:
-    return batch_norm_functional(x, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
+    y, mean, rstd, *_ = batch_norm_functional(x, weight, bias, running_mean, running_var, False, momentum, eps)
+    return y, mean, rstd
 
 
 @operation("aten.native_batch_norm")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._torch._operations._derivative import pulled_back
 from jaxfn._torch._operations._promotion import is_inexact
 from jaxfn._torch._operations._table import enter_all, operation
 
@@ -90,8 +90,14 @@ def max_pool(
     dilation: Sequence[int],
     ceil_mode: bool,
 ) -> tuple[Array, Array]:
-    given = [_each(option, spatial) for option in (kernel_size, stride or kernel_size, padding, dilation)]
-    return _max_over(x, [_sliding(*axis, ceil_mode) for axis in zip(x.shape[-spatial:], *given, strict=True)])
+    options = (_each(option, spatial) for option in (kernel_size, stride or kernel_size, padding, dilation))
+    return _max_over(
+        x,
+        [
+            _sliding(length, k, s, p, d, ceil_mode)
+            for length, k, s, p, d in zip(x.shape[-spatial:], *options, strict=True)
+        ],
+    )
 
 
 def max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
@@ -159,7 +165,7 @@ def avg_pool(
 
 
 def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
-    return jax.vjp(lambda x: avg_pool(spatial, x, *options), x)[1](gradient)[0]
+    return pulled_back(lambda x: avg_pool(spatial, x, *options), gradient, x)
 
 
 enter_all(
@@ -186,9 +192,9 @@ def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
 
 @operation("aten._adaptive_avg_pool2d_backward")
 def adaptive_avg_pool2d_backward(gradient: Array, x: Array) -> Array:
-    return jax.vjp(lambda x: adaptive_avg_pool(x, gradient.shape[-2:]), x)[1](gradient)[0]
+    return pulled_back(lambda x: adaptive_avg_pool(x, gradient.shape[-2:]), gradient, x)
 
 
 @operation("aten._adaptive_avg_pool3d_backward")
 def adaptive_avg_pool3d_backward(gradient: Array, x: Array) -> Array:
-    return jax.vjp(lambda x: adaptive_avg_pool(x, gradient.shape[-3:]), x)[1](gradient)[0]
+    return pulled_back(lambda x: adaptive_avg_pool(x, gradient.shape[-3:]), gradient, x)

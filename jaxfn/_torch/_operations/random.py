@@ -157,11 +157,18 @@ def multinomial(key: Array, weights: Array, num_samples: int, replacement: bool 
 
 
 @operation("aten.rrelu_with_noise_functional", draws=True)
-def rrelu_with_noise(
+def rrelu_with_noise_functional(
     key: Array, x: Array, noise: Array, lower: float, upper: float, training: bool = False, *_: Any
 ) -> tuple[Array, Array]:
+    """The result, and the slopes, which torch calls the noise."""
     slope = (
         jax.random.uniform(key, x.shape, x.dtype, lower, upper) if training else jnp.full_like(x, (lower + upper) / 2)
     )
     slopes = jnp.where(x <= 0, slope, 1)
     return x * slopes, slopes
+
+
+@operation("aten.rrelu_with_noise", draws=True)
+def rrelu(key: Array, *arguments: Any) -> Array:
+    """The result alone; nothing may read the noise that torch writes in place."""
+    return rrelu_with_noise_functional(key, *arguments)[0]

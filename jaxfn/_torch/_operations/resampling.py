@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxfn._torch._operations._derivative import pulled_back
 from jaxfn._torch._operations._table import enter_all, operation
 
 Table = np.ndarray[Any, Any]
@@ -117,7 +118,7 @@ def _backward(
 ) -> Array:
     """Interpolation is linear, so its derivative is its transpose, wherever it is taken."""
     zeros = jnp.zeros(tuple(input_size), gradient.dtype)
-    return jax.vjp(lambda x: forward(x, size, *options).astype(gradient.dtype), zeros)[1](gradient)[0]
+    return pulled_back(lambda x: forward(x, size, *options).astype(gradient.dtype), gradient, zeros)
 
 
 _METHODS: dict[str, Callable[..., Array]] = {
@@ -158,7 +159,7 @@ def _replicated(places: Table, length: int) -> Table:
 
 
 def _pad_backward(forward: Callable[..., Array], gradient: Array, x: Array, padding: Sequence[int]) -> Array:
-    return jax.vjp(lambda x: forward(x, padding), x)[1](gradient)[0]
+    return pulled_back(lambda x: forward(x, padding), gradient, x)
 
 
 for _name, _places in (("reflection", _reflected), ("replication", _replicated)):
@@ -224,8 +225,9 @@ def _corner(x: Array, places: Sequence[Array]) -> Array:
     for place, length in zip(places, x.shape[2:], strict=True):
         exists &= (place >= 0) & (place <= length - 1)
         index.append(jnp.clip(jnp.nan_to_num(place), 0, length - 1).astype(int))
-    values = jax.vmap(lambda image, *at: image[(slice(None), *at)])(x, *index)
-    return jnp.where(exists[:, None], values, 0)
+    number = jnp.arange(len(x)).reshape(-1, *[1] * (places[0].ndim - 1))
+    values = jnp.moveaxis(x, 1, -1)[(number, *index)]
+    return jnp.moveaxis(jnp.where(exists[..., None], values, 0), -1, 1)
 
 
 def _inside(point: Array, length: int, *, padding: int, align_corners: bool) -> Array:
@@ -254,6 +256,8 @@ def grid_sample_backward(
     align_corners: bool,
     output_mask: Sequence[bool],
 ) -> tuple[Array | None, Array | None]:
-    pull = jax.vjp(lambda x, grid: grid_sample(x, grid, interpolation, padding, align_corners), x, grid)[1]
-    grad_x, grad_grid = pull(gradient)
+    def forward(x: Array, grid: Array) -> Array:
+        return grid_sample(x, grid, interpolation, padding, align_corners)
+
+    grad_x, grad_grid = jax.vjp(forward, x, grid)[1](gradient)
     return grad_x if output_mask[0] else None, grad_grid if output_mask[1] else None

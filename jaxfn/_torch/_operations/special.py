@@ -21,7 +21,6 @@ enter_all(
         "aten.i0": jsp.i0,
         "aten.igamma": promoted_to_inexact(jsp.gammainc),
         "aten.igammac": promoted_to_inexact(jsp.gammaincc),
-        "aten.lgamma": jsp.gammaln,
         "aten.special_entr": jsp.entr,
         "aten.special_i0e": jsp.i0e,
         "aten.special_i1": jsp.i1,
@@ -47,28 +46,45 @@ def zeta(x: Array, q: Array) -> Array:
 
 @operation("aten.digamma")
 def digamma(x: Array) -> Array:
-    """At 0 it is infinite, with the sign that is opposite to that of the zero."""
-    x = to_inexact(x)
-    return jnp.where(x == 0, jnp.copysign(np.inf, -x), jsp.digamma(x))
+    return polygamma(0, x)
 
 
 @operation("aten.polygamma")
 def polygamma(n: int, x: Array) -> Array:
-    """By reflection at 1/2 for arguments below, where JAX's is not right."""
+    """By reflection at 1/2 for arguments below, where JAX's, or its derivative, is not right."""
     x = to_inexact(x)
-    if n == 0:
-        return digamma(x)
     sign = (-1) ** n
     is_low = x < 0.5
     is_pole = (x <= 0) & (x == jnp.floor(x))
     # Neither side may be computed where it is not used: its derivative could be nan there.
-    high = jsp.polygamma(n, jnp.where(is_low, 1 - x, x))
-    cotangent: Callable[[Array], Array] = lambda t: np.pi / jnp.tan(np.pi * t)  # noqa: E731
+    above = jnp.where(is_low, 1 - x, x)
+    high = jsp.digamma(above) if n == 0 else jsp.polygamma(n, above)
+    cotangent = _cotangent
     for _ in range(n):
         cotangent = _derivative(cotangent)
     reflected = sign * high - cotangent(jnp.where(is_low & ~is_pole, x, 0.25))
-    return jnp.where(is_pole, -sign * np.inf, jnp.where(is_low, reflected, high))
+    # torch's digamma has the sign of the zero's other side at 0, and none at the other poles.
+    pole = jnp.where(x == 0, jnp.copysign(np.inf, -x), np.nan) if n == 0 else -sign * np.inf
+    return jnp.where(is_pole, pole, jnp.where(is_low, reflected, high))
+
+
+def _cotangent(x: Array) -> Array:
+    return np.pi / jnp.tan(np.pi * x)
 
 
 def _derivative(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda x: jax.jvp(function, (x,), (jnp.ones_like(x),))[1]
+
+
+@jax.custom_jvp
+def lgamma(x: Array) -> Array:
+    return jsp.gammaln(x)
+
+
+@lgamma.defjvp
+def lgamma_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """JAX's own is the same, but the derivative of that one is wrong below 0."""
+    return lgamma(*primals), tangents[0] * digamma(*primals)
+
+
+enter_all({"aten.lgamma": lgamma})
