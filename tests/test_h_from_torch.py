@@ -39,6 +39,7 @@ def of_arrays(function: Any, args: tuple[Any, ...]) -> tuple[Any, list[np.ndarra
     return call, [leaves[i] for i in places]
 
 
+@pytest.mark.filterwarnings("ignore:'saved_variables' is deprecated")
 @pytest.mark.parametrize("library", [Jax, JittedJax])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_H1_outputs_and_derivatives_are_those_of_torch(case: Case, library: Any):
@@ -77,6 +78,12 @@ def test_H1_is_a_Function_of_the_same_name():
     assert_same([Linear.apply(x, bias=None, weight=weight)], [np.full((2, 4), 3.0)])
     with pytest.raises(TypeError, match=r"LinearFunction.apply\(input, weight, bias=None, \*, key=None\): missing"):
         Linear.apply(x)
+
+
+def test_H1_separate_style_has_its_own_parameters():
+    F = jaxfn.from_torch(CASES["SeparateStyle"].function)
+    for result in (F.apply(np.ones(2), 3.0), F.apply(scale=3.0, x=np.ones(2))):
+        assert_same([result], [np.tanh(np.full(2, 3.0))])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "complex64"])
@@ -556,6 +563,19 @@ def _generator(x):
 
 def _numpy_random(x):
     return x * float(np.random.rand())
+
+
+def test_H5_a_generator_that_others_use_too():
+    generator = torch.Generator()
+    F = jaxfn.from_torch(function_of(lambda x: torch.bernoulli(x, generator=generator)))
+    drawn = F.apply(jnp.full(1000, 0.25), key=jax.random.key(0))
+    assert 0.2 < drawn.mean() < 0.3
+
+
+def test_H5_distributions():
+    F = jaxfn.from_torch(function_of(lambda x: torch.distributions.Normal(x, 2 * torch.ones_like(x)).sample()))
+    drawn = F.apply(jnp.full(5000, 3.0), key=jax.random.key(0))
+    assert abs(drawn.mean() - 3) < 0.1 and abs(drawn.std() - 2) < 0.1
 
 
 @pytest.mark.parametrize(

@@ -586,6 +586,27 @@ class RunsModule(Function):
         return gradient, None
 
 
+@case(normal(4, 3), np.sign(normal(4, 3, seed=1)), order=1)
+class OldIdioms(Function):
+    """What old code does: resizes, `new`, writes to the gradient it gets."""
+
+    @staticmethod
+    def forward(ctx, predictions, targets):
+        ctx.save_for_backward(predictions, targets)
+        output = predictions.new(predictions.size()).fill_(1) - predictions.mul(targets)
+        output[output.le(0.0)] = 0.0
+        return torch.mean(output.mul(output))
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        predictions, targets = ctx.saved_tensors
+        output = 1.0 - predictions.mul(targets)
+        output[output.le(0.0)] = 0.0
+        grad_input = predictions.new().resize_as_(predictions).copy_(targets).mul_(-2.0).mul_(output)
+        grad_input.mul_(output.ne(0).type_as(output)).div_(predictions.numel())
+        return grad_input * grad_output, None
+
+
 # ------------------------------------------------------------------------------------------- Functions inside
 
 

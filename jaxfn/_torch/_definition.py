@@ -36,8 +36,9 @@ class Definition:
         self.backward = self._backward()
         self.once_differentiable = any(map(_is_once_differentiable, _wrapped(self.backward)))
         parameters = inspect.signature(function.forward).parameters
+        ctx = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)] if self.is_separate else []
         self.key_name = "key" if "key" not in parameters else "jax_key"
-        self.apply_signature = inspect.Signature(list(_with_key(parameters.values(), self.key_name)))
+        self.apply_signature = inspect.Signature(ctx + list(_with_key(parameters.values(), self.key_name)))
 
     def _backward(self) -> Callable[..., Any] | None:
         backward, vjp = self.function.backward, self.function.vjp

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
@@ -124,6 +125,19 @@ def _sparse(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
+@_answers(torch.Tensor.resize_, torch.Tensor.resize_as_)
+def _resize(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, shape = args[0], args[1:]
+    if isinstance(shape[0], torch.Tensor):
+        shape = tuple(shape[0].shape)
+    elif len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+        shape = tuple(shape[0])
+    missing = math.prod(shape) - tensor.numel()
+    # Memory that torch would leave as it is, zeros here.
+    longer = torch.cat([tensor.reshape(-1), tensor.new_zeros(max(missing, 0))])[: math.prod(shape)]
+    return tensor if shape == tensor.shape else tensor.set_(longer.view(shape))
+
+
 # ---------------------------------------------------------------------------------------------------------- autograd
 
 
@@ -203,6 +217,8 @@ def patched(tracing: Tracing, functions: Mapping[Any, Callable[..., Any]]) -> Ge
             for owner, name in _references(function):
                 is_static = isinstance(vars(owner)[name], staticmethod)
                 _put(stack, owner, name, staticmethod(stand_in) if is_static else stand_in)
+        # Distributions look at the values of their parameters otherwise.
+        _put(stack, torch.distributions.Distribution, "_validate_args", False)
         for module in (torch, torch.random):
             for name in ("manual_seed", "seed", "set_rng_state"):
                 _put(stack, module, name, _seeding(tracing, getattr(module, name)))
@@ -258,7 +274,7 @@ def _references(function: Any) -> list[tuple[Any, str]]:
         (owner, name)
         for owner, namespace in members
         for name, value in list(namespace.items())
-        if getattr(value, "__func__", value) is function
+        if value is function or (type(value) is staticmethod and value.__func__ is function)
     ]
 
 

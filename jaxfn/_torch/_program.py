@@ -226,7 +226,7 @@ class Backward(NoArrays):
         tracing = Tracing(definition.name, definition.replacements)
         with tracing.running():
             ctx = forward.ctx(tracing, needs_input_grad)
-            gradients = put_in(grad_outputs, [tracing.input(*spec, requires_grad=False) for spec in specs])
+            gradients = put_in(grad_outputs, [tracing.input(*spec) for spec in specs])
             if definition.function.boxed_grads_call:
                 returned = definition.backward(ctx, list(gradients))
             else:

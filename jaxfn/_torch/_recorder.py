@@ -232,6 +232,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, target: Any, arguments: tuple[Any, Any], value: Any) -> Any:
         args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.node, arguments)
+        kwargs.pop("generator", None)
         node = self.graph.call_function(target, _plain(args), _plain(kwargs))
         node.meta["stack_trace"] = source_line()
         return self._name(value, node)
@@ -292,7 +293,8 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _check_draw(self, func: Any, kwargs: Mapping[str, Any]) -> None:
-        if kwargs.get("generator") is not None or self.is_seeded:
+        generator = kwargs.get("generator")
+        if self.is_seeded or (generator is not None and _was_just_seeded(generator)):
             raise TranslationError(
                 f"{self.owner}: {func} draws from a random state that the code sets itself (a generator or a seed). On "
                 f"JAX all random numbers come from the key given to apply, key=jax.random.key(...){source_line()}"
@@ -341,6 +343,15 @@ def plain_torch() -> Generator[None]:
     """Inside, torch runs as if nothing was being traced."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
         yield
+
+
+def _was_just_seeded(generator: torch.Generator) -> bool:
+    """Whether a generator has a seed of the user's and nothing has been drawn from it since."""
+    with plain_torch():
+        fresh = torch.Generator()
+        seed = generator.initial_seed()
+        is_default = seed == fresh.initial_seed()
+        return not is_default and torch.equal(generator.get_state(), fresh.manual_seed(seed).get_state())
 
 
 @functools.cache

@@ -179,6 +179,6 @@ def refuse(what: str) -> NoReturn:
     """Raises for what cannot be done with a selection."""
     raise TranslationError(
         f"{what} of elements selected by a mask, x[mask]: how many there are depends on values, and JAX's shapes are "
-        "static. What works are functions of each element, assignment to the same mask, and sum, mean, any, all, max and "
-        f"min. Otherwise write it with torch.where{source_line()}"
+        "static. What works are functions of each element, assignment to the same mask, and sum, mean, any, all, max "
+        f"and min. Otherwise write it with torch.where{source_line()}"
     )

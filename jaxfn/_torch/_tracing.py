@@ -132,13 +132,13 @@ class Tracing:
             )
         return None
 
-    def input(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-        """A new input of the trace."""
+    def input(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool | None = None) -> torch.Tensor:
+        """A new input of the trace; `requires_grad` is what it says when asked, if it is one of the Function's."""
         tensor = self.lift(self.recorder.input(shape, dtype))
-        if dtype.is_floating_point or dtype.is_complex:
-            # Always, so that autograd inside works for any input; what the code sees is `requires_grad`.
-            tensor.requires_grad_()
-        self._requires_grad[id(tensor)] = requires_grad
+        if requires_grad is not None:
+            if dtype.is_floating_point or dtype.is_complex:
+                tensor.requires_grad_()  # whatever it says, so that autograd inside works for any input
+            self._requires_grad[id(tensor)] = requires_grad
         self._inputs.append(tensor)
         return tensor
 
