@@ -177,6 +177,23 @@ def test_H2_modules_are_constants_read_at_every_call():
             module.weight.add_(1)
 
 
+def test_H2_checkpoint():
+    """torch's own checkpoint, which restores random states and gives gradients to parameters."""
+    module = torch.nn.Linear(2, 2).double()
+    module.weight.grad = torch.ones(2, 2, dtype=torch.float64)
+    F = jaxfn.from_torch(torch.utils.checkpoint.CheckpointFunction)
+    x = np.ones((3, 2))
+    with pytest.warns(UserWarning, match="backward gives gradients to tensors made outside of it"):
+        got = jax.grad(lambda x: F.apply(lambda x: module(x).sin(), True, x).sum())(x)
+    tensor = torch.tensor(x, requires_grad=True)
+    (want,) = torch.autograd.grad(module(tensor).sin().sum(), tensor)
+    assert_same([got], [want.numpy()])
+    assert module.weight.grad.tolist() == [[1, 1], [1, 1]] and module.bias.grad is None
+    with pytest.raises(jaxfn.TranslationError, match="a random state that the code sets itself"):
+        dropout = torch.nn.functional.dropout
+        jax.grad(lambda x: F.apply(dropout, True, x, key=jax.random.key(0)).sum())(x)
+
+
 def test_H2_writes_outside_are_refused():
     class Normalizes(torch.autograd.Function):
         @staticmethod

@@ -125,6 +125,11 @@ class Adapter:
             for output, gradient in zip(outputs, grad_outputs, strict=True)
         )
         traced = program.backward(template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        if traced.traced.loses_gradients:
+            self._say(
+                f"{self.definition.name}.backward gives gradients to tensors made outside of it (the parameters of a "
+                "module, say), which are constants on JAX and get none. Pass what is to be trained as arguments."
+            )
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD)
         gradients = list(traced.run(ctx.saved_tensors, arrays, key))
         return tuple(self._for_inputs(gradients, program, names))

@@ -281,7 +281,9 @@ def _references(function: Any) -> list[tuple[Any, str]]:
 def _seeding(tracing: Tracing, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def seeding(*args: Any, **kwargs: Any) -> Any:
-        tracing.recorder.is_seeded |= tracing.is_current()
-        return function(*args, **kwargs)
+        if not tracing.is_current():
+            return function(*args, **kwargs)
+        tracing.recorder.is_seeded = True  # and nothing else: what is drawn afterwards is refused
+        return torch.default_generator
 
     return seeding

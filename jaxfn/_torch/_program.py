@@ -53,6 +53,7 @@ class Traced(NoArrays):
         self.draws = any(draws_random_numbers(node.target) for node in nodes)
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
         self.reads_outside = tracing.recorder.reads_outside
+        self.loses_gradients = tracing.recorder.loses_gradients
         self.unsupported: list[Unsupported] = unsupported(self.graph_module, definition.replacements.operations)
 
     def run(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:

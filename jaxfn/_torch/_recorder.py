@@ -79,11 +79,13 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[str, torch.Tensor] = {}
         self.reads_outside = False  # whether Python code looked at the values of a tensor made outside
         self.is_seeded = False  # whether the code set torch's random state
+        self.loses_gradients = False  # whether autograd inside gave a gradient to a tensor made outside
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
         self._alive: list[torch.Tensor] = []  # so that no identity is used twice
         self._made: set[int] = set()  # the constants made in this trace
         self._outside: set[int] = set()  # the constants that depend on a tensor made outside
+        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
 
@@ -176,6 +178,7 @@ class Recorder(TorchDispatchMode):
             )
         if tensor.layout is not torch.strided:
             raise TranslationError(f"{self.owner} uses a tensor of layout {tensor.layout}: {_NO_SPARSE}{source_line()}")
+        self._put_gradient_aside(tensor)
         name = f"constant_{len(self.constants)}"
         self.constants[name] = tensor.detach() if id(tensor) in self._made else tensor
         return self.node(self._name(tensor, self.graph.get_attr(name)))
@@ -275,6 +278,8 @@ class Recorder(TorchDispatchMode):
             raise TranslationError(f"{self.owner}: {func} {WRITES_OUTSIDE}{source_line()}")
         if func is aten._local_scalar_dense.default and outside:
             self.reads_outside = True
+        for operand in operands:
+            self._put_gradient_aside(operand)
         value = func(*args, **kwargs)
         parts = [x for x in torch_tree.tree_leaves(value) if isinstance(x, torch.Tensor)]
         for part in parts:
@@ -291,6 +296,18 @@ class Recorder(TorchDispatchMode):
             # A parameter may get new values, so nothing that was computed from it is kept.
             self._record(func, (args, kwargs), value)
         return value
+
+    def _put_gradient_aside(self, tensor: torch.Tensor) -> None:
+        """Autograd inside may add to the `.grad` of a parameter, which is put back in the end."""
+        if tensor.is_leaf and tensor.requires_grad and tensor not in self._gradients:
+            self._gradients[tensor] = tensor.grad
+            tensor.grad = None
+
+    def restore_gradients(self) -> None:
+        """Gives the tensors made outside their `.grad` back."""
+        for tensor, gradient in self._gradients.items():
+            self.loses_gradients |= tensor.grad is not None
+            tensor.grad = gradient
 
     def _check_draw(self, func: Any, kwargs: Mapping[str, Any]) -> None:
         generator = kwargs.get("generator")

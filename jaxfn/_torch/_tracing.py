@@ -112,6 +112,8 @@ class Tracing:
                 raise known from error
             finally:
                 _THREAD.tracing = before
+                with plain_torch():
+                    self.recorder.restore_gradients()
         if _random_states() != states:
             raise TranslationError(
                 f"{self.owner} draws from Python's or NumPy's random numbers, which would be drawn once, while "
