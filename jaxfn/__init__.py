@@ -11,5 +11,9 @@ from jaxfn._hooks import disable_saved_tensors_hooks as disable_saved_tensors_ho
 from jaxfn._hooks import save_on_host as save_on_host
 from jaxfn._hooks import saved_tensors_hooks as saved_tensors_hooks
 from jaxfn._once import once_differentiable as once_differentiable
+from jaxfn._torch import TranslationError as TranslationError
+from jaxfn._torch import from_torch as from_torch
+from jaxfn._torch._parity import paritycheck as paritycheck
+from jaxfn._torch._parity import record_oracle as record_oracle
 
 __version__ = "0.1.0"

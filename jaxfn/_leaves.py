@@ -89,6 +89,10 @@ def _marker(leaf: Any) -> _Array:
     return _REF if type(leaf) is jax.Ref or (is_traced(leaf) and is_ref(leaf)) else _ARRAY
 
 
+class NoArrays:
+    """Base of jaxfn's own objects that hold no JAX arrays, so that nothing needs to look for one in them."""
+
+
 class Layout:
     """A value with its array leaves taken out: what kind of tree it is and its static leaves.
 
@@ -179,7 +183,7 @@ def _hides_array(value: Any) -> bool:
         if _is_jax_type(type(part)) or len(seen) > _SEARCH_LIMIT:
             return True
         seen.add(id(part))
-        if not isinstance(part, (type, types.ModuleType, np.ndarray, _Array)):
+        if not isinstance(part, (type, types.ModuleType, np.ndarray, _Array, NoArrays)):
             pending += _parts(part)
     return False
 

@@ -18,6 +18,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def load(name: str) -> ModuleType:
     """The example as a module; importing it must not run it."""
+    if name == "from_torch":
+        pytest.importorskip("torch")
+        pytest.importorskip("entmax")
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
@@ -118,3 +121,11 @@ def test_straight_through_hessian():
     assert results.newton.losses[0] == results.custom_vjp_newton.losses[0] > 1
     assert results.newton.losses[-1] == pytest.approx(0, abs=1e-9)
     assert results.custom_vjp_newton.losses[-1] > results.custom_vjp_newton.losses[0]
+
+
+def test_from_torch_trains_as_torch_does():
+    results = load("from_torch").main(["--steps", "60"])
+    assert results.largest_difference < 1e-3
+    assert results.torch_losses[-1] < results.torch_losses[0] / 4
+    assert results.accuracy > 0.9
+    assert results.compilations == 1

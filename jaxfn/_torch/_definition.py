@@ -1,0 +1,77 @@
+"""A torch Function class, looked at once: what it defines and in which style."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from jaxfn._torch._tracing import Replacements
+
+_BASE: Any = torch.autograd.Function
+
+
+class Definition:
+    """A torch Function class.
+
+    Args:
+      function: the class.
+      replacements: what stands for torch operations and functions in it.
+
+    Attributes:
+      is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
+      backward: its `backward` or `vjp`, `None` if it has neither.
+      once_differentiable: whether torch's decorator is on that.
+      key_name: the parameter of `apply` that is the random key.
+      apply_signature: that of `forward` as jaxfn's, with a ctx in combined style, and the key.
+    """
+
+    def __init__(self, function: Any, replacements: Replacements) -> None:
+        self.function = function
+        self.name: str = function.__name__
+        self.replacements = replacements
+        self.is_separate = function.setup_context is not _BASE.setup_context
+        self.backward = self._backward()
+        self.once_differentiable = any(map(_is_once_differentiable, _wrapped(self.backward)))
+        parameters = inspect.signature(function.forward).parameters
+        ctx = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)] if self.is_separate else []
+        self.key_name = "key" if "key" not in parameters else "jax_key"
+        self.apply_signature = inspect.Signature(ctx + list(_with_key(parameters.values(), self.key_name)))
+
+    def _backward(self) -> Callable[..., Any] | None:
+        backward, vjp = self.function.backward, self.function.vjp
+        if backward is _BASE.backward:
+            return None if vjp is _BASE.vjp else vjp
+        if vjp is not _BASE.vjp:
+            raise RuntimeError(
+                f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
+                "only implement one of them."
+            )
+        return backward
+
+
+def _with_key(parameters: Any, name: str) -> Iterator[inspect.Parameter]:
+    key = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            yield key
+            yield parameter
+            return
+        yield parameter
+    yield key
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """A function and those that it decorates."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_once_differentiable(function: Any) -> bool:
+    return getattr(function, "__code__", None) is _ONCE_DIFFERENTIABLE
+
+
+_ONCE_DIFFERENTIABLE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__

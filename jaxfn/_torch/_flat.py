@@ -1,0 +1,64 @@
+"""Nested Python values with the tensors, or arrays, in them taken out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.utils import _pytree as torch_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Stands where a leaf was taken out."""
+
+    index: int
+
+
+class Flat(NamedTuple):
+    """A value in two parts.
+
+    Attributes:
+      leaves: what was taken out.
+      template: the value with `Slot`s in their places.
+    """
+
+    leaves: list[Any]
+    template: Any
+
+
+def take_out(value: Any, is_leaf: Callable[[Any], bool], *, each_once: bool = False) -> Flat:
+    """Takes leaves out of a value, however deep they are in lists, tuples and dicts.
+
+    Args:
+      value: the value.
+      is_leaf: which leaves.
+      each_once: whether an object that is found again gets the slot that it has.
+    """
+    leaves: list[Any] = []
+    places: dict[int, Slot] = {}
+
+    def slot(leaf: Any) -> Any:
+        if not is_leaf(leaf):
+            return leaf
+        if each_once and id(leaf) in places:
+            return places[id(leaf)]
+        leaves.append(leaf)
+        return places.setdefault(id(leaf), Slot(len(leaves) - 1)) if each_once else Slot(len(leaves) - 1)
+
+    return Flat(leaves, torch_tree.tree_map(slot, value, is_leaf=is_leaf))
+
+
+def put_in(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
+    """The value again, with other leaves."""
+
+    def filled(leaf: Any) -> Any:
+        return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
+
+    return torch_tree.tree_map(filled, template)
+
+
+def slots(template: Any) -> list[int]:
+    """The slots in a template."""
+    return [leaf.index for leaf in torch_tree.tree_leaves(template) if isinstance(leaf, Slot)]

@@ -1,0 +1,283 @@
+"""`from_torch`: a torch Function as a jaxfn Function."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import torch
+
+from jaxfn._arguments import Parameters
+from jaxfn._context import FunctionCtx, state_of
+from jaxfn._function import Function
+from jaxfn._leaves import as_array, is_array_leaf, is_none
+from jaxfn._once import once_differentiable
+from jaxfn._torch._arrays import torch_dtype
+from jaxfn._torch._definition import Definition
+from jaxfn._torch._errors import TranslationError
+from jaxfn._torch._explain import Explanation, Part
+from jaxfn._torch._flat import Flat, Slot, put_in, slots, take_out
+from jaxfn._torch._inside import Site, as_key, new_key
+from jaxfn._torch._program import Forward, Spec, spec_of
+from jaxfn._torch._statics import Recent, static_key
+from jaxfn._torch._tracing import Replacements, Tracing
+
+# Per Function: how many traces of `forward` are kept.
+_FORWARDS_KEPT = 256
+
+
+class Adopted(Function):
+    """A Function whose `forward` and `backward` are those of a torch Function.
+
+    Attributes:
+      torch_function: that.
+    """
+
+    torch_function: ClassVar[Any]
+    adapter: ClassVar[Adapter]
+
+    @classmethod
+    def explain(cls, *args: Any, **kwargs: Any) -> Explanation:
+        """What becomes of the torch code when `apply` is called with these arguments and differentiated.
+
+        Args:
+          *args: as for `apply`; of arrays, shapes and dtypes matter.
+          **kwargs: likewise.
+
+        Returns:
+          An object that prints the graphs that torch traced, their operations, which of those have no translation, and
+          the JAX code of the translation.
+
+        Example:
+          >>> import torch, jax.numpy as jnp, jaxfn
+          >>> class Square(torch.autograd.Function):
+          ...     @staticmethod
+          ...     def forward(ctx, x):
+          ...         ctx.save_for_backward(x)
+          ...         return x * x
+          ...     @staticmethod
+          ...     def backward(ctx, grad_output):
+          ...         return 2 * ctx.saved_tensors[0] * grad_output
+          >>> explanation = jaxfn.from_torch(Square).explain(jnp.ones(3))
+          >>> explanation.is_supported
+          True
+          >>> print(explanation.parts[1].operations)
+          ['aten.mul.Tensor']
+
+        Torch counterpart: none.
+        """
+        form, values = Parameters(cls.forward, True, cls.__name__).bind(args, kwargs)
+        return form.call(lambda *args, **kwargs: cls.adapter.explain(args, kwargs), (), values)
+
+
+class Adapter:
+    """A torch Function's methods as jaxfn calls them.
+
+    Args:
+      definition: the torch Function.
+    """
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+        self._forwards = Recent[Forward](_FORWARDS_KEPT)
+        self._said: set[str] = set()
+
+    def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`forward`, as a jaxfn Function has it."""
+        state = state_of(ctx)
+        key = kwargs.pop(self.definition.key_name)
+        arguments = take_out((args, kwargs), is_array_leaf)
+        specs = [self._spec(array) for array in arguments.leaves]
+        program = self.traced(arguments.template, specs, self._flags(state.form.names, state.needs_input_grad))
+        if program.reads_flags:
+            ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
+        self._warn(program)
+        values = program.run(arguments.leaves, key)
+        vars(ctx).update(program=program, key=key)
+        ctx.save_for_backward(*(values[slot] for slot in program.kept))
+        ctx.set_materialize_grads(program.materialize_grads)
+        ctx.mark_non_differentiable(*(values[slot] for slot in program.non_differentiable))
+        ctx.mark_dirty(*(arguments.leaves[i] for i in program.dirty))
+
+        return put_in(program.output, values)
+
+    def backward(self, ctx: Any, grad_outputs: Sequence[Any]) -> tuple[Any, ...]:
+        """`backward`, as a jaxfn Function has it."""
+        program: Forward = ctx.program
+        names = state_of(ctx).form.names
+        arrays: list[Any] = []
+        specs: list[Spec] = []
+
+        def slot(of_output: Any, gradient: Any) -> Slot | None:
+            if gradient is None or not isinstance(of_output, Slot):
+                return None
+            arrays.append(gradient)
+            specs.append(program.specs[of_output.index])
+            return Slot(len(arrays) - 1)
+
+        outputs = program.output if isinstance(program.output, tuple) else (program.output,)
+        template = tuple(
+            None if gradient is None else jax.tree_util.tree_map(slot, output, gradient, is_leaf=is_none)
+            for output, gradient in zip(outputs, grad_outputs, strict=True)
+        )
+        traced = program.backward(template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        if traced.traced.loses_gradients:
+            self._say(
+                f"{self.definition.name}.backward gives gradients to tensors made outside of it (the parameters of a "
+                "module, say), which are constants on JAX and get none. Pass what is to be trained as arguments."
+            )
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD)
+        gradients = list(traced.run(ctx.saved_tensors, arrays, key))
+        return tuple(self._for_inputs(gradients, program, names))
+
+    def traced(self, arguments: Any, specs: Sequence[Spec], flags: tuple[bool, ...]) -> Forward:
+        """`forward` traced for these arguments; kept, where that is safe."""
+        try:
+            key = static_key(arguments), tuple(specs)
+        except TypeError:
+            return Forward(self.definition, arguments, specs, flags)
+        found = self._forwards.get(key, lambda known: not known.reads_flags or known.needs_input_grad == flags)
+        if found is None:
+            found = Forward(self.definition, arguments, specs, flags)
+            if not found.traced.reads_outside:
+                self._forwards.put(key, found)
+        return found
+
+    def preview(self, arguments: Flat) -> tuple[Forward, bool]:
+        """`forward` traced for torch tensors, and whether it or its backward draws random numbers."""
+        args, kwargs = arguments.template
+        flags = (True,) * (len(args) + len(kwargs))
+        program = self.traced(arguments.template, [spec_of(x) for x in arguments.leaves], flags)
+        backward = program.whole_backward()
+        return program, program.traced.draws or (backward is not None and backward.traced.draws)
+
+    def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+        """What becomes of a call with these arguments when everything in it is being differentiated."""
+        kwargs = {name: value for name, value in kwargs.items() if name != self.definition.key_name}
+        arguments = take_out((args, kwargs), is_array_leaf)
+        specs = [self._spec(as_array(leaf)) for leaf in arguments.leaves]
+        try:
+            program = self.traced(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
+        except TranslationError as error:
+            return Explanation(self.definition.name, [Part("forward", error)])
+        parts = [Part("forward", program.traced)]
+        try:
+            backward = program.whole_backward()
+        except TranslationError as error:
+            parts.append(Part("backward", error))
+        else:
+            parts += [] if backward is None else [Part("backward", backward.traced)]
+        return Explanation(self.definition.name, parts)
+
+    def _flags(self, names: Sequence[str], flags: Sequence[bool]) -> tuple[bool, ...]:
+        """Without that of the key."""
+        return tuple(flag for name, flag in zip(names, flags, strict=True) if name != self.definition.key_name)
+
+    def _for_inputs(self, gradients: list[Any], program: Forward, names: Sequence[str]) -> list[Any]:
+        """What backward returned, with an entry for the key, and none for tensors that are constants here."""
+        args, kwargs = program.arguments
+        for i, value in enumerate((*args, *kwargs.values())):
+            if isinstance(value, torch.Tensor) and i < len(gradients):
+                gradients[i] = None
+        place = names.index(self.definition.key_name)
+        return [*gradients[:place], None, *gradients[place:]] if len(gradients) >= place else gradients
+
+    def _spec(self, array: Any) -> Spec:
+        if not all(isinstance(length, int) for length in array.shape):
+            raise TranslationError(
+                f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one "
+                "shape at a time. Export with fixed shapes"
+            )
+        return Spec(tuple(array.shape), torch_dtype(array.dtype))
+
+    def _warn(self, program: Forward) -> None:
+        name = self.definition.name
+        if program.unmarked:
+            self._say(
+                f"{name} writes to one of its inputs. JAX arrays are immutable: the caller's array keeps its value, "
+                "and only what forward returns is new."
+            )
+        is_narrow = jax.dtypes.canonicalize_dtype(np.float64) == np.float32
+        if is_narrow and program.traced.uses_double:
+            self._say(
+                f"{name} computes in float64, which JAX has only with jax.config.update('jax_enable_x64', True). It "
+                "runs in float32."
+            )
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=2)
+
+
+# What backward's random numbers are drawn by: the call's key with this folded in.
+_BACKWARD = 0x6261636B
+
+
+def adopt(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> type[Adopted]:
+    """The jaxfn Function of a torch one; the same one again for the same class and replacements."""
+    key = id(function), frozenset((id(op), id(replacement)) for op, replacement in ops.items())
+    found = _ADOPTED.get(key)
+    if found is None:
+        found = _ADOPTED[key] = _make(function, ops, module)
+    return found
+
+
+# A class holds the torch one, and its replacements, so that an identity is not used twice while it is here.
+_ADOPTED: weakref.WeakValueDictionary[Any, type[Adopted]] = weakref.WeakValueDictionary()
+
+
+def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> type[Adopted]:
+    definition = Definition(function, Replacements.of(ops))
+    adapter = Adapter(definition)
+
+    def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
+        return adapter.forward(ctx, args, kwargs)
+
+    def backward(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
+        return adapter.backward(ctx, grad_outputs)
+
+    forward.__signature__ = definition.apply_signature  # pyright: ignore[reportFunctionMemberAccess]
+    body: dict[str, Any] = {
+        "__module__": module,
+        "__qualname__": function.__name__,
+        "__doc__": function.__doc__,
+        "torch_function": function,
+        "adapter": adapter,
+        "forward": staticmethod(forward),
+    }
+    if definition.backward is not None:
+        backward.__qualname__ = f"{function.__qualname__}.backward"
+        body["backward"] = staticmethod(once_differentiable(backward) if definition.once_differentiable else backward)
+    return type(function.__name__, (Adopted,), body)
+
+
+def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a torch Function returns that the code being traced applies: a call of its own jaxfn Function."""
+    adopted = adopt(function, tracing.replacements.all, __name__)
+    adapter = adopted.adapter
+    arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+    program, draws = adapter.preview(arguments)
+    places = slots(program.output)
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        options = {adapter.definition.key_name: as_key(arrays[-1])} if draws else {}
+        args, kwargs = put_in(arguments.template, arrays)
+        return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
+
+    site = Site(tracing, of_arrays, function.__name__, [program.specs[slot] for slot in places])
+    made = site(*arguments.leaves, *([new_key(tracing)] if draws else []))
+    outputs = dict(zip(places, made, strict=True))
+    for index, slot in program.dirty.items():
+        if slot is None:
+            raise TranslationError(
+                f"{adapter.definition.name}, applied inside {tracing.owner}, marks an input dirty and does not "
+                "return it"
+            )
+        with torch.no_grad():
+            outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
+    return put_in(program.output, outputs)

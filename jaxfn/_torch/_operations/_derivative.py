@@ -1,0 +1,13 @@
+"""Backward operations, from the forward ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax import Array
+
+
+def pulled_back(forward: Callable[[Array], Array], gradient: Array, x: Array) -> Array:
+    """The gradient at `x` that belongs to a gradient of `forward(x)`."""
+    return jax.vjp(forward, x)[1](gradient)[0]

@@ -1,0 +1,20 @@
+"""What torch's `dim` arguments mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax import Array
+
+
+def axes(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The axes, counted from 0, that `dim` names: all for None and for an empty list, none of an array without any."""
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    if not dims or x.ndim == 0:
+        return tuple(range(x.ndim))
+    return tuple(d % x.ndim for d in dims)
+
+
+def vector(x: Array) -> Array:
+    """`x` with at least one axis, since `dim=0` of a tensor without any is allowed."""
+    return x.reshape(1) if x.ndim == 0 else x

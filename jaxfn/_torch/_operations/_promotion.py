@@ -1,0 +1,77 @@
+"""torch's type promotion: Python numbers count least, then tensors without dimensions, then the others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_PYTHON = {bool: np.bool_, int: np.int64, float: np.float32, complex: np.complex64}
+
+
+def result_type(*operands: Any) -> np.dtype[Any]:
+    """The dtype in which torch computes an operation on these operands (arrays and Python numbers)."""
+    dimensioned, scalars, numbers = [], [], []
+    for operand in operands:
+        if not hasattr(operand, "dtype"):
+            numbers.append(jax.dtypes.canonicalize_dtype(_PYTHON[type(operand)]))
+        else:
+            (dimensioned if jnp.ndim(operand) else scalars).append(operand.dtype)
+    result = None
+    for group in (dimensioned, scalars, numbers):
+        if not group:
+            continue
+        other = functools.reduce(jnp.promote_types, group)
+        if result is None:
+            result = other
+        elif _category(other) > _category(result):
+            result = _at_category(result, other, weak=group is numbers)
+    assert result is not None
+    return np.dtype(result)
+
+
+def _category(dtype: Any) -> int:
+    """0 for bool, 1 for integers, 2 for floats, 3 for complex numbers."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return 3
+    if jnp.issubdtype(dtype, jnp.floating):
+        return 2
+    return 1 if jnp.issubdtype(dtype, jnp.integer) else 0
+
+
+def _at_category(result: Any, other: Any, *, weak: bool) -> Any:
+    """`result` raised to `other`'s category; a float keeps its width when it becomes complex."""
+    if _category(result) == 2 and _category(other) == 3:
+        return jnp.promote_types(result, np.complex64) if weak else jnp.promote_types(result, other)
+    return other
+
+
+def promoted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of operands that have been cast to their common dtype first; `None` stays."""
+
+    @functools.wraps(function)
+    def cast_first(*operands: Any, **options: Any) -> Any:
+        dtype = result_type(*(operand for operand in operands if operand is not None))
+        return function(*(None if x is None else jnp.asarray(x, dtype) for x in operands), **options)
+
+    return cast_first
+
+
+def promoted_to_inexact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a function that is defined on floating point numbers only."""
+    return promoted(functools.wraps(function)(lambda *operands: function(*map(to_inexact, operands))))
+
+
+def to_inexact(x: Any) -> jax.Array:
+    """`x` in floating point, with integers in torch's default dtype, float32."""
+    x = jnp.asarray(x)
+    return x if is_inexact(x) else x.astype(np.float32)
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether `x` holds floating point numbers, real or complex."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)

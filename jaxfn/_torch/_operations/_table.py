@@ -1,0 +1,83 @@
+"""The table itself: which JAX function stands for which ATen operation.
+
+Operations are named as torch prints them, `aten.add.Tensor`; an entry without overload, `aten.add`, serves all
+overloads that have none of their own. Views' copying forms (`aten.view_copy`) and in-place forms (`aten.add_`) use the
+entry of the plain one. What autograd and the dispatcher always break up into others (`aten.matmul`) needs no entry.
+
+A function gets all positional arguments of the operation's schema, defaults filled in, and the keyword-only ones that
+the call named, without those that mean nothing here (device, layout, memory format). It need not care for the result's
+dtype: the interpreter casts to what torch recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Operation(NamedTuple):
+    """One entry.
+
+    Attributes:
+      function: the JAX function.
+      draws: it draws random numbers; its first argument is a key.
+      contiguous: it is right only where torch's first argument lies in memory in the order of its elements.
+    """
+
+    function: Callable[..., Any]
+    draws: bool = False
+    contiguous: bool = False
+
+
+TABLE: dict[str, Operation] = {}
+REFUSED: dict[str, str] = {}
+
+
+def operation(*names: str, draws: bool = False, contiguous: bool = False) -> Callable[[_F], _F]:
+    """Enters the decorated function for the operations `names`."""
+
+    def enter(function: _F) -> _F:
+        for name in names:
+            _enter(name, Operation(function, draws, contiguous))
+        return function
+
+    return enter
+
+
+def enter_all(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Enters one function each."""
+    for name, function in functions.items():
+        _enter(name, Operation(function))
+
+
+def refuse(reason: str, *names: str) -> None:
+    """Says why some operations cannot be in the table."""
+    for name in names:
+        REFUSED[name] = reason
+
+
+def _enter(name: str, entry: Operation) -> None:
+    if name in TABLE:
+        raise ValueError(f"{name} is in the table already")
+    TABLE[name] = entry
+
+
+@functools.cache
+def entry_name(name: str) -> str | None:
+    """The name of the entry that serves the operation `name`, or None."""
+    return next((form for form in _forms(name) if form in TABLE), None)
+
+
+def refusal(name: str) -> str | None:
+    """Why the operation `name` cannot be translated, where more is known than that it is not in the table."""
+    return next((REFUSED[form] for form in _forms(name) if form in REFUSED), None)
+
+
+def _forms(name: str) -> list[str]:
+    """The names an entry for `name` may have, the closest first."""
+    namespace, packet, *overload = name.split(".")
+    packets = [packet, packet.removesuffix("_"), packet.removesuffix("_copy")]
+    return [".".join((namespace, p, *o)) for p in dict.fromkeys(packets) for o in (overload, ())]

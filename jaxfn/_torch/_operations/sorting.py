@@ -1,0 +1,139 @@
+"""Sorting, order statistics and cumulative operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxfn._torch._operations._dims import vector
+from jaxfn._torch._operations._promotion import is_inexact
+from jaxfn._torch._operations._table import operation
+from jaxfn._torch._operations.reductions import accumulated, chosen
+
+
+@operation("aten.sort.default")
+def sort(x: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
+    """Always stable, nan counting as the largest number."""
+    order = jnp.argsort(vector(x), dim, stable=True, descending=descending)
+    return jnp.take_along_axis(vector(x), order, dim).reshape(x.shape), order.reshape(x.shape)
+
+
+@operation("aten.sort.stable")
+def sort_stable(x: Array, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
+    return sort(x, dim, descending)
+
+
+@operation("aten.topk")
+def topk(x: Array, k: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> tuple[Array, Array]:
+    if x.ndim == 0:
+        return x, jnp.zeros((), int)
+    values, order = sort(x, dim, largest)
+    return lax.slice_in_dim(values, 0, k, axis=dim), lax.slice_in_dim(order, 0, k, axis=dim)
+
+
+@operation("aten.kthvalue")
+def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    if x.ndim == 0:
+        return x, jnp.zeros((), int)
+    order = jnp.argsort(x, dim, stable=True)
+    return chosen(x, lax.slice_in_dim(order, k - 1, k, axis=dim), dim, keepdim)
+
+
+@operation("aten.median.dim")
+def median_dim(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The lower one of two middle elements; nan if there is one."""
+    return _middle(x, dim, keepdim, skip_nan=False)
+
+
+@operation("aten.nanmedian.dim")
+def nanmedian_dim(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    return _middle(x, dim, keepdim, skip_nan=True)
+
+
+@operation("aten.median.default")
+def median(x: Array) -> Array:
+    return median_dim(x.reshape(-1), 0)[0]
+
+
+@operation("aten.nanmedian.default")
+def nanmedian(x: Array) -> Array:
+    return nanmedian_dim(x.reshape(-1), 0)[0]
+
+
+def _middle(x: Array, dim: int, keepdim: bool, *, skip_nan: bool) -> tuple[Array, Array]:
+    if x.ndim == 0:
+        return x, jnp.zeros((), int)
+    order = jnp.argsort(x, dim, stable=True)
+    missing = jnp.isnan(x).sum(dim, keepdims=True) if is_inexact(x) else jnp.zeros((), int)
+    length = x.shape[dim]
+    position = jnp.maximum(length - missing - 1, 0) // 2 if skip_nan else (length - 1) // 2
+    if not skip_nan:
+        # The first nan comes behind all numbers.
+        position = jnp.where(missing > 0, length - missing, position)
+    shape = [1 if axis == dim % x.ndim else size for axis, size in enumerate(x.shape)]
+    return chosen(x, jnp.take_along_axis(order, jnp.broadcast_to(position, shape), dim), dim, keepdim)
+
+
+@operation("aten.mode")
+def mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The smallest of the most frequent values, and the last place where it is."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), int)
+    ordered, order = sort(x, dim)
+    same = jnp.expand_dims(ordered, dim % x.ndim) == jnp.expand_dims(ordered, dim % x.ndim + 1)
+    most = jnp.argmax(same.sum(dim % x.ndim), dim, keepdims=True)
+    # Sorting is stable: of equal values the last in order is the last in place.
+    last = most + jnp.take_along_axis(same.sum(dim % x.ndim), most, dim) - 1
+    return chosen(x, jnp.take_along_axis(order, last, dim), dim, keepdim)
+
+
+@operation("aten.cumsum")
+def cumsum(x: Array, dim: int, dtype: Any = None) -> Array:
+    x = accumulated(x, dtype)
+    return jnp.cumsum(vector(x), dim).reshape(x.shape)
+
+
+@operation("aten.cumprod")
+def cumprod(x: Array, dim: int, dtype: Any = None) -> Array:
+    x = accumulated(x, dtype)
+    return jnp.cumprod(vector(x), dim).reshape(x.shape)
+
+
+@operation("aten.logcumsumexp")
+def logcumsumexp(x: Array, dim: int) -> Array:
+    flat = vector(x)
+    if jnp.iscomplexobj(x):
+        return lax.associative_scan(jnp.logaddexp, flat, axis=dim).reshape(x.shape)
+    return lax.cumlogsumexp(flat, dim % flat.ndim).reshape(x.shape)
+
+
+@operation("aten.cummax")
+def cummax(x: Array, dim: int) -> tuple[Array, Array]:
+    return _running(x, dim, jnp.greater_equal)
+
+
+@operation("aten.cummin")
+def cummin(x: Array, dim: int) -> tuple[Array, Array]:
+    return _running(x, dim, jnp.less_equal)
+
+
+def _running(x: Array, dim: int, better: Callable[[Array, Array], Array]) -> tuple[Array, Array]:
+    """The best element so far, the last of equals, and its place; from a nan on, nan."""
+    flat = vector(x)
+
+    def later(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+        wins = better(second[0], first[0]) | (second[0] != second[0])
+        return jnp.where(wins, second[0], first[0]), jnp.where(wins, second[1], first[1])
+
+    places = lax.broadcasted_iota(int, flat.shape, dim % flat.ndim)
+    order = lax.associative_scan(later, (lax.stop_gradient(flat), places), axis=dim % flat.ndim)[1]
+    return jnp.take_along_axis(flat, order, dim).reshape(x.shape), order.reshape(x.shape)
+
+
+@operation("aten.histc")
+def histc(x: Array, bins: int = 100, low: float = 0, high: float = 0) -> Array:
+    bounds = (x.min(), x.max()) if low == high else (low, high)
+    return jnp.histogram(x, bins, bounds)[0]

@@ -1,0 +1,90 @@
+"""Special functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.special as jsp
+import numpy as np
+from jax import Array
+
+from jaxfn._torch._operations._promotion import promoted_to_inexact, to_inexact
+from jaxfn._torch._operations._table import enter_all, operation
+
+enter_all(
+    {
+        "aten.erf": jsp.erf,
+        "aten.erfc": jsp.erfc,
+        "aten.erfinv": jsp.erfinv,
+        "aten.i0": jsp.i0,
+        "aten.igamma": promoted_to_inexact(jsp.gammainc),
+        "aten.igammac": promoted_to_inexact(jsp.gammaincc),
+        "aten.special_entr": jsp.entr,
+        "aten.special_i0e": jsp.i0e,
+        "aten.special_i1": jsp.i1,
+        "aten.special_i1e": jsp.i1e,
+        "aten.special_log_ndtr": promoted_to_inexact(jsp.log_ndtr),
+        "aten.special_modified_bessel_i0": jsp.i0,
+        "aten.special_modified_bessel_i1": jsp.i1,
+        "aten.special_ndtri": promoted_to_inexact(jsp.ndtri),
+        "aten.xlogy": promoted_to_inexact(jsp.xlogy),
+        "aten.special_xlog1py": promoted_to_inexact(jsp.xlog1py),
+        "aten.sinc": jnp.sinc,
+    }
+)
+
+
+@operation("aten.special_zeta")
+@promoted_to_inexact
+def zeta(x: Array, q: Array) -> Array:
+    """Infinite at its poles; nan where JAX has no formula, for negative q."""
+    is_pole = (x == 1) | ((x > 1) & (q <= 0) & (q == jnp.floor(q)))
+    return jnp.where(is_pole, np.inf, jnp.where((x < 1) | (q < 0), np.nan, jsp.zeta(x, jnp.where(q <= 0, 1, q))))
+
+
+@operation("aten.digamma")
+def digamma(x: Array) -> Array:
+    return polygamma(0, x)
+
+
+@operation("aten.polygamma")
+def polygamma(n: int, x: Array) -> Array:
+    """By reflection at 1/2 for arguments below, where JAX's, or its derivative, is not right."""
+    x = to_inexact(x)
+    sign = (-1) ** n
+    is_low = x < 0.5
+    is_pole = (x <= 0) & (x == jnp.floor(x))
+    # Neither side may be computed where it is not used: its derivative could be nan there.
+    above = jnp.where(is_low, 1 - x, x)
+    high = jsp.digamma(above) if n == 0 else jsp.polygamma(n, above)
+    cotangent = _cotangent
+    for _ in range(n):
+        cotangent = _derivative(cotangent)
+    reflected = sign * high - cotangent(jnp.where(is_low & ~is_pole, x, 0.25))
+    # torch's digamma has the sign of the zero's other side at 0, and none at the other poles.
+    pole = jnp.where(x == 0, jnp.copysign(np.inf, -x), np.nan) if n == 0 else -sign * np.inf
+    return jnp.where(is_pole, pole, jnp.where(is_low, reflected, high))
+
+
+def _cotangent(x: Array) -> Array:
+    return np.pi / jnp.tan(np.pi * x)
+
+
+def _derivative(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return lambda x: jax.jvp(function, (x,), (jnp.ones_like(x),))[1]
+
+
+@jax.custom_jvp
+def lgamma(x: Array) -> Array:
+    return jsp.gammaln(x)
+
+
+@lgamma.defjvp
+def lgamma_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """JAX's own is the same, but the derivative of that one is wrong below 0."""
+    return lgamma(*primals), tangents[0] * digamma(*primals)
+
+
+enter_all({"aten.lgamma": lgamma})

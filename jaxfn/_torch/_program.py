@@ -1,0 +1,263 @@
+"""`forward` and `backward` of a torch Function, traced for given shapes, and run on JAX arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._leaves import NoArrays
+from jaxfn._torch._context import TorchContext
+from jaxfn._torch._definition import Definition
+from jaxfn._torch._errors import TranslationError
+from jaxfn._torch._flat import Slot, put_in, slots, take_out
+from jaxfn._torch._interpret import Unsupported, explain, run, unsupported
+from jaxfn._torch._recorder import draws_random_numbers
+from jaxfn._torch._statics import Recent, static_key
+from jaxfn._torch._tracing import Tracing
+
+# How many traces of `backward` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
+_BACKWARDS_KEPT = 16
+
+
+class Spec(NamedTuple):
+    """What a tensor is while tracing."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """The `Spec` of a tensor."""
+    return Spec(tuple(tensor.shape), tensor.dtype)
+
+
+class Traced(NoArrays):
+    """A graph, and what there is to know about it.
+
+    Args:
+      definition: whose it is.
+      name: "forward" or "backward".
+      tracing: the finished trace.
+      results: the tensors that the graph gives.
+    """
+
+    def __init__(self, definition: Definition, name: str, tracing: Tracing, results: Sequence[torch.Tensor]) -> None:
+        self.definition = definition
+        self.name = name
+        self.graph_module = tracing.finish(results)
+        nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
+        self.draws = any(draws_random_numbers(node.target) for node in nodes)
+        self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
+        self.reads_outside = tracing.recorder.reads_outside
+        self.loses_gradients = tracing.recorder.loses_gradients
+        self.unsupported: list[Unsupported] = unsupported(self.graph_module, definition.replacements.operations)
+
+    def run(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
+        """The graph's results for JAX arrays.
+
+        Raises:
+          TranslationError: an operation has no translation; random numbers are to be drawn, and there is no key.
+        """
+        owner = self.definition.name
+        if self.unsupported:
+            raise TranslationError(f"{owner}.{self.name}: {explain(self.unsupported)}")
+        if self.draws and key is None:
+            raise TranslationError(
+                f"{owner}.{self.name} draws random numbers, and on JAX those come from an explicit key: "
+                f"{owner}.apply(..., {self.definition.key_name}=jax.random.key(0)), another key for each call"
+            )
+        return run(self.graph_module, arrays, key=key, ops=self.definition.replacements.operations)
+
+
+def _is_double(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128)
+
+
+class Source(NamedTuple):
+    """Where the value of a slot comes from after `forward` ran.
+
+    Attributes:
+      kind: "input", "result" (of the graph), or "constant" (a tensor that depends on no input).
+      place: which input or result.
+    """
+
+    kind: str
+    place: int
+
+
+class Forward(NoArrays):
+    """`forward`, traced.
+
+    Args:
+      definition: the Function.
+      arguments: the template of `(args, kwargs)`.
+      specs: of the tensors in its slots.
+      needs_input_grad: one for each input of `forward`.
+
+    Attributes:
+      output: the template of what `forward` returned.
+      kept: the slots of what it kept for backward, in the order in which backward gets their values.
+      non_differentiable: the slots marked so.
+      dirty: the inputs marked so, and the slot of each that was returned.
+      unmarked: whether it wrote to an input without marking it.
+      materialize_grads: as it set it.
+      reads_flags: whether it looked at which inputs need a gradient.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        arguments: Any,
+        specs: Sequence[Spec],
+        needs_input_grad: tuple[bool, ...],
+    ) -> None:
+        self.definition = definition
+        self.needs_input_grad = needs_input_grad
+        self.arguments = arguments
+        args, kwargs = arguments
+        # For each tensor, which input of forward it belongs to.
+        self._owners = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
+        self._backwards = Recent["Backward"](_BACKWARDS_KEPT)
+        tracing = Tracing(definition.name, definition.replacements)
+        ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
+        with tracing.running():
+            inputs = [
+                tracing.input(*spec, requires_grad=needs_input_grad[owner])
+                for spec, owner in zip(specs, self._owners, strict=True)
+            ]
+            args, kwargs = put_in(arguments, inputs)
+            if definition.is_separate:
+                output = definition.function.forward(*args, **kwargs)
+                definition.function.setup_context(ctx, (*args, *kwargs.values()), output)
+            else:
+                output = definition.function.forward(ctx, *args, **kwargs)
+            made = take_out((output, ctx.to_save, ctx.attributes), _is_tensor, each_once=True)
+            values = [tracing.lower(tensor) for tensor in made.leaves]
+            written = [i for i, x in enumerate(inputs) if tracing.recorder.input_index(tracing.lower(x)) != i]
+        self.output, self._saved, self._attributes = made.template
+        self.specs = [spec_of(value) for value in values]
+        self.reads_flags = tracing.reads_flags
+        self.materialize_grads = ctx.materialize_grads
+        self.non_differentiable = [i for i, x in enumerate(made.leaves) if _is_among(x, ctx.non_differentiable)]
+        returned = {id(x): i for i, x in enumerate(made.leaves)}
+        dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
+        self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
+        self.unmarked = any(i not in self.dirty for i in written)
+
+        in_output, in_kept = set(slots(self.output)), set(slots((self._saved, self._attributes)))
+        self._constants: dict[int, torch.Tensor] = {}
+        self.sources: list[Source] = []
+        results: list[torch.Tensor] = []
+        for slot, value in enumerate(values):
+            index = tracing.recorder.input_index(value)
+            if index is not None:
+                self.sources.append(Source("input", index))
+            elif slot not in in_output and tracing.recorder.is_constant(value):
+                self.sources.append(Source("constant", slot))
+                self._constants[slot] = value
+            else:
+                self.sources.append(Source("result", len(results)))
+                results.append(value)
+        self.kept = [slot for slot in sorted(in_kept) if slot not in self._constants]
+        self._outputs = in_output
+        self.traced = Traced(definition, "forward", tracing, results)
+
+    def run(self, inputs: Sequence[Any], key: Any) -> dict[int, Any]:
+        """The value of each slot that has one on JAX."""
+        # A result that is an input itself would count as that input where it is saved, and it is an output.
+        results = [_distinct(value, inputs) for value in self.traced.run(inputs, key)]
+        values = {"input": inputs, "result": results}
+        return {i: values[s.kind][s.place] for i, s in enumerate(self.sources) if s.kind != "constant"}
+
+    def backward(self, grad_outputs: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]) -> Backward:
+        """`backward`, traced for a template of gradients."""
+        key = static_key(grad_outputs), tuple(specs)
+        found = self._backwards.get(key, lambda known: known.fits(needs_input_grad))
+        if found is None:
+            found = Backward(self, grad_outputs, specs, needs_input_grad)
+            if not found.traced.reads_outside:
+                self._backwards.put(key, found)
+        return found
+
+    def whole_backward(self) -> Backward | None:
+        """`backward` traced for all gradients, where there is one."""
+        if self.definition.backward is None:
+            return None
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        slots_only = torch_tree.tree_map(_slot_or_none, tuple(outputs))
+        given = take_out(put_in(slots_only, self.specs), lambda leaf: isinstance(leaf, Spec))
+        return self.backward(given.template, given.leaves, (True,) * len(self.needs_input_grad))
+
+    def ctx(self, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
+        """The ctx that `backward` gets in a new trace, whose first inputs are the tensors that it holds."""
+        tensors = {slot: tracing.constant(value) for slot, value in self._constants.items()}
+        for slot in self.kept:
+            requires_grad = slot in self._outputs and any(needs_input_grad)
+            if self.sources[slot].kind == "input":
+                requires_grad = needs_input_grad[self._owners[self.sources[slot].place]]
+            tensors[slot] = tracing.input(*self.specs[slot], requires_grad=requires_grad)
+        ctx = TorchContext(needs_input_grad, put_in(self._saved, tensors), on_read=tracing.read_flags)
+        vars(ctx).update(put_in(self._attributes, tensors))
+        return ctx
+
+
+class Backward(NoArrays):
+    """`backward`, traced.
+
+    Args:
+      forward: the trace whose gradient it is.
+      grad_outputs: the template of its arguments.
+      specs: of the tensors in its slots.
+      needs_input_grad: one for each input of `forward`.
+
+    Attributes:
+      returned: the template of the gradients, one for each input and perhaps more.
+    """
+
+    def __init__(
+        self, forward: Forward, grad_outputs: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
+    ) -> None:
+        definition = forward.definition
+        assert definition.backward is not None
+        self._needs_input_grad = needs_input_grad
+        tracing = Tracing(definition.name, definition.replacements)
+        with tracing.running():
+            ctx = forward.ctx(tracing, needs_input_grad)
+            gradients = put_in(grad_outputs, [tracing.input(*spec) for spec in specs])
+            if definition.function.boxed_grads_call:
+                returned = definition.backward(ctx, list(gradients))
+            else:
+                returned = definition.backward(ctx, *gradients)
+            made = take_out(returned if isinstance(returned, tuple) else (returned,), _is_tensor)
+            values = [tracing.lower(tensor) for tensor in made.leaves]
+        self.returned: Any = made.template
+        self._reads_flags = tracing.reads_flags
+        self.traced = Traced(definition, "backward", tracing, values)
+
+    def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
+        """Whether it is as good for these flags."""
+        return not self._reads_flags or needs_input_grad == self._needs_input_grad
+
+    def run(self, kept: Sequence[Any], grad_outputs: Sequence[Any], key: Any) -> tuple[Any, ...]:
+        """The gradients for JAX arrays."""
+        return put_in(self.returned, self.traced.run([*kept, *grad_outputs], key))
+
+
+def _slot_or_none(leaf: Any) -> Slot | None:
+    return leaf if isinstance(leaf, Slot) else None
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_among(value: object, values: Sequence[object]) -> bool:
+    return any(value is other for other in values)
+
+
+def _distinct(value: Any, others: Sequence[Any]) -> Any:
+    return jnp.array(value, copy=True) if _is_among(value, others) else value

@@ -1,0 +1,111 @@
+"""Calls of the operations that torch's own samples do not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+aten = torch.ops.aten
+
+
+def numbers(*shape: int, dtype: Any = torch.float64) -> Any:
+    """Distinct numbers between -2 and 2 in no order."""
+    count = torch.Size(shape).numel()
+    spread = torch.remainder(torch.arange(count, dtype=torch.float64) * 0.6180339887498949, 1) * 4 - 2
+    return spread.reshape(shape).to(dtype)
+
+
+def upsampled(name: str, axes: int) -> tuple[Callable[..., Any], list[Any]]:
+    """Interpolation of `axes` axes to another size, and its derivative."""
+
+    def call(x: Any, gradient: Any) -> Any:
+        size, scales = [4, 7, 3][:axes], [None] * axes
+        forward = getattr(aten, name)(x, size, *scales)
+        return forward, getattr(aten, f"{name}_backward")(gradient, size, list(x.shape), *scales)
+
+    return call, [numbers(2, 3, *[3, 4, 5][:axes]), numbers(2, 3, *[4, 7, 3][:axes])]
+
+
+def padded(name: str, axes: int) -> tuple[Callable[..., Any], list[Any]]:
+    """Padding of `axes` axes, and its derivative."""
+
+    def call(x: Any, gradient: Any) -> Any:
+        pads = [1, 2] * axes
+        return getattr(aten, name)(x, pads), getattr(aten, f"{name}_backward")(gradient, x, pads)
+
+    return call, [numbers(2, 3, *[4] * axes), numbers(2, 3, *[7] * axes)]
+
+
+X = numbers(3, 4)
+Y = numbers(4, 3).T.contiguous().flip(0)
+K = torch.tensor([[5, -3, 0], [2, 7, -8]])
+
+DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "__lshift__": (lambda x: aten.__lshift__.Scalar(x, 2), [K]),
+    "__rshift__": (lambda x: aten.__rshift__.Scalar(x, 1), [K]),
+    "_linalg_eigvals": (aten._linalg_eigvals.default, [torch.diag(torch.tensor([3.0, -1.0, 2.0]))]),
+    "_native_batch_norm_legit.no_stats": (
+        lambda x, w, b: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5),
+        [numbers(4, 3, 5), numbers(3), numbers(3)],
+    ),
+    "_native_batch_norm_legit_no_training": (
+        lambda x, w, b, m, v: aten._native_batch_norm_legit_no_training.default(x, w, b, m, v, 0.1, 1e-5)[0],
+        [numbers(4, 3, 5), numbers(3), numbers(3), numbers(3), numbers(3).abs() + 0.5],
+    ),
+    "_neg_view": (aten._neg_view.default, [X]),
+    "_reshape_alias": (lambda x: aten._reshape_alias.default(x, [2, 6], [6, 1]), [X]),
+    "bernoulli.Tensor": (lambda x, p: aten.bernoulli.Tensor(x, p), [X, X.abs() / 2]),
+    "clip": (lambda x: aten.clip.default(x, -1, 1), [X]),
+    "clip.Tensor": (lambda x, y: aten.clip.Tensor(x, y, y + 1), [X, Y]),
+    "concat": (lambda x, y: aten.concat.default([x, y], 1), [X, Y]),
+    "divide": (lambda x, y: aten.divide.Tensor(x, y), [X, Y]),
+    "fix": (aten.fix.default, [X]),
+    "isclose": (lambda x, y: aten.isclose.default(x, x + y * 1e-9), [X, Y]),
+    "isfinite": (lambda x: aten.isfinite.default(1 / torch.relu(x)), [X]),
+    "max.other": (lambda x, y: aten.max.other(x, y), [X, Y]),
+    "min.other": (lambda x, y: aten.min.other(x, y), [X, Y]),
+    "multiply": (lambda x, y: aten.multiply.Tensor(x, y), [X, Y]),
+    "native_dropout": (lambda x: aten.native_dropout.default(x, 0.3, True), [X]),
+    "native_group_norm_backward": (
+        lambda g, x, m, r, w: aten.native_group_norm_backward.default(g, x, m, r, w, 2, 4, 5, 2, [True] * 3),
+        [numbers(2, 4, 5), numbers(2, 4, 5) + 1, numbers(2, 2), numbers(2, 2).abs() + 0.5, numbers(4)],
+    ),
+    "native_layer_norm_backward": (
+        lambda g, x, m, r, w: aten.native_layer_norm_backward.default(g, x, [5], m, r, w, w, [True] * 3),
+        [numbers(2, 4, 5), numbers(2, 4, 5) + 1, numbers(2, 4, 1), numbers(2, 4, 1).abs() + 0.5, numbers(5)],
+    ),
+    "normal.Tensor_float": (lambda x: aten.normal.Tensor_float(x, 2.0), [X]),
+    "normal.float_Tensor": (lambda x: aten.normal.float_Tensor(2.0, x.abs()), [X]),
+    "normal_": (lambda x: aten.normal_.default(x.clone()), [X]),
+    "positive": (aten.positive.default, [X]),
+    "rand": (lambda: aten.rand.default([3, 4]), []),
+    "rand_like": (aten.rand_like.default, [X]),
+    "randperm": (lambda: aten.randperm.default(7), []),
+    "reflection_pad2d": padded("reflection_pad2d", 2),
+    "reflection_pad3d": padded("reflection_pad3d", 3),
+    "replication_pad3d": padded("replication_pad3d", 3),
+    "resolve_conj": (aten.resolve_conj.default, [torch.complex(X, Y)]),
+    "resolve_neg": (aten.resolve_neg.default, [X]),
+    "sort.stable": (lambda x: aten.sort.stable(x, stable=True, dim=1, descending=True), [K]),
+    "square": (aten.square.default, [X]),
+    "subtract": (lambda x, y: aten.subtract.Tensor(x, y, alpha=3), [X, Y]),
+    "true_divide": (lambda x, y: aten.true_divide.Tensor(x, y), [X, Y]),
+    "var.dim": (lambda x: aten.var.dim(x, [1], False, True), [X]),
+    "view.dtype": (lambda x: (aten.view.dtype(x, torch.float32), aten.view.dtype(x, torch.int64)), [X]),
+    "where.Scalar": (lambda x: aten.where.Scalar(x > 0, 2, 3), [X]),
+    "where.ScalarOther": (lambda x: aten.where.ScalarOther(x > 0, x, 3), [X]),
+    "where.ScalarSelf": (lambda x: aten.where.ScalarSelf(x > 0, 2, x), [X]),
+    **{
+        name: upsampled(name, int(name[-2]))
+        for name in (
+            "_upsample_nearest_exact2d",
+            "_upsample_nearest_exact3d",
+            "upsample_nearest2d",
+            "upsample_nearest3d",
+        )
+    },
+}

@@ -1,0 +1,86 @@
+"""Where a translation differs from torch, and what is not translated: every case, with its reason."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+VALUES = "torch's Python reads the tensor's values, so it cannot be traced"
+SIZES = "the size of a result depends on values, and JAX compiles for known sizes"
+COMPILED = "compiled code without a formula in core ATen, rare inside Functions"
+SPARSE = "JAX arrays are dense"
+
+_SPECIAL = """
+airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
+chebyshev_polynomial_w erfcx hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
+shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+shifted_chebyshev_polynomial_w spherical_bessel_j0
+"""
+_READ_VALUES = """
+allclose corrcoef cov equal istft item narrow nn.functional.ctc_loss nn.functional.gaussian_nll_loss
+nn.functional.one_hot linalg.lstsq linalg.lstsq.grad_oriented tensor_split
+"""
+_JITERATOR = "2inputs_2outputs 4inputs_with_extra_args binary binary_return_by_ref unary"
+
+# Operations that stay without an entry.
+NOT_TRANSLATED = {
+    "aten._embedding_bag_forward_only.default": COMPILED,
+    "aten._embedding_bag.default": COMPILED,
+    "aten._histogramdd_bin_edges.default": COMPILED,
+    "aten._histogramdd_from_bin_cts.default": COMPILED,
+    "aten._histogramdd_from_bin_tensors.default": COMPILED,
+    "aten._local_scalar_dense.default": VALUES,
+    "aten._segment_reduce_backward.default": COMPILED,
+    "aten._sparse_mm_reduce_impl.default": SPARSE,
+    "aten._to_sparse.default": SPARSE,
+    "aten._to_sparse.sparse_dim": SPARSE,
+    "aten._unique2.default": SIZES,
+    "aten.as_strided_copy.default": "of a tensor that is itself a view: JAX arrays have no memory to look into",
+    "aten.bincount.default": SIZES,
+    "aten.fractional_max_pool2d.default": COMPILED,
+    "aten.fractional_max_pool3d.default": COMPILED,
+    "aten.geqrf.default": "JAX has no public counterpart",
+    "aten.hash_tensor.default": COMPILED,
+    "aten.histogram.bin_ct": COMPILED,
+    "aten.histogram.bins_tensor": COMPILED,
+    "aten.linalg_ldl_factor_ex.default": "JAX has no LDL factorization",
+    "aten.linalg_ldl_solve.default": "JAX has no LDL factorization",
+    "aten.masked_select.default": SIZES,
+    "aten.nonzero.default": SIZES,
+    "aten.nonzero_static.default": COMPILED,
+    "aten.ormqr.default": COMPILED,
+    "aten.resize.default": "JAX arrays have no memory to look into",
+    "aten.segment_reduce.default": COMPILED,
+    "aten.sparse_sampled_addmm.default": SPARSE,
+    "aten.unique_consecutive.default": SIZES,
+    "torch_nn._linear_cross_entropy_batch_chunked.default": COMPILED,
+    "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default": COMPILED,
+    **{f"aten.special_{name}.default": "JAX has no counterpart" for name in _SPECIAL.split()},
+}
+
+# What raises while torch traces, by torch's own name of the sample set.
+NOT_TRACED = {
+    **dict.fromkeys(_READ_VALUES.split(), VALUES),
+    **{f"jiterator_{name}": "compiles CUDA code" for name in _JITERATOR.split()},
+    "chalf": "JAX has no half-precision complex numbers",
+    "combinations": SIZES,
+    "nonzero": SIZES,
+}
+
+# Results that agree only after this, which is applied to both.
+DIFFERENT = {
+    "argsort": (lambda order: torch.sort(order.flatten())[0], "equal elements may come in any order in torch"),
+    "kthvalue": (lambda results: results[0], "any of equal elements may be named in torch"),
+    "logcumsumexp": (torch.exp, "a complex logarithm has several values"),
+    "sort": (lambda results: results[0], "equal elements may come in any order in torch"),
+    "topk": (lambda results: results[0], "equal elements may come in any order in torch"),
+}
+
+# Relative and absolute tolerances that are wider than the usual ones, in single precision.
+TOLERANCES = {
+    "matrix_exp": (2e-3, "numbers to 1e3 that cancel; both are as far from the double-precision result"),
+    **{f"polygamma.polygamma_n_{n}": (1e-4, "near a pole") for n in range(5)},
+    "special.polygamma.special_polygamma_n_0": (1e-4, "near a pole"),
+}

@@ -1,0 +1,176 @@
+"""torch's own sample inputs for its operations, traced to graphs of core ATen operations."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import sys
+import types
+import unittest
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# torch's testing module wants a base class for its own test cases from there, which are not used here.
+if "expecttest" not in sys.modules:
+    sys.modules["expecttest"] = types.ModuleType("expecttest")
+    sys.modules["expecttest"].TestCase = unittest.TestCase
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch._decomp import core_aten_decompositions
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.utils import _pytree as pytree
+
+from jaxfn._torch._errors import TranslationError  # noqa: E402
+from jaxfn._torch._interpret import name_of, unsupported  # noqa: E402
+from jaxfn._torch._operations import entry_name  # noqa: E402
+
+# All samples that torch has; the default is a few for each operation and dtype.
+ALL_SAMPLES = bool(int(os.environ.get("JAXFN_ALL_SAMPLES", "0")))
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
+
+# What the table has stays as it is, as in from_torch; the rest is decomposed as torch does.
+DECOMPOSITIONS = {op: rule for op, rule in core_aten_decompositions().items() if entry_name(str(op)) is None}
+
+
+class Sample(NamedTuple):
+    """One call of an operation.
+
+    Attributes:
+      label: the dtype and the number of the sample.
+      function: the call, of tensors.
+      tensors: its arguments.
+      process: what torch's own tests do to results that are not unique, such as eigenvectors; or None.
+      graph_module: the traced call, or None if torch cannot trace it.
+      missing: the operations in it that have no translation.
+    """
+
+    label: str
+    function: Callable[..., Any]
+    tensors: Sequence[Any]
+    process: Callable[[Any], Any] | None
+    graph_module: Any
+    missing: Sequence[str]
+
+    @property
+    def entries(self) -> set[str]:
+        """The table's entries that the translation uses."""
+        nodes = self.graph_module.graph.nodes if self.graph_module is not None else ()
+        names = (name_of(node.target) for node in nodes if hasattr(node.target, "_schema"))
+        return {entry for entry in map(entry_name, names) if entry is not None}
+
+
+def full_name(op: Any) -> str:
+    """An operation's name in `op_db`, unique."""
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+OPERATIONS = {full_name(op): op for op in op_db}
+
+
+@functools.cache
+def samples(name: str, *, backward: bool = False, dtypes: Sequence[Any] = DTYPES) -> tuple[Sample, ...]:
+    """An operation's samples, traced; with `backward`, of the operation and its derivative."""
+    op = OPERATIONS[name]
+    dtypes = [dtype for dtype in dtypes if dtype in op.supported_dtypes("cpu")]
+    found: list[Sample] = []
+    for dtype in dtypes:
+        for sample in _samples(op, dtype, backward):
+            found.append(sample)
+            if not ALL_SAMPLES and len(sample.entries) > 3 and not backward:
+                # torch composes it of others, which have samples of their own.
+                return tuple(found)
+    return tuple(found)
+
+
+def _samples(op: Any, dtype: Any, backward: bool) -> Iterator[Sample]:
+    if backward and not dtype.is_floating_point:
+        return
+    count = None if ALL_SAMPLES else 2 if dtype is torch.float32 else 1
+    torch.manual_seed(0)
+    with quiet():
+        for number, given in enumerate(itertools.islice(op.sample_inputs("cpu", dtype), count)):
+            leaves, tree = pytree.tree_flatten((given.input, given.args, given.kwargs))
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            function = functools.partial(_call, op, leaves, tree, places)
+            tensors = [leaves[i] for i in places]
+            process = given.output_process_fn_grad
+            if backward:
+                function, process = functools.partial(with_derivative, function), None
+            yield sample(f"{dtype} {number}".removeprefix("torch."), function, tensors, process)
+
+
+def _call(op: Any, leaves: Sequence[Any], tree: Any, places: Sequence[int], *tensors: Any) -> Any:
+    filled = list(leaves)
+    for place, tensor in zip(places, tensors, strict=True):
+        filled[place] = tensor
+    first, args, kwargs = pytree.tree_unflatten(filled, tree)
+    return op.op(first, *args, **kwargs)
+
+
+def with_derivative(function: Callable[..., Any], *tensors: Any) -> Any:
+    """The real outputs of a function, and their derivative for fixed cotangents."""
+    places = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
+
+    def outputs(*varied: Any) -> Any:
+        filled = list(tensors)
+        for place, tensor in zip(places, varied, strict=True):
+            filled[place] = tensor
+        return tuple(x for x in pytree.tree_leaves(function(*filled)) if torch.is_tensor(x) and x.is_floating_point())
+
+    results, pull = torch.func.vjp(outputs, *(tensors[place] for place in places))
+    return results, pull(tuple(cotangent(result) for result in results))
+
+
+def cotangent(result: Any) -> Any:
+    """Fixed numbers in the shape of a result."""
+    return torch.cos(torch.arange(result.numel(), dtype=result.dtype)).reshape(result.shape)
+
+
+def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], process: Any = None) -> Sample:
+    """A call, traced."""
+    try:
+        graph_module = trace(function, tensors)
+        missing = [entry.operation for entry in unsupported(graph_module)]
+    except Exception as error:
+        return Sample(label, function, tensors, process, None, [type(error).__name__])
+    return Sample(label, function, tensors, process, graph_module, missing)
+
+
+def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+    """The graph of a function of tensors."""
+    with quiet():
+        graph_module = _trace(function, tensors)
+        try:
+            unsupported(graph_module)
+        except TranslationError:
+            # A decomposition that writes through views: functionalized in its turn.
+            graph_module = _trace(graph_module, tensors)
+    return graph_module
+
+
+def _trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+    functional = torch.func.functionalize(function, remove="mutations_and_views")
+    return make_fx(functional, decomposition_table=DECOMPOSITIONS, tracing_mode="fake")(*tensors)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch says about operations that cannot be traced, and about deprecated samples."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

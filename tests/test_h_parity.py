@@ -1,0 +1,253 @@
+"""H6, H7: a port beside the torch Function that it was ported from, live and from a recorded oracle."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+
+torch = pytest.importorskip("torch")
+
+
+class TorchLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, weight, bias=None):
+        ctx.save_for_backward(input, weight, bias)
+        output = input.mm(weight.t())
+        if bias is not None:
+            output += bias.unsqueeze(0).expand_as(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        input, weight, bias = ctx.saved_tensors
+        grad_bias = grad_output.sum(0) if bias is not None else None
+        return grad_output.mm(weight), grad_output.t().mm(input), grad_bias
+
+
+class Linear(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, input, weight, bias=None):
+        ctx.save_for_backward(input, weight, bias)
+        output = input @ weight.T
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        input, weight, bias = ctx.saved_tensors
+        grad_bias = grad_output.sum(0) if bias is not None else None
+        return grad_output @ weight, grad_output.T @ input, grad_bias
+
+
+def random(*shapes, dtype=np.float32):
+    generator = np.random.default_rng(0)
+    return [generator.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+LINEAR = random((4, 3), (5, 3), (5,))
+
+
+def verdicts(report):
+    return {row.what: row.verdict for row in report.rows}
+
+
+@pytest.mark.parametrize("port", [Linear, Linear.apply, jaxfn.from_torch(TorchLinear)], ids=["class", "apply", "from"])
+def test_H6_a_right_port(port):
+    report = jaxfn.paritycheck(port, TorchLinear, LINEAR)
+    assert report, report
+    gradients = [row.what for row in report.rows if row.what.startswith("gradient")]
+    assert len(gradients) == 3 + 2 * 3 + 3  # every subset of three inputs
+    assert {row.what for row in report.rows if row.what.startswith("second")} == {
+        "second derivative, input 0",
+        "second derivative, input 1",
+        "second derivative, input 2",
+        "second derivative, grad_output 0",
+    }
+
+
+def test_H6_optional_input_left_out():
+    assert jaxfn.paritycheck(Linear, TorchLinear, [*LINEAR[:2], None])
+
+
+def test_H6_second_order_can_be_left_out():
+    report = jaxfn.paritycheck(Linear, TorchLinear, LINEAR, second_order=False)
+    assert report
+    assert not any(row.what.startswith("second") for row in report.rows)
+
+
+def test_H6_a_wrong_gradient_is_a_wrong_formula():
+    class Wrong(Linear):
+        @staticmethod
+        def backward(ctx, grad_output):
+            grad_input, grad_weight, grad_bias = Linear.backward(ctx, grad_output)
+            return grad_input, 1.001 * grad_weight, grad_bias
+
+    report = jaxfn.paritycheck(Wrong, TorchLinear, LINEAR)
+    assert not report
+    wrong = {what for what, verdict in verdicts(report).items() if verdict == "formula"}
+    assert wrong >= {"gradient of input 1 (alone)", "gradient of input 1 (with 0, 1)"}
+    assert not {what for what in wrong if what.startswith(("output", "gradient of input 0", "gradient of input 2"))}
+
+
+def test_H6_only_the_second_derivative_is_wrong():
+    class TorchCube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return 3 * ctx.saved_tensors[0] ** 2 * grad_output
+
+    @jaxfn.function
+    def cube(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @cube.backward
+    def _(ctx, grad_output):
+        return 3 * jax.lax.stop_gradient(ctx.saved_tensors[0]) ** 2 * grad_output
+
+    report = jaxfn.paritycheck(cube, TorchCube, random((3,)))
+    assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {"second derivative, input 0"}
+
+
+def test_H6_rounding_is_told_from_a_wrong_formula():
+    def unstable(x):
+        return x + 1e4 - 1e4
+
+    report = jaxfn.paritycheck(unstable, lambda x: x * 1.0, random((5,)))
+    assert verdicts(report)["output 0"] == "rounding"
+    (row,) = [row for row in report.rows if row.what == "output 0"]
+    assert row.double_error < 1e-9 < row.relative_error
+    assert jaxfn.paritycheck(unstable, lambda x: x * 1.0, random((5,)), atol=1e-2)
+
+
+def test_H6_a_kink_is_named():
+    class TorchAbs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.abs()
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output * torch.sign(ctx.saved_tensors[0])
+
+    report = jaxfn.paritycheck(lambda x: jnp.abs(x), TorchAbs, [np.array([0.0, 1.0, -2.0], np.float32)])
+    assert verdicts(report)["gradient of input 0"] == "kink"
+    assert "clamp, abs" in str(report)
+
+
+def test_H6_complex_in_torchs_convention():
+    class TorchSquare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            ctx.save_for_backward(z)
+            return z * z
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return 2 * ctx.saved_tensors[0].conj() * grad_output
+
+    z = (np.array([1.0, -2.0]) + 1j * np.array([0.5, 3.0])).astype(np.complex64)
+    assert jaxfn.paritycheck(lambda z: z * z, TorchSquare, [z])
+    wrong = jaxfn.paritycheck(jaxfn.autograd_function(lambda ctx, z: z * z, lambda ctx, g: 2 * g), TorchSquare, [z])
+    assert verdicts(wrong)["gradient of input 0"] == "formula"
+
+
+def test_H6_shapes_dtypes_and_missing_outputs():
+    def three(x):
+        return x * 2, x.sum(), (x > 0)
+
+    def port(x):
+        return x[None] * 2, x.sum().astype(jnp.float16)
+
+    found = verdicts(jaxfn.paritycheck(port, three, random((3,)), second_order=False))
+    assert found["output 0"] == "shape (1, 3)"
+    assert found["output 1"] == "dtype float16"
+    assert found["output 2"] == "missing"
+    extra = jaxfn.paritycheck(lambda x: (x * 2, x), lambda x: x * 2, random((3,)), second_order=False)
+    assert not extra
+    assert "output 1, which torch does not" in str(extra)
+
+
+def test_H6_64_bit_follows_the_setting():
+    assert jaxfn.paritycheck(lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64))
+    with jax.enable_x64(True):
+        report = jaxfn.paritycheck(lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64))
+    assert report
+    assert report.rows[0].relative_error < 1e-12
+
+
+def test_H6_no_second_derivative_in_torch_is_a_note():
+    class TorchOnce(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad_output):
+            return 2 * ctx.saved_tensors[0] * grad_output
+
+    report = jaxfn.paritycheck(lambda x: x**2, TorchOnce, random((3,)))
+    assert report
+    assert "torch gives no second derivatives" in str(report)
+
+
+def test_H6_the_report_is_a_table_and_json():
+    report = jaxfn.paritycheck(Linear, TorchLinear, LINEAR)
+    content = json.loads(report.to_json())
+    assert content["passed"] is True
+    assert content["versions"]["torch"] == torch.__version__
+    assert [row["what"] for row in content["rows"]] == [row.what for row in report.rows]
+    lines = str(report).splitlines()
+    assert len({line.index("equal") for line in lines[2:]}) == 1  # one column
+
+
+def test_H7_recorded_and_checked_without_torch(tmp_path):
+    path = tmp_path / "linear.npz"
+    jaxfn.record_oracle(TorchLinear, LINEAR, path)
+    with np.load(path, allow_pickle=False) as file:
+        np.testing.assert_array_equal(file["given/output 0"], TorchLinear.apply(*map(torch.tensor, LINEAR)).numpy())
+    script = f"""
+        import sys
+        sys.modules["torch"] = None  # importing it fails
+        import jaxfn
+        right = lambda x, w, b: x @ w.T + b
+        wrong = lambda x, w, b: x @ w.T + 2 * b
+        print(bool(jaxfn.paritycheck(right, {str(path)!r})), bool(jaxfn.paritycheck(wrong, {str(path)!r})))
+        try:
+            jaxfn.paritycheck(right, right, [1.0])
+        except ImportError as error:
+            print(error)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("True False\n")
+    assert "pip install torch" in run.stdout
+
+
+def test_H7_python_values_and_bfloat16(tmp_path):
+    path = tmp_path / "scaled.npz"
+    (x,) = random((3, 2))
+    args = [x.astype(jnp.bfloat16), {"by": [2.0, None]}, 3, "name"]
+    jaxfn.record_oracle(lambda x, how, power, name: x**power * how["by"][0], args, path)
+    report = jaxfn.paritycheck(lambda x, how, power, name: x**power * how["by"][0], path)
+    assert report.rows[0].dtype == "bfloat16"
+    assert report.rows[0].verdict == "equal"
+
+
+def test_H7_what_cannot_be_written(tmp_path):
+    with pytest.raises(TypeError, match="cannot write argument 1, a function"):
+        jaxfn.record_oracle(lambda x, f: f(x), [np.ones(2, np.float32), lambda x: x], tmp_path / "f.npz")
+    with pytest.raises(TypeError, match="leave `inputs` out"):
+        jaxfn.paritycheck(lambda x: x, tmp_path / "f.npz", [1.0])

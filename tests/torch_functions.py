@@ -1,0 +1,798 @@
+"""Functions as people write them for PyTorch, each with arguments: what `from_torch` is tried on.
+
+Arrays among the arguments are inputs, in float64 where they are floating; anything else goes to `apply` as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd import Function, Variable
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+class Case(NamedTuple):
+    """A Function and what to call it with.
+
+    Attributes:
+      function: the class.
+      args: its arguments.
+      order: up to which derivative torch has it right.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    order: int
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(*args: Any, order: int = 2, tag: str = "") -> Callable[[Any], Any]:
+    """Enters a Function in the table."""
+
+    def enter(function: Any) -> Any:
+        CASES[function.__name__ + tag] = Case(function, args, order)
+        return function
+
+    return enter
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def positive(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(0.3, 2.0, shape)
+
+
+# ------------------------------------------------------------------------------------------- the documents' own
+
+
+@case(normal(3, 4), normal(5, 4, seed=1), normal(5, seed=2))
+@case(normal(3, 4), normal(5, 4, seed=1), None, tag="NoBias")
+@case(normal(3, 4), normal(5, 4, seed=1), tag="DefaultBias")
+class LinearFunction(Function):
+    """The linear layer of PyTorch's notes on extending autograd."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias=None):
+        ctx.save_for_backward(input, weight, bias)
+        output = input.mm(weight.t())
+        if bias is not None:
+            output += bias.unsqueeze(0).expand_as(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        input, weight, bias = ctx.saved_tensors
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = grad_output.mm(weight)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grad_output.t().mm(input)
+        if bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = grad_output.sum(0).squeeze(0)
+        return grad_input, grad_weight, grad_bias
+
+
+@case(normal(3), 2.5)
+class MulConstant(Function):
+    @staticmethod
+    def forward(ctx, tensor, constant):
+        ctx.constant = constant
+        return tensor * constant
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.constant, None
+
+
+@case(normal(3), 2.5)
+class MulConstantWithoutZeros(Function):
+    @staticmethod
+    def forward(ctx, tensor, constant):
+        ctx.set_materialize_grads(False)
+        ctx.constant = constant
+        return tensor * constant
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if grad_output is None:
+            return None, None
+        return grad_output * ctx.constant, None
+
+
+@case(normal(3))
+class Exp(Function):
+    @staticmethod
+    def forward(ctx, i):
+        result = i.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (result,) = ctx.saved_tensors
+        return grad_output * result
+
+
+# ------------------------------------------------------------------------------------------- activations, masks
+
+
+@case(normal(4, 3))
+class MaskedReLU(Function):
+    """Writes zeros where a mask says so."""
+
+    @staticmethod
+    def forward(ctx, input):
+        ctx.save_for_backward(input)
+        return input.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (input,) = ctx.saved_tensors
+        grad_input = grad_output.clone()
+        grad_input[input < 0] = 0
+        return grad_input
+
+
+@case(normal(4, 3))
+class Triangle(Function):
+    """Selects by a mask, computes, and puts back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        out = torch.zeros_like(x)
+        out[x > 0] = torch.sqrt(x[x > 0])
+        out[x <= 0] = -(x[x <= 0] ** 2)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        mask = x > 0
+        grad = -2 * x * grad_output
+        grad[mask] = grad_output[mask] * 0.5 / torch.sqrt(x[mask])
+        return grad
+
+
+@case(normal(4, 3))
+class MeanOfSelected(Function):
+    @staticmethod
+    def forward(ctx, x):
+        mask = x > 0
+        ctx.save_for_backward(x, mask)
+        return x[mask].mean() + x[~mask].pow(2).sum() + x.masked_select(mask).max()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, mask = ctx.saved_tensors
+        gradient = torch.where(mask, 1 / mask.sum(), 2 * x)
+        is_largest = x == x[mask].max()
+        return (gradient + is_largest.to(x.dtype)) * grad_output
+
+
+@case(normal(4, 3), 0.3)
+class SurrogateSpike(Function):
+    """A step whose derivative is a bump."""
+
+    @staticmethod
+    def forward(ctx, x, threshold):
+        ctx.save_for_backward(x)
+        ctx.threshold = threshold
+        return (x > threshold).type(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output / (math.pi * (1 + (math.pi * (x - ctx.threshold)).pow(2))), None
+
+
+@case(normal(4, 3), 4)
+class Quantize(Function):
+    """Rounds to a grid, straight through, with a scale computed in forward."""
+
+    @staticmethod
+    def forward(ctx, x, bits):
+        scale = x.abs().max() / (2 ** (bits - 1) - 1)
+        ctx.scale = scale
+        ctx.bits = bits
+        return torch.round(x / scale).clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).mul_(scale)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output.clone(), None
+
+
+@case(normal(3, 5), -1)
+class Softmax(Function):
+    @staticmethod
+    def forward(ctx, x, dim):
+        shifted = x - x.max(dim=dim, keepdim=True)[0]
+        out = shifted.exp() / shifted.exp().sum(dim, keepdim=True)
+        ctx.save_for_backward(out)
+        ctx.dim = dim
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (y,) = ctx.saved_variables
+        return y * (grad_output - (y * grad_output).sum(ctx.dim, keepdim=True)), None
+
+
+@case(normal(2, 3, 4), positive(3, seed=1), normal(3, seed=2), 1e-5)
+class ChannelNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        mean = x.mean(1, keepdim=True)
+        var = (x - mean).pow(2).mean(1, keepdim=True)
+        y = (x - mean) / (var + eps).sqrt()
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight)
+        return weight.view(1, x.size(1), 1) * y + bias.view(1, -1, 1)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        c = grad_output.shape[1]
+        mean = x.mean(1, keepdim=True)
+        var = (x - mean).pow(2).mean(1, keepdim=True)
+        y = (x - mean) / (var + ctx.eps).sqrt()
+        g = grad_output * weight.view(1, c, 1)
+        gx = (g - y * (g * y).mean(dim=1, keepdim=True) - g.mean(dim=1, keepdim=True)) / torch.sqrt(var + ctx.eps)
+        return gx, (grad_output * y).sum(dim=2).sum(dim=0), grad_output.sum(dim=2).sum(dim=0), None
+
+
+# ------------------------------------------------------------------------------------------- what ctx is used for
+
+
+@case(normal(3), order=1)
+class OnceDifferentiable(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad_output
+
+
+@case(normal(4, 3))
+class SortAndIndices(Function):
+    """Two outputs, one of them not differentiable."""
+
+    @staticmethod
+    def forward(ctx, x):
+        values, indices = x.sort(dim=-1)
+        ctx.mark_non_differentiable(indices)
+        ctx.save_for_backward(indices)
+        return values, indices
+
+    @staticmethod
+    def backward(ctx, grad_values, grad_indices):
+        (indices,) = ctx.saved_tensors
+        return torch.zeros_like(grad_values).scatter_(-1, indices, grad_values)
+
+
+@case(normal(4, 3), normal(4, 3, seed=1))
+class TwoOutputs(Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, None, y)
+        return x * y, x + y
+
+    @staticmethod
+    def backward(ctx, grad_product, grad_sum):
+        x, nothing, y = ctx.saved_tensors
+        assert nothing is None
+        grad_x = grad_y = 0
+        if grad_product is not None:
+            grad_x, grad_y = grad_product * y, grad_product * x
+        if grad_sum is not None:
+            grad_x, grad_y = grad_x + grad_sum, grad_y + grad_sum
+        return grad_x, grad_y
+
+
+@case(normal(4, 3), {"power": 3})
+class Attributes(Function):
+    """Sets a shape, a container, a callable and an intermediate on ctx."""
+
+    @staticmethod
+    def forward(ctx, x, options):
+        ctx.shape = x.shape
+        ctx.options = options
+        ctx.pair = (x, [x.size(0), "unused"])
+        ctx.derivative = lambda v: options["power"] * v ** (options["power"] - 1)
+        return x.reshape(-1) ** options["power"]
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, (rows, _) = ctx.pair
+        assert rows == ctx.shape[0] and ctx.options["power"] == 3
+        return grad_output.view(ctx.shape) * ctx.derivative(x), None
+
+
+@case(normal(4, 3))
+class SeparateStyle(Function):
+    @staticmethod
+    def forward(x, scale=2.0):
+        return (x * scale).tanh()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.scale = inputs
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (y,) = ctx.saved_tensors
+        return grad_output * (1 - y * y) * ctx.scale, None
+
+
+@case(normal(4, 3))
+class ClassMethods(Function):
+    @classmethod
+    def power(cls):
+        return 2
+
+    @classmethod
+    def forward(cls, ctx, x):
+        ctx.save_for_backward(x)
+        return x ** cls.power()
+
+    @classmethod
+    def backward(cls, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return cls.power() * x * grad_output
+
+
+@case(normal(4, 3))
+class OnlyVjp(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def vjp(ctx, grad_output):
+        return ctx.saved_tensors[0].cos() * grad_output
+
+
+@case(normal(4, 3), normal(3, seed=1))
+class SumsBroadcasts(Function):
+    """Leaves it to autograd to sum a gradient to its input's shape."""
+
+    @staticmethod
+    def forward(ctx, x, bias):
+        ctx.save_for_backward(x, bias)
+        return x * bias
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, bias = ctx.saved_tensors
+        return grad_output * bias, grad_output * x
+
+
+@case(normal(3), normal(3, seed=1), normal(3, seed=2))
+class Variadic(Function):
+    @staticmethod
+    def forward(ctx, first, *others):
+        ctx.save_for_backward(first, *others)
+        ctx.count = len(others)
+        return first * sum(others)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        first, *others = ctx.saved_tensors
+        return grad_output * sum(others), *[grad_output * first for _ in range(ctx.count)]
+
+
+# ------------------------------------------------------------------------------------------- in place, views
+
+
+@case(normal(4, 3))
+class InPlace(Function):
+    """Updates a copy of its input by views of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        y[0].mul_(2)
+        y[:, 1] += 1
+        y.t()[2].zero_()
+        y[1:3, ::2] = x[1:3, ::2] ** 2
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        factor = torch.ones_like(x)
+        factor[0] = 2
+        factor[:, 2].fill_(0)
+        factor[1:3, ::2] = 2 * x[1:3, ::2]
+        return grad_output * factor
+
+
+@case(normal(4, 3))
+class WritesItsGradient(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return functional.hardtanh(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        grad_input = grad_output.clone()
+        grad_input[x.gt(1)] = 0
+        grad_input.masked_fill_(x.lt(-1), 0.0)
+        return grad_input
+
+
+@case(normal(4, 3), order=1)
+class BufferAndData(Function):
+    """Fills an empty buffer, reads `.data`, asks about devices."""
+
+    @staticmethod
+    def forward(ctx, x):
+        assert isinstance(x, torch.Tensor) and not x.is_cuda and x.dim() == 2
+        out = torch.empty_like(x).to(x.device)
+        out.copy_(x.data * 2)
+        buffer = x.new_zeros(x.shape[0], device=x.device).type_as(x)
+        buffer += x.detach().contiguous().sum(1)
+        ctx.save_for_backward(x)
+        return out + buffer.unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 2 * grad_output + grad_output.sum(1, keepdim=True).expand_as(grad_output)
+
+
+@case(normal(2, 5), np.array([0, 2]), order=0)
+class TakeRows(Function):
+    """Integers as indices, and as an input without a gradient."""
+
+    @staticmethod
+    def forward(ctx, table, index):
+        ctx.save_for_backward(index)
+        ctx.size = table.size()
+        return table.gather(1, index.unsqueeze(1)).squeeze(1) * table[0, index[1].long()]
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        raise NotImplementedError
+
+
+@case(normal(4, 3), np.array([2, 0, 1, 2]))
+class PickLogits(Function):
+    """A loss with targets; writes one entry at a time with integers that are tensors."""
+
+    @staticmethod
+    def forward(ctx, logits, target):
+        probabilities = torch.softmax(logits, dim=1)
+        ctx.save_for_backward(probabilities, target)
+        rows = torch.arange(logits.size(0), device=logits.device)
+        return -torch.log(probabilities[rows, target]).mean()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        probabilities, target = ctx.saved_tensors
+        one_hot = torch.zeros_like(probabilities)
+        for i in range(target.size(0)):
+            one_hot[i, target[i]] = 1.0
+        return grad_output * (probabilities - one_hot) / target.size(0), None
+
+
+CASES["PickLogits"] = CASES["PickLogits"]._replace(order=1)  # torch drops the derivative of the saved intermediate
+
+
+@case(normal(3, 3), 4)
+class ConstantMatrix(Function):
+    """Makes constants that Python code looks into."""
+
+    @staticmethod
+    def forward(ctx, x, n):
+        mask = torch.ones(3, 3).triu(1)
+        places = mask.view(-1).nonzero().squeeze(1)
+        weights = torch.tensor([1.0 / (i + 1) for i in range(len(places))], dtype=x.dtype)
+        if weights.sum().item() > 0:
+            weights = weights * n
+        ctx.save_for_backward(places, weights)
+        ctx.shape = x.shape
+        return x.reshape(-1)[places] * weights
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        places, weights = ctx.saved_tensors
+        grad = torch.zeros(ctx.shape, dtype=grad_output.dtype).view(-1)
+        grad[places] = grad_output * weights
+        return grad.view(ctx.shape), None
+
+
+# ------------------------------------------------------------------------------------------- autograd inside
+
+
+@case(normal(4, 3), normal(3, 3, seed=1), order=1)
+class RecomputesByAutograd(Function):
+    """Recomputes in backward and lets autograd differentiate, as checkpointing does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.sigmoid(x @ weight).cumsum(0)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = torch.sigmoid(x @ weight).cumsum(0)
+        return torch.autograd.grad(y, (x, weight), grad_output)
+
+
+@case(normal(4, 3), order=1)
+class BackwardInside(Function):
+    @staticmethod
+    def forward(ctx, x, slope=0.1):
+        ctx.slope = slope
+        with torch.enable_grad():
+            leaf = Variable(x.data, requires_grad=True)
+            y = functional.leaky_relu(leaf, slope) ** 2
+        ctx.leaf, ctx.inside = leaf, None
+        ctx.save_for_backward(x)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach()
+            leaf.requires_grad = True
+            torch.autograd.backward(functional.leaky_relu(leaf, ctx.slope) ** 2, grad_output)
+        return leaf.grad, None
+
+
+_MODULE = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+
+
+@case(normal(4, 3), _MODULE, order=1)
+class RunsModule(Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(ctx.module(x), x, grad_output)
+        return gradient, None
+
+
+@case(normal(4, 3), np.sign(normal(4, 3, seed=1)), order=1)
+class OldIdioms(Function):
+    """What old code does: resizes, `new`, writes to the gradient it gets."""
+
+    @staticmethod
+    def forward(ctx, predictions, targets):
+        ctx.save_for_backward(predictions, targets)
+        output = predictions.new(predictions.size()).fill_(1) - predictions.mul(targets)
+        output[output.le(0.0)] = 0.0
+        return torch.mean(output.mul(output))
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        predictions, targets = ctx.saved_tensors
+        output = 1.0 - predictions.mul(targets)
+        output[output.le(0.0)] = 0.0
+        grad_input = predictions.new().resize_as_(predictions).copy_(targets).mul_(-2.0).mul_(output)
+        grad_input.mul_(output.ne(0).type_as(output)).div_(predictions.numel())
+        return grad_input * grad_output, None
+
+
+# ------------------------------------------------------------------------------------------- Functions inside
+
+
+@case(normal(4, 3))
+class RoundThrough(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
+round_through = RoundThrough.apply
+
+
+@case(normal(4, 3) * 3)
+class AppliesAnother(Function):
+    """In forward and in backward, by a name taken beforehand."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return round_through(x) * x
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * (round_through(x) + x)
+
+
+@case(normal(4, 3))
+class SwishBackward(Function):
+    @staticmethod
+    def forward(ctx, x, grad_output):
+        s = torch.sigmoid(x)
+        ctx.save_for_backward(x, grad_output)
+        return grad_output * s * (1 + x * (1 - s))
+
+    @staticmethod
+    def backward(ctx, grad_grad):
+        x, grad_output = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        d = s * (1 - s)
+        return grad_grad * grad_output * d * (2 + x * (1 - 2 * s)), grad_grad * (s + x * d)
+
+
+CASES["SwishBackward"] = CASES["SwishBackward"]._replace(args=(normal(4, 3), normal(4, 3, seed=1)))
+
+
+@case(normal(4, 3))
+class Swish(Function):
+    """The double-backward idiom: the gradient is a Function of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return SwishBackward.apply(x, grad_output)
+
+
+@case(normal(4, 3), order=1)
+class DifferentiatesAnother(Function):
+    """Lets autograd differentiate a Function whose rule is not its derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return RoundThrough.apply(x) ** 2
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(RoundThrough.apply(x) ** 2, x, grad_output)[0]
+
+
+# ------------------------------------------------------------------------------------------- library functions
+
+
+@case(normal(2, 2, 5, 5), normal(3, 2, 3, 3, seed=1))
+class Convolution(Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return functional.conv2d(x, weight, padding=1)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        grad_x = torch.nn.grad.conv2d_input(x.shape, weight, grad_output, padding=1)
+        return grad_x, torch.nn.grad.conv2d_weight(x, weight.shape, grad_output, padding=1)
+
+
+@case(normal(2, 3, 4), normal(2, 4, 5, seed=1))
+class Contraction(Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return torch.einsum("bij,bjk->bik", a, b)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        a, b = ctx.saved_tensors
+        return torch.einsum("bik,bjk->bij", grad_output, b), torch.bmm(a.transpose(1, 2), grad_output)
+
+
+@case(normal(3, 3) @ normal(3, 3).T + 3 * np.eye(3))
+class MatrixInverse(Function):
+    @staticmethod
+    def forward(ctx, a):
+        inverse = torch.linalg.inv(a)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (inverse,) = ctx.saved_tensors
+        return -inverse.mT @ grad_output @ inverse.mT
+
+
+def scripted(function: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # deprecated, and everywhere
+        return torch.jit.script(function)
+
+
+@scripted
+def _scripted_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / 1.41421356237))
+
+
+@scripted
+def _scripted_derivative(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (1.0 + torch.erf(x / 1.41421356237)) + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
+
+
+@case(normal(4, 3))
+class ScriptedHelpers(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return _scripted_gelu(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _scripted_derivative(ctx.saved_tensors[0]) * grad_output
+
+
+@case(normal(4, 3), "cpu", torch.complex128, order=1)
+class DevicesAndDtypes(Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x, device, dtype):
+        ctx.save_for_backward(x)
+        offset = torch.zeros(x.shape, dtype=dtype, device=torch.device(device))
+        return (x.to(device).to(dtype) * 2 + offset).real.cpu()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return (grad_output * 2).to(x.dtype), None, None
+
+
+@case(positive(3), normal(3, seed=1) + 1j * normal(3, seed=2))
+class ComplexProduct(Function):
+    @staticmethod
+    def forward(ctx, x, z):
+        ctx.save_for_backward(x, z)
+        return x * z * z
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, z = ctx.saved_tensors
+        return (grad_output * (z * z).conj()).real, grad_output * 2 * (x * z).conj()
+
+
+@case([normal(2), normal(2, seed=1)], order=0)
+class ListOfTensors(Function):
+    @staticmethod
+    def forward(ctx, tensors):
+        return torch.stack(tensors).prod(0)
