@@ -9,10 +9,10 @@ import torch
 
 
 class TorchContext(torch.autograd.function.FunctionCtx):
-    """torch's ctx, for one trace of `forward` or `backward`.
+    """torch's ctx, for one trace of `forward`, `backward` or `jvp`.
 
-    What the methods of the base class were given (`to_save`, `non_differentiable`, `dirty_tensors`,
-    `materialize_grads`) they set as attributes of those names, as they do in torch.
+    What the methods of the base class were given (`to_save`, `saved_for_forward`, `non_differentiable`,
+    `dirty_tensors`, `materialize_grads`) they set as attributes of those names, as they do in torch.
 
     Args:
       needs_input_grad: whether each input is being differentiated.
@@ -27,6 +27,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
     ) -> None:
         self.jaxfn = _Own(tuple(needs_input_grad), tuple(saved), on_read)
         self.to_save: tuple[torch.Tensor | None, ...] = ()
+        self.saved_for_forward: tuple[torch.Tensor | None, ...] | None = None
         self.dirty_tensors: tuple[torch.Tensor, ...] = ()
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
         self.materialize_grads = True
@@ -50,9 +51,6 @@ class TorchContext(torch.autograd.function.FunctionCtx):
         """What the code itself assigned."""
         return {name: value for name, value in vars(self).items() if name not in _OURS}
 
-    def save_for_forward(self, *tensors: torch.Tensor) -> None:
-        """For `jvp`, which is not translated."""
-
     def mark_shared_storage(self, *pairs: Any) -> None:
         """Old code calls it; it has had no effect in torch for years."""
 
@@ -66,4 +64,4 @@ class _Own:
         self.on_read = on_read
 
 
-_OURS = ("jaxfn", "to_save", "dirty_tensors", "non_differentiable", "materialize_grads")
+_OURS = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "non_differentiable", "materialize_grads")

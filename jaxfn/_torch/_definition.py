@@ -23,6 +23,7 @@ class Definition:
     Attributes:
       is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
       backward: its `backward` or `vjp`, `None` if it has neither.
+      has_jvp: whether it has a `jvp`.
       once_differentiable: whether torch's decorator is on that.
       key_name: the parameter of `apply` that is the random key.
       apply_signature: that of `forward` as jaxfn's, with a ctx in combined style, and the key.
@@ -34,6 +35,7 @@ class Definition:
         self.replacements = replacements
         self.is_separate = function.setup_context is not _BASE.setup_context
         self.backward = self._backward()
+        self.has_jvp: bool = function.jvp is not _BASE.jvp
         self.once_differentiable = any(map(_is_once_differentiable, _wrapped(self.backward)))
         parameters = inspect.signature(function.forward).parameters
         ctx = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)] if self.is_separate else []

@@ -31,7 +31,7 @@ _FORWARDS_KEPT = 256
 
 
 class Adopted(Function):
-    """A Function whose `forward` and `backward` are those of a torch Function.
+    """A Function whose `forward`, `backward` and `jvp` are those of a torch Function.
 
     Attributes:
       torch_function: that.
@@ -98,7 +98,9 @@ class Adapter:
         self._warn(program)
         values = program.run(arguments.leaves, key)
         vars(ctx).update(program=program, key=key)
-        ctx.save_for_backward(*(values[slot] for slot in program.kept))
+        ctx.save_for_backward(*(values[slot] for slot in program.kept["backward"]))
+        if self.definition.has_jvp:
+            ctx.save_for_forward(*(values[slot] for slot in program.kept["jvp"]))
         ctx.set_materialize_grads(program.materialize_grads)
         ctx.mark_non_differentiable(*(values[slot] for slot in program.non_differentiable))
         ctx.mark_dirty(*(arguments.leaves[i] for i in program.dirty))
@@ -109,22 +111,9 @@ class Adapter:
         """`backward`, as a jaxfn Function has it."""
         program: Forward = ctx.program
         names = state_of(ctx).form.names
-        arrays: list[Any] = []
-        specs: list[Spec] = []
-
-        def slot(of_output: Any, gradient: Any) -> Slot | None:
-            if gradient is None or not isinstance(of_output, Slot):
-                return None
-            arrays.append(gradient)
-            specs.append(program.specs[of_output.index])
-            return Slot(len(arrays) - 1)
-
         outputs = program.output if isinstance(program.output, tuple) else (program.output,)
-        template = tuple(
-            None if gradient is None else jax.tree_util.tree_map(slot, output, gradient, is_leaf=is_none)
-            for output, gradient in zip(outputs, grad_outputs, strict=True)
-        )
-        traced = program.backward(template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        template, arrays, specs = _matched(outputs, grad_outputs, program.specs)
+        traced = program.derivative("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
         if traced.traced.loses_gradients:
             self._say(
                 f"{self.definition.name}.backward gives gradients to tensors made outside of it (the parameters of a "
@@ -133,6 +122,18 @@ class Adapter:
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD)
         gradients = list(traced.run(ctx.saved_tensors, arrays, key))
         return tuple(self._for_inputs(gradients, program, names))
+
+    def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
+        """`jvp`, as a jaxfn Function has it."""
+        program: Forward = ctx.program
+        names = state_of(ctx).form.names
+        args, kwargs = program.arguments
+        place = names.index(self.definition.key_name)
+        given = [*tangents[:place], *tangents[place + 1 :]]
+        template, arrays, specs = _matched((*args, *kwargs.values()), given, program.input_specs)
+        traced = program.derivative("jvp", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD)
+        return traced.run(ctx.saved_tensors, arrays, key)
 
     def traced(self, arguments: Any, specs: Sequence[Spec], flags: tuple[bool, ...]) -> Forward:
         """`forward` traced for these arguments; kept, where that is safe."""
@@ -214,7 +215,32 @@ class Adapter:
             warnings.warn(message, stacklevel=2)
 
 
-# What backward's random numbers are drawn by: the call's key with this folded in.
+def _matched(places: Sequence[Any], given: Sequence[Any], specs: Sequence[Spec]) -> tuple[Any, list[Any], list[Spec]]:
+    """Gradients or tangents, of which some are `None`: their template, the arrays in it, and the specs of those.
+
+    Args:
+      places: a template for each, of the output or input that it belongs to.
+      given: the gradients or tangents.
+      specs: of the tensors in the templates' slots.
+    """
+    arrays: list[Any] = []
+    found: list[Spec] = []
+
+    def slot(place: Any, value: Any) -> Slot | None:
+        if value is None or not isinstance(place, Slot):
+            return None
+        arrays.append(value)
+        found.append(specs[place.index])
+        return Slot(len(arrays) - 1)
+
+    template = tuple(
+        None if value is None else jax.tree_util.tree_map(slot, place, value, is_leaf=is_none)
+        for place, value in zip(places, given, strict=True)
+    )
+    return template, arrays, found
+
+
+# What random numbers in backward and jvp are drawn by: the call's key with this folded in.
 _BACKWARD = 0x6261636B
 
 
@@ -241,6 +267,9 @@ def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> 
     def backward(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
         return adapter.backward(ctx, grad_outputs)
 
+    def jvp(ctx: FunctionCtx, *tangents: Any) -> Any:
+        return adapter.jvp(ctx, tangents)
+
     forward.__signature__ = definition.apply_signature  # pyright: ignore[reportFunctionMemberAccess]
     body: dict[str, Any] = {
         "__module__": module,
@@ -253,6 +282,8 @@ def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> 
     if definition.backward is not None:
         backward.__qualname__ = f"{function.__qualname__}.backward"
         body["backward"] = staticmethod(once_differentiable(backward) if definition.once_differentiable else backward)
+    if definition.has_jvp:
+        body["jvp"] = staticmethod(jvp)
     return type(function.__name__, (Adopted,), body)
 
 

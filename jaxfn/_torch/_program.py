@@ -1,4 +1,4 @@
-"""`forward` and `backward` of a torch Function, traced for given shapes, and run on JAX arrays."""
+"""`forward`, `backward` and `jvp` of a torch Function, traced for given shapes, and run on JAX arrays."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jaxfn._torch._recorder import draws_random_numbers
 from jaxfn._torch._statics import Recent, static_key
 from jaxfn._torch._tracing import Tracing
 
-# How many traces of `backward` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
-_BACKWARDS_KEPT = 16
+# How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
+_DERIVATIVES_KEPT = 32
 
 
 class Spec(NamedTuple):
@@ -40,7 +40,7 @@ class Traced(NoArrays):
 
     Args:
       definition: whose it is.
-      name: "forward" or "backward".
+      name: "forward", "backward" or "jvp".
       tracing: the finished trace.
       results: the tensors that the graph gives.
     """
@@ -100,7 +100,7 @@ class Forward(NoArrays):
 
     Attributes:
       output: the template of what `forward` returned.
-      kept: the slots of what it kept for backward, in the order in which backward gets their values.
+      kept: the slots of what it kept for "backward" and for "jvp", in the order in which those get their values.
       non_differentiable: the slots marked so.
       dirty: the inputs marked so, and the slot of each that was returned.
       unmarked: whether it wrote to an input without marking it.
@@ -121,7 +121,7 @@ class Forward(NoArrays):
         args, kwargs = arguments
         # For each tensor, which input of forward it belongs to.
         self._owners = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
-        self._backwards = Recent["Backward"](_BACKWARDS_KEPT)
+        self._derivatives = Recent["Derivative"](_DERIVATIVES_KEPT)
         tracing = Tracing(definition.name, definition.replacements)
         ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
         with tracing.running():
@@ -135,10 +135,13 @@ class Forward(NoArrays):
                 definition.function.setup_context(ctx, (*args, *kwargs.values()), output)
             else:
                 output = definition.function.forward(ctx, *args, **kwargs)
-            made = take_out((output, ctx.to_save, ctx.attributes), _is_tensor, each_once=True)
+            for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
+            made = take_out((output, ctx.to_save, for_forward, ctx.attributes), _is_tensor, each_once=True)
             values = [tracing.lower(tensor) for tensor in made.leaves]
             written = [i for i, x in enumerate(inputs) if tracing.recorder.input_index(tracing.lower(x)) != i]
-        self.output, self._saved, self._attributes = made.template
+        self.input_specs = specs
+        self.output, to_save, for_forward, self._attributes = made.template
+        self._saved = {"backward": to_save, "jvp": for_forward}
         self.specs = [spec_of(value) for value in values]
         self.reads_flags = tracing.reads_flags
         self.materialize_grads = ctx.materialize_grads
@@ -148,7 +151,7 @@ class Forward(NoArrays):
         self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
         self.unmarked = any(i not in self.dirty for i in written)
 
-        in_output, in_kept = set(slots(self.output)), set(slots((self._saved, self._attributes)))
+        in_output = set(slots(self.output))
         self._constants: dict[int, torch.Tensor] = {}
         self.sources: list[Source] = []
         results: list[torch.Tensor] = []
@@ -162,7 +165,10 @@ class Forward(NoArrays):
             else:
                 self.sources.append(Source("result", len(results)))
                 results.append(value)
-        self.kept = [slot for slot in sorted(in_kept) if slot not in self._constants]
+        self.kept = {
+            method: [slot for slot in sorted(set(slots((saved, self._attributes)))) if slot not in self._constants]
+            for method, saved in self._saved.items()
+        }
         self._outputs = in_output
         self.traced = Traced(definition, "forward", tracing, results)
 
@@ -173,78 +179,82 @@ class Forward(NoArrays):
         values = {"input": inputs, "result": results}
         return {i: values[s.kind][s.place] for i, s in enumerate(self.sources) if s.kind != "constant"}
 
-    def backward(self, grad_outputs: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]) -> Backward:
-        """`backward`, traced for a template of gradients."""
-        key = static_key(grad_outputs), tuple(specs)
-        found = self._backwards.get(key, lambda known: known.fits(needs_input_grad))
+    def derivative(
+        self, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
+    ) -> Derivative:
+        """`backward` or `jvp`, traced for a template of gradients or tangents."""
+        key = method, static_key(given), tuple(specs)
+        found = self._derivatives.get(key, lambda known: known.fits(needs_input_grad))
         if found is None:
-            found = Backward(self, grad_outputs, specs, needs_input_grad)
+            found = Derivative(self, method, given, specs, needs_input_grad)
             if not found.traced.reads_outside:
-                self._backwards.put(key, found)
+                self._derivatives.put(key, found)
         return found
 
-    def whole_backward(self) -> Backward | None:
+    def whole_backward(self) -> Derivative | None:
         """`backward` traced for all gradients, where there is one."""
         if self.definition.backward is None:
             return None
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
         slots_only = torch_tree.tree_map(_slot_or_none, tuple(outputs))
         given = take_out(put_in(slots_only, self.specs), lambda leaf: isinstance(leaf, Spec))
-        return self.backward(given.template, given.leaves, (True,) * len(self.needs_input_grad))
+        return self.derivative("backward", given.template, given.leaves, (True,) * len(self.needs_input_grad))
 
-    def ctx(self, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
-        """The ctx that `backward` gets in a new trace, whose first inputs are the tensors that it holds."""
+    def ctx(self, method: str, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
+        """The ctx that `backward` or `jvp` gets in a new trace, whose first inputs are the tensors that it holds."""
         tensors = {slot: tracing.constant(value) for slot, value in self._constants.items()}
-        for slot in self.kept:
+        for slot in self.kept[method]:
             requires_grad = slot in self._outputs and any(needs_input_grad)
             if self.sources[slot].kind == "input":
                 requires_grad = needs_input_grad[self._owners[self.sources[slot].place]]
             tensors[slot] = tracing.input(*self.specs[slot], requires_grad=requires_grad)
-        ctx = TorchContext(needs_input_grad, put_in(self._saved, tensors), on_read=tracing.read_flags)
+        ctx = TorchContext(needs_input_grad, put_in(self._saved[method], tensors), on_read=tracing.read_flags)
         vars(ctx).update(put_in(self._attributes, tensors))
         return ctx
 
 
-class Backward(NoArrays):
-    """`backward`, traced.
+class Derivative(NoArrays):
+    """`backward` or `jvp`, traced.
 
     Args:
-      forward: the trace whose gradient it is.
-      grad_outputs: the template of its arguments.
+      forward: the trace whose derivative it is.
+      method: "backward" or "jvp".
+      given: the template of its arguments.
       specs: of the tensors in its slots.
       needs_input_grad: one for each input of `forward`.
 
     Attributes:
-      returned: the template of the gradients, one for each input and perhaps more.
+      returned: the template of what it returned: gradients, one for each input and perhaps more, or tangents.
     """
 
     def __init__(
-        self, forward: Forward, grad_outputs: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
+        self, forward: Forward, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
     ) -> None:
         definition = forward.definition
-        assert definition.backward is not None
+        function = definition.function.jvp if method == "jvp" else definition.backward
+        assert function is not None
         self._needs_input_grad = needs_input_grad
         tracing = Tracing(definition.name, definition.replacements)
         with tracing.running():
-            ctx = forward.ctx(tracing, needs_input_grad)
-            gradients = put_in(grad_outputs, [tracing.input(*spec) for spec in specs])
-            if definition.function.boxed_grads_call:
-                returned = definition.backward(ctx, list(gradients))
+            ctx = forward.ctx(method, tracing, needs_input_grad)
+            arguments = put_in(given, [tracing.input(*spec) for spec in specs])
+            if method == "backward" and definition.function.boxed_grads_call:
+                returned = function(ctx, list(arguments))
             else:
-                returned = definition.backward(ctx, *gradients)
+                returned = function(ctx, *arguments)
             made = take_out(returned if isinstance(returned, tuple) else (returned,), _is_tensor)
             values = [tracing.lower(tensor) for tensor in made.leaves]
         self.returned: Any = made.template
         self._reads_flags = tracing.reads_flags
-        self.traced = Traced(definition, "backward", tracing, values)
+        self.traced = Traced(definition, method, tracing, values)
 
     def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
         """Whether it is as good for these flags."""
         return not self._reads_flags or needs_input_grad == self._needs_input_grad
 
-    def run(self, kept: Sequence[Any], grad_outputs: Sequence[Any], key: Any) -> tuple[Any, ...]:
-        """The gradients for JAX arrays."""
-        return put_in(self.returned, self.traced.run([*kept, *grad_outputs], key))
+    def run(self, kept: Sequence[Any], given: Sequence[Any], key: Any) -> tuple[Any, ...]:
+        """What it returns for JAX arrays."""
+        return put_in(self.returned, self.traced.run([*kept, *given], key))
 
 
 def _slot_or_none(leaf: Any) -> Slot | None:
