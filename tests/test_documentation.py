@@ -16,7 +16,7 @@ import pytest
 import jaxfn
 
 ROOT = Path(__file__).parents[1]
-MODULES = ["jaxfn", *(f"jaxfn.{module.name}" for module in pkgutil.iter_modules(jaxfn.__path__))]
+MODULES = ["jaxfn", *(module.name for module in pkgutil.walk_packages(jaxfn.__path__, "jaxfn."))]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -26,7 +26,8 @@ def test_docstring_examples(name):
 
 
 def test_there_are_docstring_examples():
-    for name in ("Function", "FunctionCtx", "function", "autograd_function", "once_differentiable"):
+    names = ("Function", "FunctionCtx", "function", "autograd_function", "once_differentiable")
+    for name in (*names, "gradcheck", "gradgradcheck", "GradcheckError"):
         doc = getattr(jaxfn, name).__doc__
         assert ">>>" in doc and "Torch counterpart" in doc, name
 
