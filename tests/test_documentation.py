@@ -16,17 +16,21 @@ import pytest
 import jaxfn
 
 ROOT = Path(__file__).parents[1]
-MODULES = ["jaxfn", *(f"jaxfn.{module.name}" for module in pkgutil.iter_modules(jaxfn.__path__))]
+MODULES = ["jaxfn", *(module.name for module in pkgutil.walk_packages(jaxfn.__path__, "jaxfn."))]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
+    if name.startswith("jaxfn._torch"):
+        pytest.importorskip("torch")
     results = doctest.testmod(importlib.import_module(name), optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
     assert results.failed == 0
 
 
 def test_there_are_docstring_examples():
-    for name in ("Function", "FunctionCtx", "function", "autograd_function", "once_differentiable"):
+    names = "Function FunctionCtx function autograd_function once_differentiable gradcheck gradgradcheck GradcheckError"
+    hooks = "saved_tensors_hooks save_on_host disable_saved_tensors_hooks"
+    for name in (*names.split(), *hooks.split(), "from_torch", "paritycheck", "record_oracle"):
         doc = getattr(jaxfn, name).__doc__
         assert ">>>" in doc and "Torch counterpart" in doc, name
 

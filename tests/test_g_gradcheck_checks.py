@@ -584,3 +584,17 @@ def test_G6_second_order_of_a_wrong_first_one_is_judged_by_differences():
     """torch's meaning: the second order has to be the derivative of the first, whatever that is."""
     report = passes(scaled_sine(2.0), normal(3), check=gradgradcheck)
     assert any("finite differences decided" in note for note in report.notes)
+
+
+def test_G6_a_gradient_that_was_cut_off():
+    class CutOff(Linear):
+        @staticmethod
+        def backward(ctx, grad_output):
+            grad_input, grad_weight, grad_bias = Linear.backward(ctx, grad_output)
+            return grad_input, grad_weight, None if grad_bias is None else jax.lax.stop_gradient(grad_bias)
+
+    inputs = normal(2, 3), normal(4, 3), normal(4)
+    passes(CutOff.apply, inputs)
+    passes(Linear.apply, inputs, check=gradgradcheck)
+    (mismatch,) = failure(CutOff.apply, inputs, check=gradgradcheck).mismatches
+    assert mismatch.output == "gradient of input 2 ('bias')" and mismatch.kind == "zero everywhere"

@@ -172,26 +172,26 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
     leaves = [Leaf(name, y.shape, y.dtype) for (name, _), y in zip(names_and_dtypes, avals, strict=True)]
     watch = Watch(undecorated=False)
     found: dict[int, bool] = {}
-    told = watched(telling(problem.call, found), watch)
-    pullback = (
-        recorder.pullback(told, retry_eagerly=True) if reverse else UnavailableError("reverse mode is not checked")
-    )
-    pushforward = (
-        recorder.pushforward(watched(told, watch)) if forward else UnavailableError("forward mode is not checked")
-    )
+    told = telling(problem.call, found)
+    unchecked = UnavailableError("that mode is not checked")
+    pullback = recorder.pullback(told, watch, retry_eagerly=True) if reverse else unchecked
+    pushforward = recorder.pushforward(watched(told, watch)) if forward else unchecked
     kept = [i for i in range(len(leaves)) if found.get(i)]
-    if isinstance(pullback, UnavailableError) and isinstance(pushforward, UnavailableError):
-        kept = list(range(len(leaves)))  # nothing was told
+    told_nothing = isinstance(pullback, UnavailableError) and isinstance(pushforward, UnavailableError)
+    if told_nothing or not problem.may_stop:
+        kept = list(range(len(leaves)))
     retraced = _retraced(recorder, pullback, problem.call, watch)
     bare = Watch(undecorated=True)
     undecorated = watched(problem.reference, bare)
-    nothing = UnavailableError("it was not asked for")
-    reference_pullback = recorder.pullback(undecorated) if reference and reverse else nothing
-    reference_pushforward = recorder.pushforward(undecorated) if reference else nothing
+    reference_pullback = recorder.pullback(undecorated) if reference and reverse else unchecked
+    reference_pushforward = recorder.pushforward(undecorated) if reference else unchecked
     if reference and not bare.functions and problem.reference is problem.call:
         reference_pullback = reference_pushforward = UnavailableError(
             "there is no rule to take off: it would be the derivative that is being checked"
         )
+    elif watch.functions.keys() - bare.functions.keys():
+        # Finite differences shall vouch for reverse mode then, and not for rules of forward mode, which are others.
+        reference_pushforward = UnavailableError("Functions inside the function keep their own rules")
     others = [i for i in range(len(leaves)) if i not in kept]
     return Derivatives(
         mode=mode,

@@ -72,6 +72,7 @@ class Problem:
       inputs: what is differentiated with respect to.
       values: their values, in double precision.
       describe_outputs: the names of what `call` returned last, and their dtypes before they were made double.
+      may_stop: whether an output may have no derivative, as one that is marked non-differentiable.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Problem:
     inputs: tuple[Leaf, ...]
     values: list[jax.Array]
     describe_outputs: Callable[[], list[tuple[str, Any]]]
+    may_stop: bool = True
 
 
 def double(dtype: Any) -> np.dtype[Any]:

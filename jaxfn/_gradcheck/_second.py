@@ -51,6 +51,7 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
         (*problem.inputs, *cotangents),
         [*problem.values, *_cotangents(d.outputs, grad_outputs)],
         lambda: [(name, leaf.dtype) for name, leaf in zip(names, problem.inputs, strict=True)],
+        may_stop=False,  # a gradient without a derivative must be constant
     )
 
 
