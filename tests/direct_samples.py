@@ -44,9 +44,19 @@ X = numbers(3, 4)
 Y = numbers(4, 3).T.contiguous().flip(0)
 K = torch.tensor([[5, -3, 0], [2, 7, -8]])
 
+# Well-conditioned, and not symmetric.
+A = numbers(3, 3) + 4 * torch.eye(3)
+
 DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "__lshift__": (lambda x: aten.__lshift__.Scalar(x, 2), [K]),
     "__rshift__": (lambda x: aten.__rshift__.Scalar(x, 1), [K]),
+    "_linalg_det": (aten._linalg_det.default, [A]),
+    "_linalg_slogdet": (aten._linalg_slogdet.default, [A]),
+    "_linalg_solve_ex": (
+        lambda a: [*aten._linalg_solve_ex(a, a[0]), *aten._linalg_solve_ex(a.t(), a, left=False)],
+        [A],
+    ),
+    "_linalg_det.complex": (aten._linalg_det.default, [torch.complex(A, A.t())]),
     "_linalg_eigvals": (aten._linalg_eigvals.default, [torch.diag(torch.tensor([3.0, -1.0, 2.0]))]),
     "_native_batch_norm_legit.no_stats": (
         lambda x, w, b: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5),
