@@ -34,8 +34,10 @@ from jaxfn._torch._errors import TranslationError  # noqa: E402
 from jaxfn._torch._interpret import name_of, unsupported  # noqa: E402
 from jaxfn._torch._operations import entry_name  # noqa: E402
 
-# All samples that torch has; the default is a few for each operation and dtype.
-ALL_SAMPLES = bool(int(os.environ.get("JAXFN_ALL_SAMPLES", "0")))
+# How many of torch's samples are taken for each operation and dtype; "all" for all of them.
+_SAMPLES = os.environ.get("JAXFN_SAMPLES", "1")
+ALL_SAMPLES = _SAMPLES == "all"
+COUNT = None if ALL_SAMPLES else int(_SAMPLES)
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
 
 # What the table has stays as it is, as in from_torch; the rest is decomposed as torch does.
@@ -86,7 +88,7 @@ def samples(name: str, *, backward: bool = False, dtypes: Sequence[Any] = DTYPES
     for dtype in dtypes:
         for sample in _samples(op, dtype, backward):
             found.append(sample)
-            if not ALL_SAMPLES and len(sample.entries) > 3 and not backward:
+            if COUNT == 1 and len(sample.entries) > 3 and not backward:
                 # torch composes it of others, which have samples of their own.
                 return tuple(found)
     return tuple(found)
@@ -95,10 +97,9 @@ def samples(name: str, *, backward: bool = False, dtypes: Sequence[Any] = DTYPES
 def _samples(op: Any, dtype: Any, backward: bool) -> Iterator[Sample]:
     if backward and not dtype.is_floating_point:
         return
-    count = None if ALL_SAMPLES else 2 if dtype is torch.float32 else 1
     torch.manual_seed(0)
     with quiet():
-        for number, given in enumerate(itertools.islice(op.sample_inputs("cpu", dtype), count)):
+        for number, given in enumerate(itertools.islice(op.sample_inputs("cpu", dtype), COUNT)):
             leaves, tree = pytree.tree_flatten((given.input, given.args, given.kwargs))
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
             function = functools.partial(_call, op, leaves, tree, places)

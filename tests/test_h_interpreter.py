@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
+import jaxfn  # noqa: E402
 from jaxfn._torch import _operations as operations  # noqa: E402
 from jaxfn._torch._arrays import jax_dtype, to_jax, to_torch, torch_dtype  # noqa: E402
 from jaxfn._torch._code import code  # noqa: E402
@@ -128,6 +129,27 @@ def test_H2_memory_that_is_read_in_another_order_is_refused() -> None:
     np.testing.assert_array_equal(run(trace(strided, [X]), [to_jax(X)]), strided(X))
     found = unsupported(trace(strided, [X.t()]))
     assert found and "contiguous" in str(found[0].reason)
+
+
+@pytest.mark.parametrize("function", [torch.linalg.det, torch.logdet, lambda a: torch.linalg.solve(a, a[0] + 1).sum()])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_H2_factors_that_autograd_uses_again(function: Any, transposed: bool) -> None:
+    """What torch keeps of a factorization depends on how its argument lies in memory."""
+
+    class Slope(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Any) -> Any:
+            with torch.enable_grad():
+                a = a.detach().requires_grad_()
+                return torch.autograd.grad(function(a.t() if transposed else a), a)[0]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient
+
+    matrix = numbers(3, 3, dtype=torch.float32) + 4 * torch.eye(3)
+    got = jaxfn.from_torch(Slope).apply(to_jax(matrix))
+    np.testing.assert_allclose(got, Slope.apply(matrix), rtol=1e-4, atol=1e-5)
 
 
 def test_H5_random_numbers_need_a_key_and_differ() -> None:

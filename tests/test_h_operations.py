@@ -1,6 +1,6 @@
 """Row H2: every operation of the table beside torch, on torch's own samples.
 
-A few samples of each operation and dtype; all of them with JAXFN_ALL_SAMPLES=1.
+One sample of each operation and dtype; more with JAXFN_SAMPLES=4, all of them with JAXFN_SAMPLES=all.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jaxfn._torch._arrays import to_jax, to_torch  # noqa: E402
 from jaxfn._torch._interpret import run  # noqa: E402
 from jaxfn._torch._operations import TABLE  # noqa: E402
 from tests.direct_samples import DIRECT  # noqa: E402
-from tests.operation_differences import DIFFERENT, NOT_TRACED, NOT_TRANSLATED, TOLERANCES  # noqa: E402
+from tests.operation_differences import DERIVATIVE_DIFFERENT, DIFFERENT, NOT_TRACED, NOT_TRANSLATED, TOLERANCES  # noqa: E402
 from tests.operation_samples import (  # noqa: E402
-    ALL_SAMPLES,
+    COUNT,
     OPERATIONS,
     Sample,
     cotangent,
@@ -79,9 +79,10 @@ def compare(name: str, given: Sample, results: Any) -> None:
         expected = given.function(*(tensor.clone() for tensor in given.tensors))
     wanted, tree = pytree.tree_flatten(expected)
     got = leaves_of(results)
-    assert [(x.shape, x.dtype) if torch.is_tensor(x) else x for x in got] == [
-        (x.shape, x.dtype) if torch.is_tensor(x) else x for x in wanted
-    ]
+    assert len(got) == len(wanted)
+    for w, g in zip(wanted, got, strict=True):
+        # Numbers that are no tensors, such as sizes, become arrays under jit.
+        assert (g.shape, g.dtype) == (w.shape, w.dtype) if torch.is_tensor(w) else g == w
     if any(TABLE[entry].draws for entry in given.entries) or "empty" in name:
         return
     # What torch's own tests do to results that are not unique, such as the signs of eigenvectors.
@@ -110,8 +111,10 @@ def check(name: str, given: Sequence[Sample]) -> None:
         unlisted = [operation for operation in s.missing if operation not in NOT_TRANSLATED]
         assert not unlisted or name in NOT_TRACED, f"{name}, {s.label}: {unlisted}"
     translated = [s for s in given if not s.missing]
-    for s, results in zip(translated, run_all(translated) if translated else (), strict=True):
-        compare(name, s, results)
+    for start in range(0, len(translated), 16):
+        group = translated[start : start + 16]
+        for s, results in zip(group, run_all(group), strict=True):
+            compare(name, s, results)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -139,22 +142,22 @@ def test_H2_every_entry_has_a_sample(capsys: pytest.CaptureFixture[str]) -> None
     covered = set().union(*(s.entries for s in given))
     with capsys.disabled():
         print(f"\n{len(TABLE)} operations in the table, {len(covered)} of them in {len(given)} samples beside torch")
-    assert not set(TABLE) - covered
+    assert sorted(set(TABLE) - covered) == []
 
 
-# torch differentiates these; a third of them by default, the same ones in every run.
+# torch differentiates these; a quarter of them by default, the same ones in every run.
 DERIVATIVES = [
     name
     for name, op in OPERATIONS.items()
     if op.supports_autograd and torch.float64 in op.supported_backward_dtypes("cpu") and name not in NOT_TRACED
-    if ALL_SAMPLES or zlib.crc32(name.encode()) % 3 == 0
+    if COUNT != 1 or zlib.crc32(name.encode()) % 4 == 0
 ]
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_H2_derivative_of_the_translation_matches_torch(name: str) -> None:
     """JAX's derivative of the translated forward, beside torch's own."""
-    given = next(sample for sample in samples(name, dtypes=(torch.float64,)))
+    given = samples(name, dtypes=(torch.float64,))[0]
     if given.missing or any(TABLE[entry].draws for entry in given.entries):
         return
     # The same sample again, with torch's word on what can be differentiated.
@@ -186,6 +189,8 @@ def test_H2_derivative_of_the_translation_matches_torch(name: str) -> None:
 
     arrays = [to_jax(tensor) for tensor in given.tensors]
     got = jax.jit(pulled, compiler_options=QUICK)(arrays, [to_jax(c) for c in cotangents])
+    if name in DERIVATIVE_DIFFERENT:
+        return
     for w, g in zip(wanted, got, strict=True):
         expected = np.zeros(g.shape) if w is None else w.resolve_conj().numpy()
         np.testing.assert_allclose(jnp.conj(g), expected, rtol=1e-6, atol=1e-6, err_msg=name)

@@ -258,12 +258,16 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
     unknown_dtype = _unknown_dtype(node)
     if unknown_dtype is not None:
         return Unsupported(name, line_of(node), unknown_dtype)
-    if TABLE[entry].contiguous and not _is_contiguous(node.args[0]):
-        reason = (
-            "it reads memory, where its argument lies in another order than its elements: use `.contiguous()` first"
-        )
+    operation = TABLE[entry]
+    memory = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+    if memory is None or not (operation.reads_memory or operation.otherwise):
+        return operation
+    if operation.otherwise is not None and not memory.is_contiguous():
+        return Operation(operation.otherwise)
+    if operation.reads_memory and not (memory.is_contiguous() and memory.storage_offset() == 0):
+        reason = "it reads memory, where its argument lies in another order than its elements: use `.contiguous()`"
         return Unsupported(name, line_of(node), reason)
-    return TABLE[entry]
+    return operation
 
 
 def _unknown_dtype(node: Node) -> str | None:
@@ -281,11 +285,6 @@ def _results(node: Node) -> list[torch.Tensor]:
     recorded = node.meta.get("val")
     results = recorded if isinstance(recorded, (tuple, list)) else [recorded]
     return [result for result in results if isinstance(result, torch.Tensor)]
-
-
-def _is_contiguous(argument: Any) -> bool:
-    recorded = argument.meta.get("val")
-    return recorded is None or (recorded.is_contiguous() and recorded.storage_offset() == 0)
 
 
 def _has_unknown_size(node: Node) -> bool:

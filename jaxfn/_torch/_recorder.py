@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):
 
     def _name(self, value: Any, node: torch.fx.Node) -> Any:
         """`value`, a tensor or a tuple or list of them, known as `node`'s from now on."""
-        node.meta["val"] = torch_tree.tree_map_only(torch.Tensor, lambda x: self.fake(x.shape, x.dtype), value)
+        node.meta["val"] = torch_tree.tree_map_only(torch.Tensor, self._without_values, value)
         if isinstance(value, torch.Tensor):
             self._nodes[id(value)] = node
             self._alive.append(value)

@@ -24,24 +24,29 @@ class Operation(NamedTuple):
     Attributes:
       function: the JAX function.
       draws: it draws random numbers; its first argument is a key.
-      contiguous: it is right only where torch's first argument lies in memory in the order of its elements.
+      reads_memory: it is right only where torch's first argument is all of its memory, in the order of its elements.
+      otherwise: what stands for the operation where torch's first argument does not lie in memory in the order of its
+        elements, if that makes a difference.
     """
 
     function: Callable[..., Any]
     draws: bool = False
-    contiguous: bool = False
+    reads_memory: bool = False
+    otherwise: Callable[..., Any] | None = None
 
 
 TABLE: dict[str, Operation] = {}
 REFUSED: dict[str, str] = {}
 
 
-def operation(*names: str, draws: bool = False, contiguous: bool = False) -> Callable[[_F], _F]:
-    """Enters the decorated function for the operations `names`."""
+def operation(
+    *names: str, draws: bool = False, reads_memory: bool = False, otherwise: Callable[..., Any] | None = None
+) -> Callable[[_F], _F]:
+    """Enters the decorated function for the operations `names`; the options are as in `Operation`."""
 
     def enter(function: _F) -> _F:
         for name in names:
-            _enter(name, Operation(function, draws, contiguous))
+            _enter(name, Operation(function, draws, reads_memory, otherwise))
         return function
 
     return enter

@@ -87,19 +87,31 @@ def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
     return jnp.linalg.inv(a), _factored(a)[2]
 
 
-@operation("aten._linalg_det", contiguous=True)
-def det(a: Array) -> tuple[Array, Array, Array]:
+# For a determinant, torch hands LAPACK a real matrix that lies in memory in the order of its elements as its
+# transpose, and autograd, which uses the factors again, knows.
+
+
+def det_otherwise(a: Array) -> tuple[Array, Array, Array]:
     # JAX differentiates no determinant of an empty matrix, which is 1.
     value = jnp.linalg.det(a) if a.size else jnp.ones(a.shape[:-2], a.dtype)
-    return value, *_factored_in_memory_order(a)[:2]
+    return value, *_factored(a)[:2]
 
 
-@operation("aten._linalg_slogdet", contiguous=True)
+@operation("aten._linalg_det", otherwise=det_otherwise)
+def det(a: Array) -> tuple[Array, Array, Array]:
+    return det_otherwise(a)[0], *_factored_in_memory_order(a)[:2]
+
+
+def slogdet_otherwise(a: Array) -> tuple[Array, Array, Array, Array]:
+    return *jnp.linalg.slogdet(a), *_factored(a)[:2]
+
+
+@operation("aten._linalg_slogdet", otherwise=slogdet_otherwise)
 def slogdet(a: Array) -> tuple[Array, Array, Array, Array]:
     return *jnp.linalg.slogdet(a), *_factored_in_memory_order(a)[:2]
 
 
-@operation("aten._linalg_solve_ex", contiguous=True)
+@operation("aten._linalg_solve_ex")
 def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array, Array]:
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     columns = b[..., None] if is_vector else b
@@ -107,7 +119,7 @@ def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) 
         solution = jnp.linalg.solve(*_batched(a, columns))
     else:
         solution = _transposed(jnp.linalg.solve(*_batched(_transposed(a), _transposed(columns))))
-    return solution[..., 0] if is_vector else solution, *_factored_in_memory_order(a)
+    return solution[..., 0] if is_vector else solution, *_factored(a)
 
 
 def _batched(a: Array, b: Array) -> tuple[Array, Array]:

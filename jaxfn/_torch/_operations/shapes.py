@@ -161,7 +161,7 @@ def unfold(x: Array, dim: int, size: int, step: int) -> Array:
     return jnp.moveaxis(windows, dim % x.ndim + 1, -1)
 
 
-@operation("aten.as_strided", contiguous=True)
+@operation("aten.as_strided", reads_memory=True)
 def as_strided(x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
     return x.reshape(-1)[strided_positions(size, stride, storage_offset)]
 
@@ -174,7 +174,7 @@ def strided_positions(size: Sequence[int], stride: Sequence[int], storage_offset
     return positions
 
 
-@operation("aten.as_strided_scatter", contiguous=True)
+@operation("aten.as_strided_scatter", reads_memory=True)
 def as_strided_scatter(
     x: Array, source: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Array:
