@@ -62,6 +62,18 @@ def hardtanh(x: Array, low: float, high: float) -> Array:
     return jnp.where(x <= low, jnp.asarray(low, x.dtype), jnp.where(x >= high, jnp.asarray(high, x.dtype), x))
 
 
+@operation("aten.hardsigmoid")
+def hardsigmoid(x: Array) -> Array:
+    """torch's derivative at both ends is 0."""
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, x / 6 + 0.5))
+
+
+@operation("aten.hardswish")
+def hardswish(x: Array) -> Array:
+    """torch's derivative is 0 at the lower end and 1 at the upper one."""
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
+
+
 @operation("aten.rrelu_with_noise_backward")
 def rrelu_backward(
     gradient: Array, x: Array, noise: Array, lower: float, upper: float, training: bool, is_result: bool

@@ -35,7 +35,6 @@ enter_all(
         "aten.sqrt": jnp.sqrt,
         "aten.tan": jnp.tan,
         "aten.tanh": jnp.tanh,
-        "aten.abs": jnp.abs,
         "aten.mul": promoted(jnp.multiply),
         "aten.atan2": promoted_to_inexact(jnp.arctan2),
         "aten.copysign": promoted_to_inexact(jnp.copysign),
@@ -63,6 +62,12 @@ def reciprocal(x: Array) -> Array:
 @operation("aten.sign", "aten.sgn")
 def sign(x: Array) -> Array:
     return x if x.dtype == np.bool_ else jnp.sign(x)
+
+
+@operation("aten.abs")
+def absolute(x: Array) -> Array:
+    """torch's derivative at 0 is 0, JAX's 1."""
+    return x * lax.stop_gradient(jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
 @operation("aten.rsqrt")

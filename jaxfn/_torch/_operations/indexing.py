@@ -1,7 +1,7 @@
 """Reading and writing elements that index tensors and masks name.
 
-An index out of range raises in torch; here, as everywhere in JAX, reading takes the nearest element and writing does
-nothing.
+An index out of range raises in torch; here, as everywhere in JAX, reading gives the nearest element or nan, and writing
+does nothing.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from jax import Array
 from jaxfn._torch._operations._dims import axes
 from jaxfn._torch._operations._promotion import is_inexact, to_inexact
 from jaxfn._torch._operations._table import operation
+from jaxfn._torch._operations.elementwise import absolute
 
 Dim = int | Sequence[int] | None
 
@@ -51,6 +52,18 @@ def var_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: b
     squares = jnp.sum(jnp.square(jnp.abs(x - mean)), over, keepdims=keepdim)
     count = np.prod([x.shape[axis] for axis in over], dtype=int) - (1 if correction is None else correction)
     return squares / np.maximum(count, 0).astype(squares.dtype), mean if keepdim else jnp.squeeze(mean, over)
+
+
+@operation("aten.std.correction")
+def std(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> Array:
+    return std_mean(x, dim, correction, keepdim)[0]
+
+
+@operation("aten.std_mean.correction")
+def std_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
+    """torch's derivative where all elements are equal is 0."""
+    variance, mean = var_mean(x, dim, correction, keepdim)
+    return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance))), mean
 
 
 @operation("aten.any")
@@ -117,7 +130,7 @@ def vector_norm(x: Array, ord: float = 2, dim: Dim = None, keepdim: bool = False
     """torch's derivative of a norm at 0 is 0, also where the formula's is not defined."""
     over = axes(x, dim)
     x = x if dtype is None else x.astype(dtype)
-    sizes = jnp.abs(x)
+    sizes = absolute(x)
     if ord == np.inf:
         return jnp.max(sizes, over, keepdims=keepdim)
     if ord == -np.inf:

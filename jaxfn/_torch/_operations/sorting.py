@@ -55,12 +55,21 @@ def nanmedian_dim(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array
 
 @operation("aten.median.default")
 def median(x: Array) -> Array:
-    return median_dim(x.reshape(-1), 0)[0]
+    return _shared(x, median_dim(x.reshape(-1), 0, False)[0])
 
 
 @operation("aten.nanmedian.default")
 def nanmedian(x: Array) -> Array:
-    return nanmedian_dim(x.reshape(-1), 0)[0]
+    return _shared(x, nanmedian_dim(x.reshape(-1), 0, False)[0])
+
+
+def _shared(x: Array, chosen: Array) -> Array:
+    """`chosen`, an element of `x`, with its derivative in equal parts to all elements that equal it."""
+    chosen, fixed = lax.stop_gradient(chosen), lax.stop_gradient(x)
+    equal = (fixed == chosen) | ((fixed != fixed) & (chosen != chosen))
+    # 0 in value; the difference of an inf or a nan from itself is not.
+    change = jnp.where(equal & jnp.isfinite(fixed), x - fixed, 0) if is_inexact(x) else jnp.zeros_like(x)
+    return chosen + (change.sum() / jnp.maximum(equal.sum(), 1)).astype(x.dtype)
 
 
 def _middle(x: Array, dim: int, keepdim: bool, *, skip_nan: bool) -> tuple[Array, Array]:
