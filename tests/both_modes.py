@@ -72,42 +72,12 @@ def _function(modes: Modes, plain: Any, push: Any, pull: Any) -> Callable[..., A
         reverse = jax.custom_vjp(lambda *args: again(*args))
         reverse.defvjp(lambda *args: (lambda y: (y, (args, y)))(again(*args)), lambda r, g: tuple(pull(*r, g)))
         return reverse
-    linear = _linear(modes[1:], push, pull)
     forward = jax.custom_jvp(lambda *args: again(*args))
 
     @forward.defjvp
     def _(args, tangents):
         outputs = again(*args)
-        return outputs, linear(args, outputs, tangents)
-
-    return forward
-
-
-def _linear(modes: Modes, push: Any, pull: Any) -> Callable[..., Any]:
-    """`push`, as what was saved moves by its own code, and as the tangents move by the rule of each mode."""
-    if not modes:
-        return push
-    again = _linear(modes[1:], push, pull)
-
-    def of_residuals(tangents):
-        return lambda args, outputs: push(args, outputs, tangents)
-
-    if modes[0] == REVERSE:
-        reverse = jax.custom_vjp(lambda *operands: again(*operands))
-
-        def bwd(operands, g):
-            args, outputs, tangents = operands
-            return *jax.vjp(of_residuals(tangents), args, outputs)[1](g), pull(args, outputs, g)
-
-        reverse.defvjp(lambda *operands: (again(*operands), operands), bwd)
-        return reverse
-    forward = jax.custom_jvp(lambda *operands: again(*operands))
-
-    @forward.defjvp
-    def _(operands, moved):
-        args, outputs, tangents = operands
-        by_residuals = jax.jvp(of_residuals(tangents), (args, outputs), moved[:2])[1]
-        return again(*operands), jax.tree.map(jnp.add, by_residuals, again(args, outputs, moved[2]))
+        return outputs, push(args, outputs, tangents)
 
     return forward
 
