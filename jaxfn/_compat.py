@@ -20,6 +20,7 @@ __all__ = [
     "ad",
     "batching",
     "is_ref",
+    "memory_space",
     "mlir",
     "partial_eval",
     "stages_constants",
@@ -59,3 +60,9 @@ def varying_axes(aval: Any) -> frozenset[str]:
 def zeros_of(aval: Any) -> jax.Array:
     """Zeros of an abstract value, with its sharding and varying axes (0.10.0 to 0.12.0)."""
     return ad.zeros_like_aval(aval)
+
+
+def memory_space(array: Any) -> Any:
+    """Which `jax.memory.Space` an array, traced or not, is in (0.10.0 to 0.12.0)."""
+    aval: Any = jax.typeof(array)
+    return aval.memory_space

@@ -25,8 +25,9 @@ def _is_defined(method: Any) -> bool:
 
 
 def _looked_up(function: Any) -> tuple[Any, ...]:
-    # These decide how a call is made; backward and the like are looked up where they are called.
-    return function.forward, function.setup_context, function.jvp, function.vmap, function.generate_jvp_rule
+    """What decides how a call is made."""
+    f = function
+    return f.forward, f.setup_context, f.backward, f.vjp, f.jvp, f.vmap, f.generate_jvp_rule
 
 
 class Methods:
@@ -58,7 +59,7 @@ class Methods:
         self.parameters = Parameters(self._forward, not self._is_separate, self.name)
         self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
         self.has_jvp = _is_defined(function.jvp)
-        self.has_forward_mode = self.has_jvp or function.generate_jvp_rule
+        self.has_forward_mode = self.has_jvp or (self.has_backward and function.generate_jvp_rule)
         self.vmap: Callable[..., Any] | None = function.vmap if _is_defined(function.vmap) else None
         if self.has_jvp and function.generate_jvp_rule:
             raise RuntimeError(
@@ -106,16 +107,16 @@ class Methods:
 
     def backward(self, ctx: FunctionCtx, grad_outputs: list[Any]) -> Any:
         """Calls `backward`, or `vjp`, its other name."""
-        has_backward, has_vjp = _is_defined(self._function.backward), _is_defined(self._function.vjp)
-        if has_backward and has_vjp:
-            raise RuntimeError(
-                f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
-                "only implement one of them."
-            )
-        if not has_backward and not has_vjp:
+        if not self.has_backward:
             raise NotImplementedError(
                 f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
                 "backward(ctx, *grad_outputs) as a static method."
+            )
+        has_vjp = _is_defined(self._function.vjp)
+        if has_vjp and _is_defined(self._function.backward):
+            raise RuntimeError(
+                f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
+                "only implement one of them."
             )
         backward = self._function.vjp if has_vjp else self._function.backward
         return backward(ctx, grad_outputs) if self._function.boxed_grads_call else backward(ctx, *grad_outputs)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxfn._attach import attach, detach
+from jaxfn._compat import memory_space
 from jaxfn._hooks import Hooks
 from jaxfn._leaves import Layout, as_array, is_array_leaf, is_inexact, is_traced, split
 
@@ -60,8 +61,12 @@ def _with_tangent_of(made: Any, source: Any) -> Any:
 
 @_with_tangent_of.defjvp
 def _with_tangent_of_jvp(primals: Any, tangents: Any) -> Any:
-    (made, _), (_, tangent) = primals, tangents
-    return _with_tangent_of(*primals), tangent.astype(made.dtype)
+    (made, source), (_, tangent) = primals, tangents
+    tangent = tangent.astype(made.dtype)
+    here, there = memory_space(source), memory_space(made)
+    if here != there:
+        tangent = jax.device_put(tangent, there, src=here)  # src is where its transpose goes back to
+    return _with_tangent_of(*primals), tangent
 
 
 class _Refusal:
