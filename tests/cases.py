@@ -505,6 +505,18 @@ CASES = [
 ]  # fmt: skip
 
 
+def with_attributes(case: Case, attributes: dict[str, Any]) -> Callable[..., Any]:
+    """The case's call, of a subclass of its Function that has these class attributes too."""
+    function = {
+        "square": Square, "exp": Exp, "straight_through": StraightThrough, "relu": Relu, "swish": Swish, "gelu": Gelu,
+        "linear": Linear, "linear_no_bias": Linear, "mul_constant": MulConstant, "rotate": Rotate, "dense": Dense,
+        "cross_entropy": CrossEntropy, "spike": Spike, "quantize": Quantize, "normalize": Normalize, "swap": Swap,
+    }[case.name]  # fmt: skip
+    apply = type(function.__name__, (function,), attributes).apply
+    statics = {"mul_constant": (2.5,), "cross_entropy": (LABELS,)}.get(case.name, ())
+    return lambda *args: apply(*args, *statics)
+
+
 def make_args(case: Case, batch: int | None = None) -> tuple[Any, ...]:
     """The case's arguments; with `batch`, the batched ones stacked along a new leading axis."""
     if batch is None:

@@ -8,7 +8,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxfn
-from tests.cases import CASES, loss_of, make_args
+from tests.cases import CASES, loss_of, make_args, with_attributes
 from tests.transformations import BATCH, POLICIES, over_batch
 
 by_name = {case.name: case for case in CASES}
@@ -37,6 +37,19 @@ def test_same_optimized_hlo_as_custom_vjp(case, mapped):
     args = make_args(case, BATCH if mapped else None)
     f, g = (over_batch(case, h) if mapped else h for h in (case.apply, case.by_hand))
     ours, by_hand = (train_step(h, len(args)).lower(args).compile().as_text() for h in (f, g))
+    assert normalized(ours) == normalized(by_hand)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "attributes",
+    [{"jvp": staticmethod(lambda ctx, *tangents: None)}, {"generate_jvp_rule": True}],
+    ids=["jvp", "generate_jvp_rule"],
+)
+def test_D4_same_optimized_hlo_of_reverse_mode_beside_forward_mode(case, attributes):
+    args = make_args(case)
+    fs = with_attributes(case, attributes), case.by_hand
+    ours, by_hand = (train_step(f, len(args)).lower(args).compile().as_text() for f in fs)
     assert normalized(ours) == normalized(by_hand)
 
 

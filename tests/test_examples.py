@@ -13,6 +13,8 @@ import numpy as np
 import optax
 import pytest
 
+import jaxfn
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -129,3 +131,60 @@ def test_from_torch_trains_as_torch_does():
     assert results.torch_losses[-1] < results.torch_losses[0] / 4
     assert results.accuracy > 0.9
     assert results.compilations == 1
+
+
+def test_digits_trains_as_well_with_bfloat16_residuals(digits):
+    def pack(x):
+        return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+
+    def unpack(x):
+        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+
+    exact = digits.main(["--epochs", "10"])
+    with jaxfn.saved_tensors_hooks(pack, unpack):
+        results = digits.main(["--epochs", "10"])
+    assert exact.accuracy > 0.9
+    assert abs(results.accuracy - exact.accuracy) <= 0.01
+    assert results.compilations == 1
+    assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really in force
+
+
+def test_second_order():
+    results = load("second_order").main(num_steps=6)
+    assert max(results.differences.values()) < 1e-5
+    assert all(time > 0 for time in results.milliseconds.values())
+    assert results.losses[-1] < results.losses[0] / 2
+    assert results.accuracy > 0.7
+
+
+def test_second_order_products_are_products_with_the_matrices():
+    example = load("second_order")
+    images, labels = jnp.eye(64)[:3], jnp.array([3, 1, 4])
+    problem = example.Problem(example.FUNCTIONS, images, labels)
+    direction = jnp.cos(jnp.arange(float(problem.start.size)))
+    plain = example.Problem(example.PLAIN, images, labels)
+    jacobian = jax.jacrev(plain.logits)(problem.start).reshape(30, -1)
+    curvature = jax.hessian(lambda y: plain.ops.cross_entropy(y.reshape(3, 10), labels))(
+        plain.logits(problem.start).ravel()
+    )
+    expected = jacobian.T @ (curvature @ (jacobian @ direction))
+    product = problem.gauss_newton_product(problem.start, direction)
+    np.testing.assert_allclose(product, expected, rtol=1e-3, atol=1e-6)
+    for product in (problem.hessian_product, problem.hessian_product_in_reverse):
+        difference = jax.grad(plain.loss)(problem.start + 1e-2 * direction) - jax.grad(plain.loss)(
+            problem.start - 1e-2 * direction
+        )
+        np.testing.assert_allclose(product(problem.start, direction), difference / 2e-2, rtol=0.05, atol=2e-3)
+
+
+def test_residual_hooks():
+    example = load("residual_hooks")
+    results = example.main()
+    saved = 2 * example.LAYERS * example.BATCH * example.WIDTH * 4  # two arrays for each layer
+    plain = results["no hooks"].device
+    assert plain - results["bfloat16"].device == saved / 2
+    assert 0.73 * saved < plain - results["int8"].device < 0.75 * saved
+    assert (plain - results["host memory"].device, results["host memory"].host) == (saved, saved)
+    assert results["no hooks"].gradient_error == results["host memory"].gradient_error == 0
+    assert 0 < results["bfloat16"].gradient_error < 0.01
+    assert 0 < results["int8"].gradient_error < 0.02

@@ -1,0 +1,396 @@
+"""Functions whose `jvp` and `backward` differ on purpose, and what every mix of derivatives of them must be.
+
+`jvp` is twice the true derivative and `backward` is three times it, so a derivative tells by which rules it came about.
+The reference knows in advance in which mode each differentiation goes, innermost first, and is made of nothing but
+`jax.custom_jvp` and `jax.custom_vjp`: the first differentiation meets a function with the rule of its mode alone, which
+calls, for its value, a function with the rule of the second differentiation's mode, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import stop_gradient
+
+import jaxfn
+
+FORWARD, REVERSE = "forward", "reverse"
+Modes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Function, and what its reference is made of.
+
+    Attributes:
+      name: for test ids.
+      apply: the Function's call, of the differentiated arguments only.
+      plain: plain JAX with the same differentiable outputs.
+      args: the arguments.
+      push: tangents of the outputs from arguments, outputs and tangents; twice JAX's own where it is not given.
+      pull: cotangents of the arguments from arguments, outputs and cotangents; three times JAX's own likewise.
+      others: the outputs without derivative that follow the differentiable ones.
+    """
+
+    name: str
+    apply: Callable[..., Any]
+    plain: Callable[..., Any]
+    args: tuple[Any, ...]
+    push: Callable[..., Any] | None = None
+    pull: Callable[..., Any] | None = None
+    others: Callable[..., tuple[Any, ...]] = lambda *_: ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def reference(self, modes: Modes) -> Callable[..., Any]:
+        """The function whose first differentiation goes in mode `modes[0]`, that one's in `modes[1]`, and so on."""
+        model = _function(modes, self.plain, self.push or self._twice, self.pull or self._thrice)
+        return lambda *args: (model(*args), *map(stop_gradient, self.others(*args)))
+
+    def _twice(self, args: Any, outputs: Any, tangents: Any) -> Any:
+        return scaled(2, jax.jvp(self.plain, args, tangents)[1])
+
+    def _thrice(self, args: Any, outputs: Any, cotangents: Any) -> Any:
+        return scaled(3, jax.vjp(self.plain, *args)[1](cotangents))
+
+
+def scaled(factor: float, tree: Any) -> Any:
+    return jax.tree.map(lambda x: factor * x, tree)
+
+
+def _function(modes: Modes, plain: Any, push: Any, pull: Any) -> Callable[..., Any]:
+    if not modes:
+        return plain
+    again = _function(modes[1:], plain, push, pull)
+    if modes[0] == REVERSE:
+        reverse = jax.custom_vjp(lambda *args: again(*args))
+        reverse.defvjp(lambda *args: (lambda y: (y, (args, y)))(again(*args)), lambda r, g: tuple(pull(*r, g)))
+        return reverse
+    forward = jax.custom_jvp(lambda *args: again(*args))
+
+    @forward.defjvp
+    def _(args, tangents):
+        outputs = again(*args)
+        return outputs, push(args, outputs, tangents)
+
+    return forward
+
+
+class Cube(jaxfn.Function):
+    """Saves its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        (x,) = ctx.saved_tensors
+        return 6 * x**2 * tangent
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return 9 * x**2 * grad_output
+
+
+class Exp(jaxfn.Function):
+    """Saves its output, which differentiates by the rules themselves."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.exp(0.3 * x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 0.6 * ctx.saved_tensors[0] * tangent
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 0.9 * ctx.saved_tensors[0] * grad_output
+
+
+class Round(jaxfn.Function):
+    """Saves nothing; neither rule is the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return jnp.round(x)
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * tangent
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 3 * grad_output
+
+
+class Gelu(jaxfn.Function):
+    """Saves an intermediate beside its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        s = jax.nn.sigmoid(1.7 * x)
+        ctx.save_for_backward(x, s)
+        return x * s
+
+    @staticmethod
+    def _slope(ctx):
+        x, s = ctx.saved_tensors
+        return s + 1.7 * x * s * (1 - s)
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * Gelu._slope(ctx) * tangent
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 3 * Gelu._slope(ctx) * grad_output
+
+
+class Sine(jaxfn.Function):
+    """Saves one thing for `jvp` and another for `backward`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(jnp.cos(x), None)
+        return jnp.sin(x)
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        cos, nothing = ctx.saved_tensors
+        assert nothing is None
+        return 2 * cos * tangent
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return 3 * jnp.cos(x) * grad_output
+
+
+class Multiply(jaxfn.Function):
+    """Two inputs; gradients only where they are needed, and `None` for tangents and gradients that are zero."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def jvp(ctx, of_x, of_w):
+        x, w = ctx.saved_tensors
+        terms = [2 * t * y for t, y in ((of_x, w), (of_w, x)) if t is not None]
+        return sum(terms[1:], start=terms[0])
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, w = ctx.saved_tensors
+        needs_x, needs_w = ctx.needs_input_grad
+        return 3 * grad_output * w if needs_x else None, 3 * grad_output * x if needs_w else None
+
+
+class Rotate(jaxfn.Function):
+    """Two outputs; saved by name, and gradients by name."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x=x, y=y)
+        return jnp.sin(x) * y, jnp.cos(x) + y * y
+
+    @staticmethod
+    def jvp(ctx, of_x, of_y):
+        x, y = ctx.saved_variables.x, ctx.saved_variables.y
+        return 2 * (jnp.cos(x) * y * of_x + jnp.sin(x) * of_y), 2 * (2 * y * of_y - jnp.sin(x) * of_x)
+
+    @staticmethod
+    def backward(ctx, first, second):
+        x, y = ctx.saved_variables.x, ctx.saved_variables.y
+        return {
+            "x": 3 * (first * jnp.cos(x) * y - second * jnp.sin(x)),
+            "y": 3 * (first * jnp.sin(x) + second * 2 * y),
+        }
+
+
+class Affine(jaxfn.Function):
+    """Pytrees in and out; keeps everything as attributes."""
+
+    @staticmethod
+    def forward(ctx, params, x):
+        ctx.kept = {"params": params, "x": x}
+        return {"out": params["w"] * x + params["b"], "norm": jnp.sum(x * x)}
+
+    @staticmethod
+    def jvp(ctx, of_params, of_x):
+        params, x = ctx.kept["params"], ctx.kept["x"]
+        out = of_params["w"] * x + params["w"] * of_x + of_params["b"]
+        return {"norm": 4 * jnp.sum(x * of_x), "out": 2 * out}
+
+    @staticmethod
+    def backward(ctx, grads):
+        params, x = ctx.kept["params"], ctx.kept["x"]
+        of_params = {"w": 3 * grads["out"] * x, "b": 3 * grads["out"].sum()}
+        return of_params, 3 * (params["w"] * grads["out"] + 2 * x * grads["norm"])
+
+
+class Scale(jaxfn.Function):
+    """Separate style, with static arguments: one positional, one by keyword with a default."""
+
+    @staticmethod
+    def forward(x, factor, *, offset=0.5):
+        return factor * x**2 + offset
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.factor, ctx.offset = inputs
+        ctx.save_for_forward(x)
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def jvp(ctx, tangent, of_factor, of_offset):
+        assert of_factor is None and of_offset is None
+        return 4 * ctx.factor * ctx.saved_tensors[0] * tangent
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 6 * ctx.factor * ctx.saved_tensors[0] * grad_output, None, None
+
+
+class Take(jaxfn.Function):
+    """An integer input, and an integer output."""
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.size = x.shape[0]
+        return x[index] * 2, index + 1
+
+    @staticmethod
+    def jvp(ctx, tangent, of_index):
+        assert of_index is None
+        return 4 * tangent[ctx.saved_tensors[0]], None
+
+    @staticmethod
+    def backward(ctx, grad_output, _):
+        (index,) = ctx.saved_tensors
+        return 6 * jnp.zeros((ctx.size,), grad_output.dtype).at[index].add(grad_output), None
+
+
+class Swish(jaxfn.Function):
+    """An output that was marked non-differentiable, and which is saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        s = jax.nn.sigmoid(x)
+        ctx.mark_non_differentiable(s)
+        ctx.save_for_backward(x, s)
+        return x * s, s
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        x, s = ctx.saved_tensors
+        return 2 * (s + x * s * (1 - s)) * tangent, None
+
+    @staticmethod
+    def backward(ctx, grad_output, _):
+        x, s = ctx.saved_tensors
+        return 3 * (s + x * s * (1 - s)) * grad_output
+
+
+class Stretch(jaxfn.Function):
+    """Its derivative is a full matrix; a gradient that is summed to the weight's shape."""
+
+    @staticmethod
+    def forward(ctx, x, gain):
+        ctx.save_for_backward(x, gain)
+        return gain * x * jnp.sum(x * x)
+
+    @staticmethod
+    def jvp(ctx, of_x, of_gain):
+        x, gain = ctx.saved_tensors
+        return 2 * ((gain * of_x + of_gain * x) * jnp.sum(x * x) + 2 * gain * x * jnp.sum(x * of_x))
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, gain = ctx.saved_tensors
+        squares = jnp.sum(x * x)
+        return 3 * gain * (grad_output * squares + 2 * x * jnp.sum(grad_output * x)), 3 * grad_output * x * squares
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Swap(jaxfn.Function):
+    """Any number of arrays; returns an input unchanged, in a namedtuple."""
+
+    @staticmethod
+    def forward(ctx, *arrays):
+        a, b = arrays
+        ctx.save_for_backward(a, b)
+        return Pair(b, a * b)
+
+    @staticmethod
+    def jvp(ctx, of_a, of_b):
+        a, b = ctx.saved_tensors
+        return 2 * of_b, 2 * (of_a * b + a * of_b)
+
+    @staticmethod
+    def backward(ctx, of_first, of_second):
+        a, b = ctx.saved_tensors
+        return 3 * of_second * b, 3 * (of_first + of_second * a)
+
+
+def _affine(params, x):
+    return {"out": params["w"] * x + params["b"], "norm": jnp.sum(x * x)}
+
+
+def _swish_slope(x):
+    s = stop_gradient(jax.nn.sigmoid(x))  # the saved output has no derivative
+    return s + x * s * (1 - s)
+
+
+def _vector(*values: float) -> jax.Array:
+    return jnp.asarray(values, jnp.float32)
+
+
+INDEX = np.array([1, 1, 0])
+_X, _Y = _vector(0.3, -1.2), _vector(0.7, 0.4)
+
+CASES = [
+    Case("input", Cube.apply, lambda x: x**3, (_X,)),
+    Case(
+        "output", Exp.apply, lambda x: jnp.exp(0.3 * x), (_X,),
+        lambda args, y, t: 0.6 * y * t[0], lambda args, y, g: (0.9 * y * g,),
+    ),
+    Case("nothing", Round.apply, jnp.round, (_X,), lambda args, y, t: 2 * t[0], lambda args, y, g: (3 * g,)),
+    Case("intermediate", Gelu.apply, lambda x: x * jax.nn.sigmoid(1.7 * x), (_X,)),
+    Case("save_for_forward", Sine.apply, jnp.sin, (_X,)),
+    Case("two_inputs", Multiply.apply, jnp.multiply, (_X, _Y)),
+    Case("two_outputs", Rotate.apply, lambda x, y: (jnp.sin(x) * y, jnp.cos(x) + y * y), (_X, _Y)),
+    Case("pytrees", Affine.apply, _affine, ({"w": _Y, "b": jnp.float32(0.2)}, _X)),
+    Case("static", lambda x: Scale.apply(x, 1.5, offset=2.0), lambda x: 1.5 * x**2 + 2.0, (_X,)),
+    Case(
+        "integers", lambda x: Take.apply(x, INDEX), lambda x: x[INDEX] * 2, (_X,),
+        others=lambda x: (jnp.asarray(INDEX + 1),),
+    ),
+    Case(
+        "non_differentiable", Swish.apply, jax.nn.swish, (_X,),
+        lambda args, y, t: 2 * _swish_slope(*args) * t[0], lambda args, y, g: (3 * _swish_slope(*args) * g,),
+        lambda x: (jax.nn.sigmoid(x),),
+    ),
+    Case("matrix", Stretch.apply, lambda x, w: w * x * jnp.sum(x * x), (_X, jnp.float32(0.7))),
+    Case("namedtuple", Swap.apply, lambda a, b: Pair(b, a * b), (_X, _Y)),
+]  # fmt: skip

@@ -1,0 +1,478 @@
+"""Contract rows E3 and E4: a batching rule of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+
+ROWS = jnp.arange(6.0).reshape(3, 2) / 4 - 0.6
+
+
+class Other(jaxfn.Function):
+    """Its vmap returns twice what its forward does, which shows when it is used."""
+
+    @staticmethod
+    def forward(x):
+        return jnp.sin(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * jnp.cos(ctx.saved_tensors[0])
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * jnp.cos(ctx.saved_tensors[0])
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return 2 * Other.apply(x), in_dims[0]
+
+
+class Plain(Other):
+    """The same without a rule: batched automatically."""
+
+    vmap = jaxfn.Function.vmap
+
+
+def recording(log: list[Any], returned: Any = None, forward: Any = lambda *args: args[0]) -> Any:
+    """A Function whose vmap logs what it gets and returns `returned(*args)`."""
+
+    class Recording(jaxfn.Function):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            return grad_outputs[0]
+
+        @staticmethod
+        def vmap(info, in_dims, *args):
+            log.append((info, in_dims))
+            return (Recording.forward(*args), 0) if returned is None else returned(*args)
+
+    Recording.forward = staticmethod(forward)
+    return Recording
+
+
+# --- its use
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_E3_is_used_in_place_of_automatic_batching(wrap):
+    np.testing.assert_allclose(wrap(jax.vmap(Other.apply))(ROWS), 2 * jnp.sin(ROWS), rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(wrap(Other.apply))(ROWS), 2 * jnp.sin(ROWS), rtol=1e-6)
+    np.testing.assert_allclose(wrap(Other.apply)(ROWS), jnp.sin(ROWS), rtol=1e-6)
+    np.testing.assert_allclose(wrap(jax.vmap(Plain.apply))(ROWS), jnp.sin(ROWS), rtol=1e-6)
+
+
+def test_E3_nested_vmaps():
+    """Each level asks the rule, which applies the Function again."""
+    x = jnp.ones((2, 3, 4))
+    np.testing.assert_allclose(jax.vmap(jax.vmap(Other.apply))(x), 4 * jnp.sin(x), rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(jax.vmap(Other.apply), in_axes=2, out_axes=1)(x).shape, (2, 4, 3))
+
+
+def test_E3_in_scan():
+    np.testing.assert_allclose(jax.lax.map(jax.vmap(Other.apply), ROWS[None])[0], 2 * jnp.sin(ROWS), rtol=1e-6)
+    mapped = jax.vmap(lambda x: jax.lax.scan(lambda c, y: (Other.apply(c + y), c), x[0], x)[0])(ROWS)
+    carry = ROWS[:, 0]
+    for column in ROWS.T:
+        carry = 2 * jnp.sin(carry + column)
+    np.testing.assert_allclose(mapped, carry, rtol=1e-6)
+
+
+def test_E3_unbatched_calls_do_not_ask():
+    log: list[Any] = []
+    f = recording(log).apply
+    jax.jit(f)(1.0)
+    jax.grad(f)(1.0)
+    jax.vmap(lambda x: x + f(1.0))(ROWS)
+    assert log == []
+
+
+# --- what it gets
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_E3_info(wrap):
+    log: list[Any] = []
+    wrap(jax.vmap(recording(log).apply))(ROWS)
+    ((info, in_dims),) = log
+    assert info.batch_size == 3 and info.randomness == "error" and in_dims == (0,)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_E3_in_dims_have_each_arguments_structure():
+    log: list[Any] = []
+    f = recording(log, lambda x, *_: (x, 0))
+
+    def g(x, y):
+        return f.apply(x, {"b": y, "a": [x, None, 3]}, None, "text", Pair(y, x), y, 2.5)
+
+    jax.vmap(g, in_axes=(0, None))(ROWS, ROWS[0])
+    assert log[0][1] == (0, {"b": None, "a": [0, None, None]}, None, None, Pair(None, 0), None, None)
+
+
+def test_E3_defaults_and_keywords_are_in_dims_too():
+    log: list[Any] = []
+
+    class Defaults(jaxfn.Function):
+        @staticmethod
+        def forward(x, scale=2.0, *, shift=None):
+            return x * scale
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def vmap(info, in_dims, x, scale, shift):
+            log.append((in_dims, scale, shift))
+            return Defaults.apply(x, scale, shift=shift), in_dims[0]
+
+    np.testing.assert_array_equal(jax.vmap(lambda x: Defaults.apply(x, shift=5))(ROWS), 2 * ROWS)
+    assert log == [((0, None, None), 2.0, 5)]
+
+
+@pytest.mark.parametrize("in_axes", [0, 1, -1])
+def test_E3_the_batch_axis_wherever_it_is(in_axes):
+    """in_dims say where the batch is among the arguments that vmap gets."""
+
+    class Sum(jaxfn.Function):
+        @staticmethod
+        def forward(x):
+            return x.sum()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.shape = inputs[0].shape
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return jnp.broadcast_to(grad_output, ctx.shape)
+
+        @staticmethod
+        def vmap(info, in_dims, x):
+            assert x.shape[in_dims[0]] == info.batch_size
+            return jnp.moveaxis(x, in_dims[0], 0).reshape(info.batch_size, -1).sum(1), 0
+
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    plain = jax.vmap(jnp.sum, in_axes)(x)
+    np.testing.assert_array_equal(jax.vmap(Sum.apply, in_axes)(x), plain)
+    np.testing.assert_array_equal(jax.grad(lambda x: (jax.vmap(Sum.apply, in_axes)(x) ** 2).sum())(x),
+                                  jax.grad(lambda x: (jax.vmap(jnp.sum, in_axes)(x) ** 2).sum())(x))  # fmt: skip
+
+
+# --- what it returns
+
+
+def out_dims_case(output: Any, out_dims: Any) -> Any:
+    f = recording([], lambda x: (output(x), out_dims), lambda x: output(x)).apply
+    return jax.tree.map(np.asarray, jax.vmap(f)(ROWS))
+
+
+def test_E3_out_dims():
+    tree = lambda x: {"a": x.T, "b": [x, x * 2]}  # noqa: E731
+    np.testing.assert_array_equal(out_dims_case(lambda x: x.T, 1), ROWS)
+    np.testing.assert_array_equal(out_dims_case(lambda x: x.T, -1), ROWS)
+    np.testing.assert_array_equal(out_dims_case(lambda x: x, -2), ROWS)
+    np.testing.assert_array_equal(out_dims_case(lambda x: jnp.ones(2), None), np.ones((3, 2)))
+    for out_dims in ({"a": 1, "b": [0, 0]}, {"a": -1, "b": 0}):
+        got = out_dims_case(tree, out_dims)
+        np.testing.assert_array_equal(got["a"], ROWS)
+        np.testing.assert_array_equal(got["b"], np.stack([ROWS, ROWS * 2]))
+    first, second = out_dims_case(lambda x: (x, jnp.float32(3)), (0, None))
+    np.testing.assert_array_equal(first, ROWS)
+    np.testing.assert_array_equal(second, [3, 3, 3])
+    first, second = out_dims_case(lambda x: (x, x * 2), 0)  # one for all
+    np.testing.assert_array_equal(second, ROWS * 2)
+    assert isinstance(out_dims_case(lambda x: Pair(x, x), (0, 0)), Pair)
+
+
+def test_E3_outputs_that_are_no_arrays():
+    class Named(jaxfn.Function):
+        @staticmethod
+        def forward(x):
+            return x, "name"
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def vmap(info, in_dims, x):
+            return (2 * x, "name"), (0, None)
+
+    seen: list[Any] = []
+
+    def call(x):
+        y, name = Named.apply(x)
+        seen.append(name)
+        return y
+
+    np.testing.assert_array_equal(jax.vmap(call)(ROWS), 2 * ROWS)
+    assert seen == ["name"]
+
+
+WRONG = {
+    "no out_dims": (lambda x: x, "expected to return two values, .* got a \\w+"),
+    "three values": (lambda x: (x, 0, 0), "expected to return two values, .* got a tuple of 3"),
+    "a list": (lambda x: [x, 0], "expected to return two values, .* got a list"),
+    "out_dims of another structure": (lambda x: (x, (0, 0)), "out_dims .* do not have the output's structure"),
+    "too few out_dims": (lambda x: ((x, x), (0,)), "out_dims .* do not have the output's structure"),
+    "size": (lambda x: (x[:2], 0), "size 2 along its out_dims axis 0: expected the batch size 3"),
+    "no such axis": (lambda x: (x, 2), "Recording.vmap"),
+    "no integer": (lambda x: (x, "0"), "Recording.vmap"),
+    "a flag": (lambda x: (x, True), "Recording.vmap"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_E3_what_vmap_may_not_return(what):
+    returned, message = WRONG[what]
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
+        jax.vmap(recording([], returned).apply)(ROWS)
+
+
+# --- derivatives
+
+
+class Weighted(jaxfn.Function):
+    """A matrix product with a rule that makes one product of a batch; three outputs, one without derivative."""
+
+    rules = 0
+
+    @staticmethod
+    def forward(x, w):
+        return {"out": jnp.tanh(x @ w), "norm": (x * x).sum(-1)}, (x > 0).sum(-1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grads, _):
+        x, w = ctx.saved_tensors
+        inner = grads["out"] * (1 - jnp.tanh(x @ w) ** 2)
+        return inner @ w.T + 2 * x * grads["norm"][..., None], x.reshape(-1, 2).T @ inner.reshape(-1, 2)
+
+    @staticmethod
+    def vmap(info, in_dims, x, w):
+        Weighted.rules += 1
+        if in_dims == (0, None):
+            return Weighted.apply(x, w), 0
+        results = [
+            Weighted.apply(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip((x, w), in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return jax.tree.map(lambda *ys: jnp.stack(ys), *results), 0
+
+
+class WeightedForward(Weighted):
+    generate_jvp_rule = True
+
+    @staticmethod
+    def vmap(info, in_dims, x, w):
+        batched = [jnp.moveaxis(a, d, 0) if d is not None else jnp.stack([a] * info.batch_size)
+                   for a, d in zip((x, w), in_dims, strict=True)]  # fmt: skip
+        return jax.tree.map(
+            lambda *y: jnp.stack(y), *[WeightedForward.apply(*a) for a in zip(*batched, strict=True)]
+        ), 0
+
+
+def weighted(x, w):
+    return {"out": jnp.tanh(x @ w), "norm": (x * x).sum(-1)}, (x > 0).sum(-1)
+
+
+W = jnp.array([[0.3, -0.5], [1.1, 0.2]])
+
+
+def losses(f: Any) -> dict[str, Any]:
+    def of(x, w):
+        tree, _ = f(x, w)
+        return jnp.sum(jnp.sin(tree["out"])) + jnp.sum(tree["norm"] ** 2)
+
+    def batched(x, w):
+        tree, count = jax.vmap(f, (0, None))(x, w)
+        return jnp.sum(jnp.sin(tree["out"]) * count[:, None]) + jnp.sum(tree["norm"] ** 2)
+
+    gradient = jax.grad(of, (0, 1))
+
+    def second(x, w):
+        return sum(jnp.sum(jnp.cos(g)) for g in jax.grad(batched, (0, 1))(x, w))
+
+    return {
+        "vmap of grad": jax.vmap(gradient, (0, None))(ROWS, W),
+        "vmap of grad, both": jax.vmap(gradient, (0, 0))(ROWS, jnp.stack([W, W + 1, W - 1])),
+        "grad of vmap": jax.grad(batched, (0, 1))(ROWS, W),
+        "second order of vmap": jax.grad(second, (0, 1))(ROWS, W),
+        "vmap of second order": jax.vmap(
+            jax.grad(lambda x, w: sum(jnp.sum(jnp.cos(g)) for g in gradient(x, w)), (0, 1)), (0, None)
+        )(ROWS, W),
+        "jacrev": jax.jacrev(lambda w: jax.vmap(f, (0, None))(ROWS, w)[0]["out"])(W),
+        "nested": jax.grad(lambda x: jax.vmap(jax.vmap(lambda r: f(r, W)[0]["out"]))(x).sum())(ROWS[None]),
+        "scan": jax.grad(lambda w: jax.lax.map(lambda x: batched(x, w), ROWS[None]).sum())(W),
+    }
+
+
+@pytest.mark.parametrize("function", [Weighted, WeightedForward])
+def test_E3_composes_with_grad_at_every_order(function):
+    Weighted.rules = 0
+    got, expected = jax.jit(lambda: losses(function.apply))(), jax.jit(lambda: losses(weighted))()
+    for name, values in got.items():
+        for ours, plain in zip(jax.tree.leaves(values), jax.tree.leaves(expected[name]), strict=True):
+            np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert (Weighted.rules > 5) == (function is Weighted)
+
+
+def test_E3_composes_with_forward_mode():
+    def tangents(f):
+        def batched(x, w):
+            return jax.vmap(f, (0, None))(x, w)[0]
+
+        return (
+            jax.jvp(batched, (ROWS, W), (ROWS + 1, W * 2))[1],
+            jax.vmap(lambda x: jax.jvp(lambda x: f(x, W)[0], (x,), (x * 2,))[1])(ROWS),
+            jax.jacfwd(lambda w: batched(ROWS, w)["out"])(W),
+            jax.hessian(lambda w: jnp.sin(batched(ROWS, w)["out"]).sum())(W),
+            jax.vmap(jax.hessian(lambda x: jnp.sin(f(x, W)[0]["out"]).sum()))(ROWS),
+        )
+
+    ours = jax.jit(lambda: tangents(WeightedForward.apply))()
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.jit(lambda: tangents(weighted))()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_E3_the_derivative_is_that_of_the_Function_and_not_of_vmap(wrap):
+    """vmap says how to compute a batch: what is differentiated is the Function, as in automatic batching."""
+    for f in (
+        lambda f: jax.grad(lambda x: jax.vmap(f)(x).sum())(ROWS),
+        lambda f: jax.vmap(jax.grad(lambda x: f(x).sum()))(ROWS),
+        lambda f: jax.jvp(jax.vmap(f), (ROWS,), (ROWS,))[1],
+    ):
+        np.testing.assert_allclose(wrap(lambda: f(Other.apply))(), f(jnp.sin), rtol=1e-6)
+
+
+# --- how it is written
+
+
+@pytest.mark.parametrize("through", ["decorator", "class"])
+def test_E3_registered_on_a_decorated_function(through):
+    if through == "class":
+        f = type("f", (Other,), {"vmap": staticmethod(lambda info, in_dims, x: (x * 5, in_dims[0]))}).apply
+    else:
+        f = jaxfn.function(jnp.sin)
+        f.setup_context(Other.setup_context)
+        f.backward(Other.backward)
+        rule = lambda info, in_dims, x: (x * 5, in_dims[0])  # noqa: E731
+        assert f.vmap(rule) is rule
+    np.testing.assert_array_equal(jax.vmap(f)(ROWS), ROWS * 5)
+    np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: f(x).sum()))(ROWS), jnp.cos(ROWS), rtol=1e-6)
+
+
+def test_E3_needs_the_separate_style():
+    class Combined(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output * 2
+
+        vmap = Other.vmap
+
+    assert jax.grad(Combined.apply)(1.0) == 2
+    for f in (jax.vmap(Combined.apply), jax.jit(jax.vmap(Combined.apply)), jax.vmap(jax.grad(Combined.apply))):
+        with pytest.raises(RuntimeError, match="vmap over Combined, .* setup_context"):
+            f(ROWS[:, 0])
+
+
+def test_E4_generate_vmap_rule_and_a_vmap():
+    class Both(Other):
+        generate_vmap_rule = True
+
+    x = jnp.float32(0)
+    assert Both.apply(x) == 0 and jax.grad(Both.apply)(x) == 1
+    for f in (jax.vmap(Both.apply), jax.vmap(jax.grad(Both.apply)), jax.grad(lambda x: jax.vmap(Both.apply)(x).sum())):
+        with pytest.raises(RuntimeError, match="vmap over Both, .*both generate_vmap_rule=True and a vmap"):
+            f(ROWS[:, 0])
+
+
+def test_E4_generate_vmap_rule_alone_is_automatic_batching():
+    class Generated(Plain):
+        generate_vmap_rule = True
+
+    np.testing.assert_allclose(jax.vmap(Generated.apply)(ROWS), jnp.sin(ROWS), rtol=1e-6)
+
+
+# --- beside torch
+
+
+def test_E3_beside_torch():
+    """What the rule gets, how often, and what comes out, by torch.vmap and torch.func.grad live."""
+    torch = pytest.importorskip("torch")
+
+    def define(library: Any, m: Any, log: list[Any]) -> Any:
+        class Product(library.Function):
+            @staticmethod
+            def forward(x, y, power, pair):
+                return (x * y) ** power * pair[1], x + 1
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                x, y, ctx.power, ctx.pair = inputs
+                ctx.save_for_backward(x, y)
+
+            @staticmethod
+            def backward(ctx, grad_output, grad_other):
+                x, y = ctx.saved_tensors
+                common = grad_output * ctx.power * (x * y) ** (ctx.power - 1) * ctx.pair[1]
+                return common * y + grad_other, common * x, None, None
+
+            @staticmethod
+            def vmap(info, in_dims, x, y, power, pair):
+                log.append((info.batch_size, info.randomness, tuple(in_dims)))
+                x = x if in_dims[0] is None else m.moveaxis(x, in_dims[0], 0)
+                y = y if in_dims[1] is None else m.moveaxis(y, in_dims[1], 0)
+                if x.ndim == 1 and y.ndim == 2:
+                    x = m.broadcast_to(x, y.shape)
+                return Product.apply(x, y, power, pair), (0, 0 if x.ndim == 2 else None)
+
+        return lambda x, y: Product.apply(x, y, 3, ("scale", 2.0))
+
+    x, y = np.asarray(ROWS), np.asarray(ROWS[0] + 0.3)
+    logs: list[Any] = [[], []]
+    in_torch, in_jax = define(torch.autograd, torch, logs[0]), define(jaxfn, jnp, logs[1])
+
+    def results(f, vmap, grad, array):
+        a, b = array(x), array(y)
+        yield vmap(f, (0, None))(a, b)
+        yield vmap(f, (0, 0))(a, a + 1)
+        yield vmap(grad(lambda a, b: f(a, b)[0].sum() + f(a, b)[1].sum()), (0, None))(a, b)
+        yield grad(lambda b: (vmap(f, (0, None))(a, b)[0] ** 2).sum())(b)
+        yield vmap(grad(lambda b: (grad(lambda b: f(a[0], b)[0].sum())(b) ** 2).sum()))(a)
+
+    theirs = results(in_torch, torch.vmap, torch.func.grad, torch.tensor)
+    ours = results(in_jax, jax.vmap, jax.grad, jnp.asarray)
+    for got, expected in zip(ours, theirs, strict=True):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        assert logs[1][:1] == logs[0][:1]
+        logs[0].clear(), logs[1].clear()
