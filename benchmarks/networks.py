@@ -49,6 +49,21 @@ def chain(f: Callable[..., Any]) -> Forward:
     return forward
 
 
+def one_layer(f: Callable[..., Any]) -> Forward:
+    """One layer and the Function: little enough for a whole Hessian."""
+
+    def forward(weight: Any, x: Any) -> jax.Array:
+        return f(x @ weight)
+
+    return forward
+
+
+def one_layer_args() -> tuple[Any, Any]:
+    """The weight, of 256 numbers, and a batch."""
+    generator = np.random.default_rng(0)
+    return _normal(generator, 16, 16) / 4, _normal(generator, _BATCH, 16)
+
+
 def mlp_args() -> tuple[Any, Any]:
     """Layers whose activations neither vanish nor blow up over the depth, and a batch."""
     generator = np.random.default_rng(0)
@@ -66,6 +81,15 @@ def chain_args() -> tuple[Any, Any]:
 
 def _normal(generator: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(generator.standard_normal(shape), jnp.float32)
+
+
+def hessian(forward: Forward) -> Callable[[Any, Any], Any]:
+    """All second derivatives of the loss by the parameters: forward over reverse, as `jax.hessian` does it."""
+
+    def loss(parameters: Any, x: Any) -> jax.Array:
+        return jnp.mean(forward(parameters, x) ** 2)
+
+    return lambda parameters, x: jax.hessian(loss)(parameters, x)
 
 
 def train_step(forward: Forward) -> Callable[[Any, Any], Any]:

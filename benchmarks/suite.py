@@ -71,6 +71,7 @@ def run(modules: Mapping[str, ModuleType], effort: Effort) -> Iterator[Row]:
         in_jax = {form: f for form, f in forms.items() if form != TORCH}
         for name in workload.networks:
             yield from _network(workload, name, in_jax, effort)
+    yield _hessian({form: m.twice_swish for form, m in modules.items() if hasattr(m, "twice_swish")}, effort)
 
 
 def _single_call(workload: Workload, forms: Forms, effort: Effort) -> Iterator[Row]:
@@ -100,6 +101,15 @@ def _network(workload: Workload, name: str, forms: Forms, effort: Effort) -> Ite
     yield Row(workload.name, name, "compiled step", steps.run_all(executables, args, effort.steps))
     memory = {form: steps.peak_memory(compiled[0]) for form, compiled in executables.items()}
     yield Row(workload.name, name, "peak memory", {form: [] if m is None else [m] for form, m in memory.items()})
+
+
+def _hessian(forms: Forms, effort: Effort) -> Row:
+    """Second derivatives of a Function with `generate_jvp_rule`, beside plain JAX."""
+    args = networks.one_layer_args()
+    new_hessians = {form: lambda f=f: networks.hessian(networks.one_layer(f)) for form, f in forms.items()}
+    check_same({form: lambda new=new: new()(*args) for form, new in new_hessians.items()})
+    _, executables = steps.build_all(new_hessians, args, effort.compiles, effort.compiles)
+    return Row("twice_swish", "one layer", "hessian", steps.run_all(executables, args, effort.steps))
 
 
 def check_same(computations: Mapping[str, Callable[[], Any]]) -> None:

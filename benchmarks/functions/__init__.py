@@ -1,4 +1,6 @@
-"""The same Functions in four forms, one module per form, each with the same four names."""
+"""The same Functions in four forms, one module per form, each with the same names.
+
+`twice_swish`, which is differentiated twice, is in JAX's own forms only."""
 
 from __future__ import annotations
 
