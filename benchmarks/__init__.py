@@ -1,1 +1,1 @@
-"""What jaxfn costs beside rules by hand, equinox and torch, and its gradcheck beside torch's: `python -m benchmarks`."""
+"""What jaxfn costs, beside rules by hand, equinox and torch, and torch's gradcheck: `python -m benchmarks`."""
