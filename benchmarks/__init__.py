@@ -1,1 +1,1 @@
-"""What a jaxfn Function costs beside the same rule by hand, with equinox and in torch: `python -m benchmarks`."""
+"""What jaxfn costs, beside rules by hand, equinox and torch, and torch's gradcheck: `python -m benchmarks`."""

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import jax
 
-from benchmarks import suite, table
+from benchmarks import checking, suite, table
 from benchmarks.environment import environment
-from benchmarks.functions import installed_forms
+from benchmarks.functions import TORCH, installed_forms
 from benchmarks.measure import settle
 from benchmarks.results import Row
 
@@ -30,16 +30,29 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in where.items() if value is not None))
     rows = _measure(forms, _QUICK if options.quick else _FULL)
     print("\n" + "\n".join(table.summary(rows)))
+    checks = _measure_checks(TORCH in forms, options.quick)
     if options.quick:
         print("Quick: few samples, and one executable of each form; take the verdicts from a full run.")
-    _save(options.output, {"environment": where, "quick": options.quick, "rows": [row.as_json() for row in rows]})
+    _save(
+        options.output,
+        {
+            "environment": where,
+            "quick": options.quick,
+            "rows": [row.as_json() for row in rows],
+            "checking": [c.as_json() for c in checks],
+        },
+    )
     print(f"\n{time.perf_counter() - begin:.0f} s; saved to {options.output}")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What a Function costs in four forms.")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.json"), help="the JSON file")
-    parser.add_argument("--quick", action="store_true", help="few repeats: less than 20 seconds, and more noise")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="few repeats and nothing that takes long: less than a minute, and more noise",
+    )
     return parser.parse_args()
 
 
@@ -54,6 +67,16 @@ def _measure(forms: Mapping[str, ModuleType], effort: suite.Effort) -> list[Row]
         print(table.line(row, list(forms)), flush=True)
         rows.append(row)
     return rows
+
+
+def _measure_checks(has_torch: bool, quick: bool) -> list[checking.Result]:
+    """Prints what checking derivatives costs, as it is measured."""
+    print("\n" + checking.header())
+    results: list[checking.Result] = []
+    for result in checking.run(has_torch, quick):
+        print(result.line(), flush=True)
+        results.append(result)
+    return results
 
 
 def _save(path: Path, content: object) -> None:

@@ -169,6 +169,12 @@ def test_G1_impossible_wishes():
         gradcheck(jnp.sin, normal(3), check_backward_ad=False)
 
 
+def test_G1_references_and_keys():
+    with pytest.raises(TypeError, match=r"input 0 \('ref'\) is a jax.Ref"):
+        gradcheck(lambda ref, x: x * ref[...], (jax.new_ref(jnp.ones(3)), normal(3)))
+    passes(lambda key, x: x * jax.random.normal(key, x.shape), (jax.random.key(0), normal(3)))
+
+
 def test_G1_errors_of_the_function_are_its_own():
     def broken(x):
         raise KeyError("mine")

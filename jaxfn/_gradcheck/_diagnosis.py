@@ -71,14 +71,11 @@ class Diagnosis:
                 found.append(self._described(pair, block))
         return found
 
-    def whole(self, pair: Pair) -> Mismatch:
-        """A pair that only projections have shown to be wrong: its Jacobian is computed after all."""
+    def whole(self, pair: Pair) -> Mismatch | None:
+        """A pair that projections have shown to be wrong: its Jacobian is computed after all, and decides."""
         block = self._values(pair, *self._ranges(pair), self.with_differences)
-        count = int((self._excesses(block) > 1).sum())
-        if not count:
-            return self.named(pair)
-        pair.count = count
-        return self._described(pair, block)
+        pair.count = int((self._excesses(block) > 1).sum())
+        return None if not pair.count or self._is_rounding(pair, block) else self._described(pair, block)
 
     def named(self, pair: Pair) -> Mismatch:
         """A mismatch without details."""

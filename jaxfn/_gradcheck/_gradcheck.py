@@ -72,11 +72,11 @@ def gradcheck(
       check_batched_forward_grad: whether forward mode has to.
       check_forward_ad: whether to check forward mode.
       check_backward_ad: whether to check reverse mode.
-      fast_mode: compares two random projections for each output and each input in place of whole Jacobians. With
-        autodiff at hand whole rows `v^T J` are compared: a mistake that is `d` times as large as what `v^T J` is there
-        goes unseen with a probability of about `1e-6 / d` for each projection, which for a factor of 1.001 is one in a
-        thousand, squared. With finite differences alone it is the number `v^T J u`, whose tolerance grows with the
-        arrays: mistakes in few entries of a large Jacobian are lost in it.
+      fast_mode: compares random projections, two for each output and each input, in place of whole Jacobians. With
+        autodiff at hand these are rows `v^T J`, compared entry by entry: a wrong factor is always seen, and a mistake
+        in a single entry of `J`, `d` times as large as the entry of `v^T J` that it goes into, is missed with a
+        probability of about `(1e-6 / d)**2`. With finite differences alone it is the number `v^T J u`, as in torch,
+        with a tolerance that grows with the arrays: a mistake in a few entries of a large Jacobian is lost in it.
       masked: accepted for torch's sake; there are no sparse arrays here.
       argnums: which arguments to differentiate with respect to; by default every floating or complex array in all of
         them. Python numbers are static unless their argument is named here.

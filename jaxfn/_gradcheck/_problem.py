@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
+from jaxfn._compat import is_ref
 from jaxfn._functional import CallableFunction
 from jaxfn._leaves import is_array_leaf, is_inexact, is_none
 from jaxfn._methods import Methods
@@ -122,6 +123,11 @@ def make_problem(
     described: list[Leaf] = []
     for path, leaf in paths:
         argument = path[0].idx
+        if is_ref(leaf):
+            raise TypeError(
+                f"{names[argument]}{keystr(path[1:])} is a jax.Ref. The function may write to it, so it cannot be run "
+                "again and again: make the Ref inside the function."
+            )
         is_number = argnums is not None and argument in chosen and type(leaf) in (float, complex)
         if not (is_number or is_array_leaf(leaf)):
             leaves.append(leaf)

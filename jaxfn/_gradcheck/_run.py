@@ -27,6 +27,11 @@ _DOUBLE_EPS = float(np.finfo(np.float64).eps)
 # In fast mode a failing Jacobian of up to so many entries is computed after all, to show which ones are wrong.
 _EXPLAINED = 1 << 20
 
+_WAY_OUT = (
+    "a rule that is deliberately not the derivative of forward (straight-through, say) disagrees with finite "
+    "differences and autodiff alike. Declare it with surrogate=, a function whose derivative the rule claims to be."
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -188,7 +193,8 @@ class _Check:
         comparison = Comparison(self.derivatives, self.tolerance, self.step, sweep, self.outputs)
         mismatches = self._fast(comparison) if self.options.fast_mode else self._full(comparison)
         self.report.mismatches += mismatches
-        self._note_on_deliberate_rules(mismatches)
+        if mismatches and not self.options.has_surrogate:
+            self.report.notes.append(_WAY_OUT)
 
     def _full(self, comparison: Comparison) -> list[Mismatch]:
         o, d = self.options, self.derivatives
@@ -237,9 +243,10 @@ class _Check:
         for pair in pairs:
             diagnosis = self._diagnosis(comparison, is_forward, trusted)
             if d.outputs[pair.output].num_components * d.inputs[pair.input].num_components <= _EXPLAINED:
-                found.append(diagnosis.whole(pair))
+                explained = diagnosis.whole(pair)
             else:
-                found.append(diagnosis.named(pair))
+                explained = diagnosis.named(pair)
+            found += [explained] if explained else []
         return found
 
     def _trusted(self, comparison: Comparison) -> bool:
@@ -280,14 +287,6 @@ class _Check:
         reference = d.reference_pushforward if is_forward else d.reference_pullback
         by_autodiff = trusted and not isinstance(reference, UnavailableError)
         return Diagnosis(comparison, is_forward, by_autodiff, self.options.reference != "autodiff")
-
-    def _note_on_deliberate_rules(self, mismatches: Sequence[Mismatch]) -> None:
-        """Names the way out for rules that are meant to be something else than the derivative."""
-        if mismatches and not self.options.has_surrogate:
-            self.report.notes.append(
-                "a rule that is deliberately not the derivative (straight-through, say) is checked with surrogate=, a "
-                "function whose derivative the rule claims to be"
-            )
 
 
 def _step(eps: float, precision: float) -> float:

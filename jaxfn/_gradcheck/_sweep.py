@@ -14,7 +14,7 @@ from jaxfn._gradcheck._programs import Engine, Mode, Program
 from jaxfn._gradcheck._progress import Progress
 
 # More at a time is slower: the numbers no longer fit into the processor's caches.
-_BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 16 << 20
 _LOOP_BATCH = 64
 _JUDGED_ON_HOST = 1 << 20  # numbers
 
