@@ -80,10 +80,10 @@ OPERATIONS = {full_name(op): op for op in op_db}
 
 
 @functools.cache
-def samples(name: str, *, backward: bool = False, dtypes: Sequence[Any] = DTYPES) -> tuple[Sample, ...]:
+def samples(name: str, *, backward: bool = False) -> tuple[Sample, ...]:
     """An operation's samples, traced; with `backward`, of the operation and its derivative."""
     op = OPERATIONS[name]
-    dtypes = [dtype for dtype in dtypes if dtype in op.supported_dtypes("cpu")]
+    dtypes = [dtype for dtype in DTYPES if dtype in op.supported_dtypes("cpu")]
     found: list[Sample] = []
     for dtype in dtypes:
         for sample in _samples(op, dtype, backward):
@@ -100,14 +100,28 @@ def _samples(op: Any, dtype: Any, backward: bool) -> Iterator[Sample]:
     torch.manual_seed(0)
     with quiet():
         for number, given in enumerate(itertools.islice(op.sample_inputs("cpu", dtype), COUNT)):
-            leaves, tree = pytree.tree_flatten((given.input, given.args, given.kwargs))
-            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            function = functools.partial(_call, op, leaves, tree, places)
-            tensors = [leaves[i] for i in places]
+            function, tensors = _of_tensors(op, given)
             process = given.output_process_fn_grad
             if backward:
                 function, process = functools.partial(with_derivative, function), None
             yield sample(f"{dtype} {number}".removeprefix("torch."), function, tensors, process)
+
+
+def differentiable_sample(name: str) -> tuple[Sample, list[bool]]:
+    """An operation's first double-precision sample, and which of its tensors torch differentiates it by."""
+    torch.manual_seed(0)
+    with quiet():
+        given = next(iter(OPERATIONS[name].sample_inputs("cpu", torch.float64, requires_grad=True)))
+        function, tensors = _of_tensors(OPERATIONS[name], given)
+        flags = [tensor.requires_grad for tensor in tensors]
+        return sample("float64 0", function, [tensor.detach() for tensor in tensors]), flags
+
+
+def _of_tensors(op: Any, given: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """A call of torch's as a function of its tensors, and those."""
+    leaves, tree = pytree.tree_flatten((given.input, given.args, given.kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return functools.partial(_call, op, leaves, tree, places), [leaves[i] for i in places]
 
 
 def _call(op: Any, leaves: Sequence[Any], tree: Any, places: Sequence[int], *tensors: Any) -> Any:

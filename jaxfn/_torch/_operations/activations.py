@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxfn._torch._operations._table import enter_all, operation
@@ -21,6 +22,14 @@ enter_all(
 @operation("aten._softmax")
 def softmax(x: Array, dim: int, half_to_float: Any = False) -> Array:
     return jax.nn.softmax(x, dim) if x.ndim else jnp.ones_like(x)
+
+
+@operation("aten._safe_softmax")
+def safe_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
+    """0 where all elements are minus infinity."""
+    x = x if dtype is None else x.astype(dtype)
+    empty = jnp.all(x == -np.inf, dim if x.ndim else None, keepdims=True)
+    return jnp.where(empty, 0, softmax(jnp.where(empty, 0, x), dim))
 
 
 @operation("aten._log_softmax")

@@ -16,9 +16,13 @@ enter_all(
         "aten._conj": jnp.conj,
         "aten._conj_physical": jnp.conj,
         "aten._neg_view": jnp.negative,
-        "aten.complex": lax.complex,
     }
 )
+
+
+@operation("aten.complex")
+def complex_of(real: Array, imag: Array) -> Array:
+    return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
 @operation("aten.view_as_real")

@@ -87,11 +87,6 @@ def arange_start_step(start: Any, end: Any, step: Any = 1, dtype: Any = None) ->
     return jnp.asarray((start + step * np.arange(count)).astype(dtype or np.float32))
 
 
-@operation("aten.linspace")
-def linspace(start: Any, end: Any, steps: int, dtype: Any = None) -> Array:
-    return jnp.linspace(start, end, steps, dtype=dtype or np.float32)
-
-
 @operation("aten.tril_indices")
 def tril_indices(rows: int, columns: int, offset: int = 0, dtype: Any = None) -> Array:
     return jnp.stack(jnp.tril_indices(rows, offset, columns))

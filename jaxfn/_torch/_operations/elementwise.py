@@ -43,7 +43,6 @@ enter_all(
         "aten.lcm": promoted(jnp.lcm),
         "aten.maximum": promoted(jnp.maximum),
         "aten.minimum": promoted(jnp.minimum),
-        "aten.nextafter": promoted(jnp.nextafter),
         "aten.remainder": promoted(jnp.remainder),
         "aten.logaddexp": promoted_to_inexact(jnp.logaddexp),
         "aten.logaddexp2": promoted_to_inexact(jnp.logaddexp2),
@@ -118,6 +117,15 @@ def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
 @operation("aten.floor_divide")
 def floor_divide(x: Any, y: Any) -> Array:
     return div(x, y, "floor")
+
+
+@operation("aten.nextafter")
+@promoted
+def nextafter(x: Array, y: Array) -> Array:
+    """JAX has no derivative of it; torch's follows x where there is a step."""
+    fixed = lax.stop_gradient(x)
+    step = jnp.nextafter(fixed, lax.stop_gradient(y))
+    return step + jnp.where(jnp.isfinite(x) & (x != y), x - fixed, 0)
 
 
 @operation("aten.fmod")

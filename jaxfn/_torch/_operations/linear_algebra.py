@@ -254,7 +254,10 @@ def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, herm
     if atol is not None:
         largest = jnp.linalg.norm(lax.stop_gradient(a), 2, (-2, -1))
         rtol = jnp.maximum(rtol, atol / largest)
-    return jnp.linalg.pinv(_from_triangle(a, lower=True) if hermitian else a, rtol=rtol)
+    if hermitian:
+        # Only the values are one triangle's; torch differentiates as by the whole matrix.
+        a = a + lax.stop_gradient(_from_triangle(a, lower=True) - a)
+    return jnp.linalg.pinv(a, rtol=rtol)
 
 
 @operation("aten.linalg_solve_triangular")
