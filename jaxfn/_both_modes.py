@@ -79,10 +79,6 @@ class _Linear:
         """Cotangents of the inputs from cotangents of the outputs; `None` is zero."""
         raise NotImplementedError
 
-    def of(self, which: Sequence[int]) -> _Linear:
-        """The same function of these tangents only, the others being zero."""
-        raise NotImplementedError
-
 
 class _OfRun(_Linear):
     """The derivative of a run of `forward`, from the array leaves `perturbed` to the array leaves `differentiable`."""
@@ -95,9 +91,6 @@ class _OfRun(_Linear):
 
     def __repr__(self) -> str:
         return self._run.call.name
-
-    def of(self, which: Sequence[int]) -> _Linear:
-        return _OfRun(self._run, [self._perturbed[i] for i in which], self._differentiable, self.avals)
 
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         if not self._run.call.methods.has_jvp:
@@ -123,11 +116,10 @@ class _OfRun(_Linear):
         """`generate_jvp_rule`: forward mode from `backward`."""
 
         def pull(*cotangents: Any) -> list[Any]:
-            return [
-                zero if ct is None else ct for ct, zero in zip(self.pull(residuals, cotangents), zeros, strict=True)
-            ]
+            zeros = self._zeros_of_inputs()
+            pulled = self.pull(residuals, cotangents)
+            return [zero if ct is None else ct for ct, zero in zip(pulled, zeros, strict=True)]
 
-        zeros = self._zeros_of_inputs()
         like = [zeros_of(aval) for aval in self.avals]
         return list(_transposed(pull, like, f"{self}.backward", "generate_jvp_rule", "gradients")(list(tangents)))
 
@@ -177,9 +169,6 @@ class _Batched(_Linear):
     def __repr__(self) -> str:
         return repr(self._linear)
 
-    def of(self, which: Sequence[int]) -> _Linear:
-        return _Batched(self._linear.of(which), self._axis, self._residual_dims, self.avals)
-
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         return self._mapped(self._linear.push)(list(residuals), list(tangents))
 
@@ -203,7 +192,8 @@ def _bind(linear: _Linear, residuals: Sequence[Any], tangents: Sequence[Any]) ->
 
 
 def _linear_impl(*operands: Any, linear: _Linear, num_residuals: int) -> list[Any]:
-    tangents = linear.push(operands[:num_residuals], [as_array(t) for t in operands[num_residuals:]])
+    arrays = [as_array(x) for x in operands]  # scalars may have become literals
+    tangents = linear.push(arrays[:num_residuals], arrays[num_residuals:])
     return [widened(t, aval) for t, aval in zip(tangents, linear.avals, strict=True)]
 
 
@@ -213,26 +203,19 @@ def _linear_abstract(*operands: Any, linear: _Linear, num_residuals: int) -> lis
 
 def _linear_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, linear: _Linear, num_residuals: int) -> Any:
     outputs = linear_p.bind(*primals, linear=linear, num_residuals=num_residuals)
-    parts: list[list[Any]] = []
-    residuals, given = primals[:num_residuals], primals[num_residuals:]
-    moving = [i for i, t in enumerate(tangents[:num_residuals]) if not isinstance(t, ad.Zero)]
-    if moving:
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-        def of_residuals(*values: Any) -> list[Any]:
-            all_residuals = list(residuals)
-            for i, value in zip(moving, values, strict=True):
-                all_residuals[i] = value
-            return _linear_impl(*all_residuals, *given, linear=linear, num_residuals=num_residuals)
+    def of_moving(*values: Any) -> list[Any]:
+        operands = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            operands[i] = value
+        return _linear_impl(*operands, linear=linear, num_residuals=num_residuals)
 
-        parts.append(jax.jvp(of_residuals, [residuals[i] for i in moving], [tangents[i] for i in moving])[1])
-    nonzero = [i for i, t in enumerate(tangents[num_residuals:]) if not isinstance(t, ad.Zero)]
-    if nonzero:
-        parts.append(_bind(linear.of(nonzero), residuals, [tangents[num_residuals + i] for i in nonzero]))
-    return outputs, [sum(terms[1:], start=terms[0]) for terms in zip(*parts, strict=True)]
+    return outputs, jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
 def _linear_transpose(cotangents: Sequence[Any], *operands: Any, linear: _Linear, num_residuals: int) -> list[Any]:
-    residuals, tangents = operands[:num_residuals], operands[num_residuals:]
+    residuals, tangents = [as_array(x) for x in operands[:num_residuals]], operands[num_residuals:]
     given = [None if isinstance(ct, ad.Zero) else as_array(ct) for ct in cotangents]
     zeros = [ad.Zero(t.aval) for t in tangents]
     if all(ct is None for ct in given):

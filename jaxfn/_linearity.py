@@ -1,6 +1,7 @@
 """Whether user code that is going to be transposed is linear, constants added on included.
 
-JAX refuses to transpose what is not even affine, but it drops an added constant in silence.
+JAX refuses to transpose most of what is not linear, but it drops an added constant, and what went through integers, in
+silence.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._leaves import is_inexact, is_traced
+from jaxfn._leaves import is_inexact, is_key, is_traced
 
 
 class _Kind(IntEnum):
@@ -21,9 +22,11 @@ class _Kind(IntEnum):
     ZERO = 0
     CONSTANT = 1
     LINEAR = 2
+    OTHER = 3
 
 
-# Their array operands are added, chosen among or laid side by side: one constant among them makes the result affine.
+# Their operands (some of them) are added, chosen among or laid side by side: a constant among linear ones makes the
+# result affine.
 _COMBINING = {
     "add": slice(None),
     "add_any": slice(None),
@@ -40,7 +43,9 @@ _KEEPING_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze
 
 
 def check_linear(function: Callable[..., Any], like: Sequence[Any], problem: str) -> None:
-    """Raises `RuntimeError(problem)` where the function adds a constant to something linear, or returns one.
+    """Raises `RuntimeError(problem)` where the function is seen not to be linear.
+
+    What is not seen here, JAX refuses to transpose.
 
     Args:
       function: takes arrays, returns a list of arrays.
@@ -48,39 +53,77 @@ def check_linear(function: Callable[..., Any], like: Sequence[Any], problem: str
       problem: the message.
     """
     closed = jax.make_jaxpr(function)(*like)
-    kinds = _kinds_of_results(closed.jaxpr, closed.consts, [_Kind.LINEAR] * len(like), problem)
-    if _Kind.CONSTANT in kinds:
+    kinds = _of_closed(closed, [_Kind.LINEAR] * len(like))
+    if any(kind in (_Kind.CONSTANT, _Kind.OTHER) for kind in kinds):
         raise RuntimeError(problem)
 
 
-def _kinds_of_results(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[_Kind], problem: str) -> list[_Kind]:
+def _of_closed(closed: Any, arguments: Sequence[_Kind]) -> list[_Kind]:
+    return _of_jaxpr(closed.jaxpr, [_of_value(value) for value in closed.consts], arguments)
+
+
+def _of_jaxpr(jaxpr: Any, consts: Sequence[_Kind], arguments: Sequence[_Kind]) -> list[_Kind]:
+    """The kinds of a jaxpr's results."""
     kinds: dict[Any, _Kind] = dict(zip(jaxpr.invars, arguments, strict=True))
-    kinds |= {var: _kind_of_value(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+    kinds |= zip(jaxpr.constvars, consts, strict=True)
 
     def kind(atom: Any) -> _Kind:
-        return _kind_of_value(atom.val) if hasattr(atom, "val") else kinds[atom]
+        return _of_value(atom.val) if hasattr(atom, "val") else kinds[atom]
 
     for eqn in jaxpr.eqns:
-        operands = [kind(atom) for atom in eqn.invars]
-        inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
-        if inner is not None:
-            results = _kinds_of_results(inner.jaxpr, inner.consts, operands, problem)
-        else:
-            results = [_combined(eqn.primitive.name, operands, problem)] * len(eqn.outvars)
-        kinds |= zip(eqn.outvars, results, strict=True)
+        results = _of_equation(eqn, [kind(atom) for atom in eqn.invars])
+        # What became an integer or a truth value has been rounded or compared.
+        kinds |= {
+            var: _Kind.OTHER if result is _Kind.LINEAR and not is_inexact(var.aval.dtype) else result
+            for var, result in zip(eqn.outvars, results, strict=True)
+        }
     return [kind(atom) for atom in jaxpr.outvars]
 
 
-def _combined(primitive: str, operands: list[_Kind], problem: str) -> _Kind:
-    joined = operands[_COMBINING[primitive]] if primitive in _COMBINING else []
-    if _Kind.LINEAR in joined and _Kind.CONSTANT in joined:
-        raise RuntimeError(problem)
-    if _Kind.LINEAR in operands:
-        return _Kind.LINEAR
-    keeps_zero = joined if primitive in _COMBINING else operands if primitive in _KEEPING_ZERO else [_Kind.CONSTANT]
-    return max(keeps_zero, default=_Kind.CONSTANT)
+def _of_equation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return _of_scan(params, operands)
+    if name == "cond":
+        return _of_branches(params["branches"], operands)
+    body = params.get("jaxpr", params.get("call_jaxpr"))
+    if body is not None and len(getattr(body, "jaxpr", body).invars) == len(operands):
+        return _of_closed(body, operands) if hasattr(body, "consts") else _of_jaxpr(body, [], operands)
+    if "body_jaxpr" in params and max(operands, default=_Kind.ZERO) >= _Kind.LINEAR:
+        return [_Kind.OTHER] * len(eqn.outvars)  # a while loop, which JAX does not transpose
+    return [_combined(name, operands)] * len(eqn.outvars)
 
 
-def _kind_of_value(value: Any) -> _Kind:
-    is_known = not is_traced(value) and is_inexact(value.dtype)
+def _of_scan(params: Any, operands: list[_Kind]) -> list[_Kind]:
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    while True:  # until the carry is what it becomes
+        results = _of_closed(params["jaxpr"], operands)
+        carry = [_one_of([before, after]) for before, after in zip(operands[first:last], results, strict=False)]
+        if carry == operands[first:last]:
+            return results
+        operands = [*operands[:first], *carry, *operands[last:]]
+
+
+def _of_branches(branches: Sequence[Any], operands: list[_Kind]) -> list[_Kind]:
+    index, *arguments = operands
+    results = [_of_closed(branch, arguments) for branch in branches]
+    return [_Kind.OTHER if index >= _Kind.LINEAR else _one_of(kinds) for kinds in zip(*results, strict=True)]
+
+
+def _one_of(kinds: Sequence[_Kind]) -> _Kind:
+    """Of what is one of these, or their sum."""
+    return _Kind.OTHER if _Kind.LINEAR in kinds and _Kind.CONSTANT in kinds else max(kinds)
+
+
+def _combined(primitive: str, operands: list[_Kind]) -> _Kind:
+    if primitive in _COMBINING:
+        joined = operands[_COMBINING[primitive]]
+        chosen_by = [kind for i, kind in enumerate(operands) if i not in range(len(operands))[_COMBINING[primitive]]]
+        return _Kind.OTHER if max(chosen_by, default=_Kind.ZERO) >= _Kind.LINEAR else _one_of(joined)
+    most = max(operands, default=_Kind.CONSTANT)
+    return most if most >= _Kind.LINEAR or primitive in _KEEPING_ZERO else _Kind.CONSTANT
+
+
+def _of_value(value: Any) -> _Kind:
+    is_known = not is_traced(value) and not is_key(value)
     return _Kind.ZERO if is_known and not np.any(np.asarray(value)) else _Kind.CONSTANT

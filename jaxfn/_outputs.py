@@ -64,9 +64,9 @@ class OutputLayout:
         if all(zero):
             return None
         if len(zero) == len(self.layouts) == 1 and self.layouts[0] is ARRAY_LAYOUT:  # by far the most frequent
-            return [conjugate(cotangents[0])]
+            return [conjugate(as_array(cotangents[0]))]
         leaves: list[Any] = [
-            (_zeros(aval) if materialize else None) if is_zero else conjugate(ct)
+            (_zeros(aval) if materialize else None) if is_zero else conjugate(as_array(ct))
             for ct, aval, is_zero in zip(cotangents, avals, zero, strict=True)
         ]
         gradients: list[Any] = []

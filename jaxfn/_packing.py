@@ -24,7 +24,7 @@ def pack(owner: str, hooks: Hooks, array: Any) -> tuple[list[Any], Layout]:
     if not is_traced(array):
         leaves, layout = split(hooks.pack(array))
         return [as_array(x) for x in leaves], layout
-    leaves, layout = split(hooks.pack(*detach([array])))
+    leaves, layout = split(hooks.pack(as_array(*detach([array]))))
     return _carrying([as_array(x) for x in leaves], [array], owner), layout
 
 

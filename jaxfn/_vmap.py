@@ -103,6 +103,9 @@ def _described(value: object) -> str:
 
 def _axes(name: str, out_dims: Any, returned: Returned) -> list[int | None]:
     """The batch axis of each array leaf of the outputs; one of `out_dims` may stand for a whole subtree."""
+    if type(out_dims) is tuple and returned.container not in (None, tuple):
+        make: Any = returned.container
+        out_dims = make(*out_dims) if len(out_dims) == len(returned.layouts) else out_dims
     try:
         spread = jax.tree_util.tree_broadcast(out_dims, returned.value, is_leaf=is_none)
     except ValueError as error:
@@ -110,7 +113,14 @@ def _axes(name: str, out_dims: Any, returned: Returned) -> list[int | None]:
             f"{name}.vmap returned out_dims {out_dims!r}, which do not have the output's structure: {error}"
         ) from None
     axes, leaves = (jax.tree_util.tree_leaves(tree, is_leaf=is_none) for tree in (spread, returned.value))
-    return [axis for axis, leaf in zip(axes, leaves, strict=True) if is_array_leaf(leaf)]
+    found = [axis for axis, leaf in zip(axes, leaves, strict=True) if is_array_leaf(leaf)]
+    for position, (axis, x) in enumerate(zip(found, returned.arrays, strict=True)):
+        if axis is not None and (type(axis) is not int or not -x.ndim <= axis < x.ndim):
+            raise RuntimeError(
+                f"{name}.vmap returned out_dims {out_dims!r}, but {axis!r} is no axis of its output (array "
+                f"{position}) of shape {x.shape}. Each is an axis of that array, or None where it has no batch."
+            )
+    return found
 
 
 def _check_sizes(name: str, moved: Sequence[Any], axes: Sequence[int | None], axis_size: int) -> None:
