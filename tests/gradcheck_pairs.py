@@ -858,7 +858,7 @@ def none_where_there_is_a_gradient(lib):
     return rule(lib, lambda x, y: x * y, lambda g, x, y: (g * y, None))
 
 
-@first(real(3), real(3))
+@pair(real(3), real(3))
 def none_where_there_is_none(lib):
     return rule(lib, lambda x, y: x * lib.m.sign(y), lambda g, x, y: (g * lib.m.sign(y), None))
 

@@ -228,6 +228,26 @@ def test_G5_forward_mode_of_large_and_complex_functions():
     assert mismatch.input == "input 0 ('x')" and mismatch.count == 2 * 299
 
 
+@pytest.mark.parametrize("vmap_method", ["sequential", None])
+def test_G5_batched_forward_gradients(vmap_method):
+    def doubled(t):
+        shape = jax.ShapeDtypeStruct(t.shape, t.dtype)
+        return jax.pure_callback(lambda t: 2 * np.asarray(t), shape, t, vmap_method=vmap_method)
+
+    @jax.custom_jvp
+    def double(x):
+        return 2 * x
+
+    double.defjvp(lambda primals, tangents: (double(primals[0]), doubled(tangents[0])))
+    options = {"check_forward_ad": True, "check_backward_ad": False}
+    passes(double, normal(3), **options)
+    if vmap_method:
+        passes(double, normal(3), check_batched_forward_grad=True, **options)
+    else:
+        (problem,) = failure(double, normal(3), check_batched_forward_grad=True, **options).problems
+        assert "forward mode cannot be batched" in problem
+
+
 def test_G5_no_forward_mode_is_reported_as_a_failure():
     (problem,) = failure(scaled_sine(1.0), normal(3), check_forward_ad=True).problems
     assert "forward mode" in problem

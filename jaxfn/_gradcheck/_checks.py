@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck._derivatives import Derivatives, Pullback, UnavailableError, only, pullback_of
+from jaxfn._gradcheck._derivatives import Derivatives, Pullback, UnavailableError, available, only, pullback_of
 from jaxfn._gradcheck._problem import Flat, Leaf
 from jaxfn._gradcheck._programs import Engine, Mode, Traced
 from jaxfn._gradcheck._tolerance import Tolerance, excess
 
 Arrays = list[Any]
 _COMBINATION = (2.0, -3.0)
+_DIRECTIONS = 4  # that every rule is tried in: two random ones, their combination, zero
 _ELSEWHERE = 1.001
 _SAME = 1e-8
 _RETRACED_TWICE = 1e-13  # what compiling the same operations in another program may change, relatively
@@ -78,13 +80,13 @@ class Checks:
         if isinstance(pullback, UnavailableError) or not d.outputs:
             return found
         first, second = random_vectors(d.outputs, 1), random_vectors(d.outputs, 2)
-        partial = self._without_one_output(found) if self.undefined and len(d.outputs) > 1 else {}
+        missing = self._without_one_output(found) if self.undefined and len(d.outputs) > 1 else {}
         alone = self._with_one_input(found) if len(d.inputs) > 1 else {}
 
         def run(xs: Arrays, first: Arrays, second: Arrays) -> dict[str, Any]:
             a, b = _COMBINATION
             mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
-            directions = [first, second, mixed, _zeros(first), *(_without(first, i) for i in partial)]
+            directions = [first, second, mixed, _zeros(first), *(_without(first, i) for i in missing)]
             batch = [jnp.stack(items) for items in zip(*directions, strict=True)]
             outputs, gradients = pullback(xs, first)
             both = [jnp.stack([x, x * _ELSEWHERE]) for x in xs]
@@ -94,7 +96,7 @@ class Checks:
                 "gradients": gradients,
                 "again": gradients if d.retraced is None else d.retraced(xs, first)[1],
                 "batch": engine.map(lambda *cts: pullback(xs, cts)[1], *batch),
-                "partial": [p(xs, [u for j, u in enumerate(first) if j != i])[1] for i, p in partial.items()],
+                "missing": [p(xs, [u for j, u in enumerate(first) if j != i])[1] for i, p in missing.items()],
                 "alone": [p(xs, first) for p in alone.values()],
                 "outputs batch": engine.map(lambda *xs: list(d.forward(*xs)), *both),
             }
@@ -102,57 +104,75 @@ class Checks:
         program = engine.program(run, self.xs, first, second)
         results, rerun = (jax.tree.map(np.asarray, program(self.xs, first, second)) for _ in range(2))
         found.outputs = results["outputs"]
-        self._judge(found, results, rerun, list(partial), list(alone))
+        found.problems += self._is_deterministic(results, rerun)
+        if found.problems:
+            return found
+        found.batches_wrong = not self._is_batched_right(results)
+        if not found.batches_wrong:
+            found.problems += self._has_one_value(results)
+            found.problems += self._is_linear(results)
+            found.problems += self._takes_undefined(results, list(missing))
+            found.problems += self._respects_flags(results, list(alone))
         return found
 
-    def _judge(self, found: Findings, r: Any, rerun: Any, partial: Sequence[int], alone: Sequence[int]) -> None:
-        d = self.derivatives
-        say = found.problems.append
-        names = [leaf.name for leaf in d.inputs]
+    def _is_deterministic(self, r: Any, rerun: Any) -> list[str]:
+        problems: list[str] = []
         if not self._equal(r["outputs"], rerun["outputs"]):
-            say("The function is not deterministic: two runs on the same inputs gave different outputs.")
-        slack = 0.0 if d.retraced is None else _RETRACED_TWICE
+            problems.append("The function is not deterministic: two runs on the same inputs gave different outputs.")
+        slack = 0.0 if self.derivatives.retraced is None else _RETRACED_TWICE
         if not (self._equal(r["gradients"], rerun["gradients"]) and self._equal(r["gradients"], r["again"], slack)):
-            say(
+            problems.append(
                 "backward is not deterministic: two runs on the same inputs and cotangents gave different gradients. "
                 f"They may differ by nondet_tol={self.nondet_tol:g}."
             )
-            return
-        for leaf, a, b in zip(d.outputs, r["outputs of fwd"], r["outputs"], strict=True):
-            if not self._agree(a, b):
-                say(f"{leaf.name} has another value when it is differentiated than when it is not.")
-        batched = [g[0] for g in r["batch"]]
-        for_batches = all(map(self._agree, batched, r["gradients"]))
-        outputs = all(self._agree(b[0], y) for b, y in zip(r["outputs batch"], r["outputs"], strict=True))
-        found.batches_wrong = not (for_batches and outputs)
-        if found.batches_wrong:
-            return
-        for name, g in zip(names, r["batch"], strict=True):
-            a, b = _COMBINATION
-            combined = a * g[0] + b * g[1]
-            scale = max(np.max(abs(a * g[0]), initial=0.0), np.max(abs(b * g[1]), initial=0.0))
-            if not self._agree(g[2], combined, scale):
-                say(
-                    f"backward is not linear: the gradient of {name} for the cotangent {a:g} u {b:+g} v is not that "
-                    "combination of the gradients for u and for v."
-                )
-            if g[3].any():
-                say(f"backward is not multiplied by grad_output: zero cotangents give {name} a gradient that is not.")
-        for position, (i, gradients) in enumerate(zip(partial, r["partial"], strict=True)):
-            for name, a, g in zip(names, gradients, r["batch"], strict=True):
-                if not self._agree(a, g[4 + position]):
-                    say(
-                        f"backward takes an undefined cotangent of {d.outputs[i].name} for something else than zeros: "
-                        f"it changes the gradient of {name}. (check_undefined_grad=False leaves this check out.)"
-                    )
-        for j, gradient in zip(alone, r["alone"], strict=True):
-            if not self._agree(gradient, r["gradients"][j]):
-                say(
-                    f"the gradient of {names[j]} is another one when that input alone is differentiated: backward does "
-                    "not respect ctx.needs_input_grad."
-                )
+        return problems
 
-    def forward(self, engine: Engine, *, batched: bool) -> Findings:
+    def _is_batched_right(self, r: Any) -> bool:
+        pairs = [*zip(r["batch"], r["gradients"], strict=True), *zip(r["outputs batch"], r["outputs"], strict=True)]
+        return all(self._agree(batched[0], single) for batched, single in pairs)
+
+    def _has_one_value(self, r: Any) -> list[str]:
+        return [
+            f"{leaf.name} has another value when it is differentiated than when it is not."
+            for leaf, a, b in zip(self.derivatives.outputs, r["outputs of fwd"], r["outputs"], strict=True)
+            if not self._agree(a, b)
+        ]
+
+    def _is_linear(self, r: Any) -> list[str]:
+        problems: list[str] = []
+        a, b = _COMBINATION
+        for leaf, (u, v, combined, zero, *_) in zip(self.derivatives.inputs, r["batch"], strict=True):
+            scale = float(max(np.max(abs(a * u), initial=0.0), np.max(abs(b * v), initial=0.0)))
+            if not self._agree(combined, a * u + b * v, scale):
+                problems.append(
+                    f"backward is not linear: the gradient of {leaf.name} for the cotangent {a:g} u {b:+g} v is not "
+                    "that combination of the gradients for u and for v."
+                )
+            if zero.any():
+                problems.append(
+                    f"backward is not multiplied by grad_output: zero cotangents give {leaf.name} another gradient."
+                )
+        return problems
+
+    def _takes_undefined(self, r: Any, missing: Sequence[int]) -> list[str]:
+        d = self.derivatives
+        return [
+            f"backward takes an undefined cotangent of {d.outputs[i].name} for something else than zeros: it changes "
+            f"the gradient of {leaf.name}. (check_undefined_grad=False leaves this check out.)"
+            for position, i in enumerate(missing)
+            for leaf, gradient, batch in zip(d.inputs, r["missing"][position], r["batch"], strict=True)
+            if not self._agree(gradient, batch[_DIRECTIONS + position])
+        ]
+
+    def _respects_flags(self, r: Any, alone: Sequence[int]) -> list[str]:
+        return [
+            f"the gradient of {self.derivatives.inputs[j].name} is another one when that input alone is "
+            "differentiated: backward does not respect ctx.needs_input_grad."
+            for j, gradient in zip(alone, r["alone"], strict=True)
+            if not self._agree(gradient, r["gradients"][j])
+        ]
+
+    def forward(self, engine: Engine) -> Findings:
         """What can be seen in forward mode."""
         d = self.derivatives
         found = Findings()
@@ -160,33 +180,42 @@ class Checks:
         if isinstance(pushforward, UnavailableError) or not d.outputs:
             return found
         first, second = random_vectors(d.inputs, 4), random_vectors(d.inputs, 5)
-        partial: dict[int, Any] = {}
-        if self.undefined and len(d.inputs) > 1:
-            for j in range(len(d.inputs)):
-                partial[j] = self._record(found, _tangent_missing(d.call, j), self.xs, first)
+        missing = self._without_one_tangent(found) if self.undefined and len(d.inputs) > 1 else {}
 
         def run(xs: Arrays, first: Arrays, second: Arrays) -> dict[str, Any]:
             batch = [jnp.stack(items) for items in zip(first, second, strict=True)]
             return {
-                "one by one": [pushforward(xs, first), pushforward(xs, second)],
-                "batch": engine.map(lambda *ts: pushforward(xs, ts), *batch) if batched else [],
-                "partial": [p(xs, first) for p in partial.values() if p is not None],
                 "outputs": list(d.forward(*xs)),
-                "zero": [pushforward(xs, _without(first, j)) for j, p in partial.items() if p is not None],
+                "tangents": pushforward(xs, first),
+                "batch": engine.map(lambda *ts: pushforward(xs, ts), *batch),
+                "missing": [p(xs, first) for p in missing.values()],
+                "zero": [pushforward(xs, _without(first, j)) for j in missing],
             }
 
         results = jax.tree.map(np.asarray, engine.program(run, self.xs, first, second)(self.xs, first, second))
         found.outputs = results["outputs"]
-        for i, leaf in enumerate(d.outputs):
-            if batched and not all(self._agree(results["batch"][i][k], results["one by one"][k][i]) for k in (0, 1)):
-                found.problems.append(f"batched forward gradients of {leaf.name} are not those computed one by one.")
-            for j, a, z in zip(partial, results["partial"], results["zero"], strict=False):
-                if not self._agree(a[i], z[i]):
-                    found.problems.append(
-                        f"jvp takes an undefined tangent of {d.inputs[j].name} for something else than zeros: it "
-                        f"changes the tangent of {leaf.name}."
-                    )
+        pairs = zip(results["batch"], results["tangents"], strict=True)
+        found.batches_wrong = not all(self._agree(batched[0], single) for batched, single in pairs)
+        found.problems += [
+            f"jvp takes an undefined tangent of {d.inputs[j].name} for something else than zeros: it changes the "
+            f"tangent of {leaf.name}. (check_undefined_grad=False leaves this check out.)"
+            for j, undefined, zero in zip(missing, results["missing"], results["zero"], strict=True)
+            for leaf, a, b in zip(d.outputs, undefined, zero, strict=True)
+            if not self._agree(a, b)
+        ]
         return found
+
+    def batched_tangents(self) -> str | None:
+        """Whether forward mode can be batched as it is, outside of any program; what is wrong otherwise."""
+        d = self.derivatives
+        pushforward = available(d.pushforward)
+        first, second = random_vectors(d.inputs, 4), random_vectors(d.inputs, 5)
+        batch = [jnp.stack(items) for items in zip(first, second, strict=True)]
+        try:
+            batched = jax.vmap(partial(pushforward, self.xs))(batch)
+        except Exception as error:
+            return f"forward mode cannot be batched: {type(error).__name__}: {error}"
+        return self._compared(batched, pushforward(self.xs, first), "batched tangents", "jvp")
 
     def batched_gradients(self) -> str | None:
         """Whether backward can be batched as it is, outside of any program; what is wrong otherwise."""
@@ -198,10 +227,12 @@ class Checks:
             batched = jax.vmap(pull)(batch)
         except Exception as error:
             return f"backward cannot be batched: {type(error).__name__}: {error}"
-        expected = pull([jnp.asarray(u) for u in first])
-        if not all(self._agree(np.asarray(b)[0], np.asarray(e)) for b, e in zip(batched, expected, strict=True)):
-            return "batched gradients are not those computed one by one: backward is wrong under jax.vmap."
-        return None
+        return self._compared(batched, pull([jnp.asarray(u) for u in first]), "batched gradients", "backward")
+
+    def _compared(self, batched: Sequence[Any], single: Sequence[Any], what: str, rule: str) -> str | None:
+        if all(self._agree(np.asarray(b)[0], np.asarray(s)) for b, s in zip(batched, single, strict=True)):
+            return None
+        return f"{what} are not those computed one by one: {rule} is wrong under jax.vmap."
 
     def _without_one_output(self, found: Findings) -> dict[int, Pullback]:
         """Pullbacks in which one output's cotangent is a symbolic zero."""
@@ -232,12 +263,19 @@ class Checks:
                 )
         return made
 
-    def _record(self, found: Findings, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return self._recorded(function, *args)
-        except Exception as error:
-            found.problems.append(f"jvp fails where a tangent is undefined: {type(error).__name__}: {error}")
-            return None
+    def _without_one_tangent(self, found: Findings) -> dict[int, Callable[..., Any]]:
+        """Pushforwards in which one input's tangent is a symbolic zero."""
+        d = self.derivatives
+        made: dict[int, Callable[..., Any]] = {}
+        for j, leaf in enumerate(d.inputs):
+            try:
+                made[j] = self._recorded(_tangent_missing(d.call, j), self.xs, random_vectors(d.inputs, 4))
+            except Exception as error:
+                found.problems.append(
+                    f"jvp fails where the tangent of {leaf.name} is undefined: {type(error).__name__}: {error} "
+                    "(check_undefined_grad=False leaves this check out.)"
+                )
+        return made
 
     def _recorded(self, function: Callable[..., Any], *args: Any) -> Any:
         if self.derivatives.mode is not Mode.PYTHON_LOOP:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck._derivatives import Derivatives, Pullback, Pushforward, UnavailableError
+from jaxfn._gradcheck._derivatives import Derivatives, Pullback, Pushforward, available
 from jaxfn._gradcheck._jacobian import (
     Basis,
     bases,
@@ -298,10 +298,3 @@ def _merged(pairs: Sequence[Pair]) -> list[Pair]:
         known.count += pair.count
         known.worst = (known.worst + pair.worst)[:_WORST_KEPT]
     return list(merged.values())
-
-
-def available(derivative: Any) -> Any:
-    """The derivative; raises where there is none."""
-    if isinstance(derivative, UnavailableError):
-        raise derivative
-    return derivative

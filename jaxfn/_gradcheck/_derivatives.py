@@ -95,6 +95,13 @@ class UnavailableError(Exception):
     """A derivative that cannot be computed; the message says why."""
 
 
+def available(derivative: Any) -> Any:
+    """The derivative; raises where there is none."""
+    if isinstance(derivative, UnavailableError):
+        raise derivative
+    return derivative
+
+
 @dataclass
 class Derivatives:
     """A problem's function and derivatives, traced where that is possible.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from jaxfn._gradcheck._checks import Checks, Findings
-from jaxfn._gradcheck._compare import Comparison, Pair, available
-from jaxfn._gradcheck._derivatives import Derivatives, UnavailableError, derive
+from jaxfn._gradcheck._compare import Comparison, Pair
+from jaxfn._gradcheck._derivatives import Derivatives, UnavailableError, available, derive
 from jaxfn._gradcheck._diagnosis import Diagnosis
 from jaxfn._gradcheck._problem import Problem
 from jaxfn._gradcheck._programs import Engine, Mode
@@ -163,30 +163,35 @@ class _Check:
             for where, got, wanted in d.casts:
                 self.report.problems.append(f"{where}: backward returned a gradient of dtype {got} for {wanted}.")
         if o.check_backward_ad:
-            self._add(self._batching(checks))
-        if o.check_batched_grad and self.engine.mode is not Mode.VECTORIZED:
-            problem = checks.batched_gradients()
-            self.report.problems += [problem] if problem else []
+            self._in_fastest_mode(checks.reverse)
         if o.check_forward_ad:
-            self._add(checks.forward(self.engine, batched=o.check_batched_forward_grad))
+            self._in_fastest_mode(checks.forward)
+        if self.engine.mode is Mode.VECTORIZED:
+            return  # so it was batched, and rightly
+        if o.check_batched_grad:
+            self._add_problem(checks.batched_gradients())
+        if o.check_batched_forward_grad:
+            self._add_problem(checks.batched_tangents())
 
-    def _add(self, found: Findings) -> None:
-        self.report.problems += found.problems
-        self.outputs = found.outputs
-
-    def _batching(self, checks: Checks) -> Findings:
-        """The checks in reverse mode, in the fastest mode that gives right values."""
+    def _in_fastest_mode(self, check: Callable[[Engine], Findings]) -> None:
+        """Runs checks in the fastest mode that gives right values, which is also the one for what comes after them."""
+        found: Findings | None = None
         if self.engine.mode is Mode.VECTORIZED:
             reason = "batching gives other values than computing one by one"
             try:
-                found = checks.reverse(self.engine)
-                if not found.batches_wrong:
-                    return found
+                found = check(self.engine)
             except Exception as error:
                 reason = f"it cannot be batched ({type(error).__name__}: {error})"
-            self.engine = Engine(Mode.COMPILED_LOOP)
-            self.report.notes.append(f"ran in a compiled loop: {reason}")
-        return checks.reverse(self.engine)
+            if found is None or found.batches_wrong:
+                self.engine, found = Engine(Mode.COMPILED_LOOP), None
+                self.report.notes.append(f"ran in a compiled loop: {reason}")
+        found = found or check(self.engine)
+        self.report.problems += found.problems
+        self.outputs = found.outputs
+
+    def _add_problem(self, problem: str | None) -> None:
+        if problem is not None:
+            self.report.problems.append(problem)
 
     def _whole_jacobians(self) -> None:
         sweep = Sweep(self.engine, self.problem.values, self.options.max_memory, self.progress)
