@@ -146,12 +146,12 @@ def test_H2_every_entry_has_a_sample(capsys: pytest.CaptureFixture[str]) -> None
     assert sorted(set(TABLE) - covered) == []
 
 
-# torch differentiates these; a quarter of them by default, the same ones in every run.
+# torch differentiates these; a sixth of them by default, the same ones in every run.
 DERIVATIVES = [
     name
     for name, op in OPERATIONS.items()
     if op.supports_autograd and torch.float64 in op.supported_backward_dtypes("cpu") and name not in NOT_TRACED
-    if COUNT != 1 or zlib.crc32(name.encode()) % 4 == 0
+    if COUNT != 1 or zlib.crc32(name.encode()) % 6 == 0
 ]
 
 
