@@ -83,7 +83,7 @@ def _of_jaxpr(jaxpr: Any, consts: Sequence[_Kind], arguments: Sequence[_Kind]) -
 def _of_equation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        return _of_scan(params, operands)
+        return _of_scan(eqn, operands)
     if name == "cond":
         return _of_branches(params["branches"], operands)
     body = params.get("jaxpr", params.get("call_jaxpr"))
@@ -94,14 +94,23 @@ def _of_equation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
     return [_combined(name, operands)] * len(eqn.outvars)
 
 
-def _of_scan(params: Any, operands: list[_Kind]) -> list[_Kind]:
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+def _of_scan(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+    body = eqn.params["jaxpr"]
+    # What is scanned over or stacked has an axis more outside than in the body. (How many operands are which is among
+    # the parameters in 0.10 and in another form in 0.12.)
+    num_carry = sum(_ndim(a) == _ndim(b) for a, b in zip(eqn.outvars, body.jaxpr.outvars, strict=True))
+    last = sum(_ndim(a) == _ndim(b) for a, b in zip(eqn.invars, body.jaxpr.invars, strict=True))
+    first = last - num_carry
     while True:  # until the carry is what it becomes
-        results = _of_closed(params["jaxpr"], operands)
+        results = _of_closed(body, operands)
         carry = [_one_of([before, after]) for before, after in zip(operands[first:last], results, strict=False)]
         if carry == operands[first:last]:
             return results
         operands = [*operands[:first], *carry, *operands[last:]]
+
+
+def _ndim(atom: Any) -> int:
+    return len(atom.aval.shape)
 
 
 def _of_branches(branches: Sequence[Any], operands: list[_Kind]) -> list[_Kind]:
