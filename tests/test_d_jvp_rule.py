@@ -13,6 +13,7 @@ import jaxfn
 from jaxfn import _tangents
 from tests import cases
 from tests.cases import make_args, with_attributes
+from tests.conftest import NO_REMAT_TRANSPOSE
 from tests.test_compiled import residual_bytes
 from tests.test_d_forward_mode import ALL, DERIVATIVES, FURTHER, check, jit, taken
 
@@ -423,7 +424,9 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("rule", LINEAR)
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=NO_REMAT_TRANSPOSE) if rule == "inside checkpoint" else rule for rule in LINEAR]
+)
 def test_D5_what_is_linear_is_not_refused(rule):
     """Forward mode is then the transposed matrix of reverse mode."""
     f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: LINEAR[rule](g))
