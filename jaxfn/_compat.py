@@ -45,8 +45,8 @@ def stages_constants() -> bool:
     return not is_eager() and isinstance(jax.lax.full((), 0), Tracer)
 
 
-def is_ref(value: object) -> bool:
-    """Whether `value` is a mutable reference, concrete or traced (0.10.0 to 0.12.0)."""
+def is_ref(value: Any) -> bool:
+    """Whether an array leaf is a mutable reference, concrete or traced (0.10.0 to 0.12.0)."""
     return isinstance(jax.typeof(value), AbstractRef)  # quicker than isinstance(value, jax.Ref)
 
 

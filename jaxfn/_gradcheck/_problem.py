@@ -123,7 +123,7 @@ def make_problem(
     described: list[Leaf] = []
     for path, leaf in paths:
         argument = path[0].idx
-        if is_ref(leaf):
+        if is_array_leaf(leaf) and is_ref(leaf):
             raise TypeError(
                 f"{names[argument]}{keystr(path[1:])} is a jax.Ref. The function may write to it, so it cannot be run "
                 "again and again: make the Ref inside the function."
