@@ -502,6 +502,8 @@ def test_F1_second_derivatives(function, wrap):
 @BOTH
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_F2_residuals_are_in_host_memory(function, transform):
+    if jax.device_put(X, jax.memory.Space.Host).sharding.memory_kind == jax.devices()[0].default_memory().kind:
+        pytest.skip("this JAX (0.10.0) takes the CPU's memory for host memory already")
     f = transform(function.apply)
     with jaxfn.save_on_host():
         _, pullback = jax.vjp(f, X)
