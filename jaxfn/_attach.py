@@ -21,6 +21,17 @@ from jaxfn._compat import Primitive, ad, batching, mlir, partial_eval
 # have a derivative by it; `kept` is what it needs besides.
 Rule = Callable[..., Sequence[jax.Array]]
 
+
+class Refusal:
+    """A `Rule` for a derivative that cannot be had: it raises, where something asks for it."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __call__(self, *operands: Any) -> Sequence[jax.Array]:
+        raise NotImplementedError(self.message)
+
+
 attach_p = Primitive("attach")
 attach_p.multiple_results = True
 

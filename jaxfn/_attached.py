@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxfn._attach import attach, detach
+from jaxfn._attach import Refusal, attach, detach
 from jaxfn._differentiable import differentiable
 from jaxfn._hooks import Hooks
 from jaxfn._leaves import is_inexact, is_traced
@@ -66,25 +66,16 @@ def _run_detached(
                     f"{call.name} takes a jax.Ref and keeps a JAX array inside a closure or an object on ctx, where "
                     "its derivative cannot be had. Save the array itself: ctx.save_for_backward(array)."
                 )
-            own = attach(own, (), call.without_refs(inputs), _Refusal(call.name), made_is_detached=True)
+            refusal = Refusal(
+                f"{call.name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot "
+                "be differentiated twice: forward would have to write twice. Save inputs or outputs instead."
+            )
+            own = attach(own, (), call.without_refs(inputs), refusal, made_is_detached=True)
             return run, outputs, own
         call.methods.saves_intermediates = True
     run, outputs, own = run_forward(call, inputs, perturbed, hooks)
     run.is_detached = False
     return run, outputs, own
-
-
-class _Refusal:
-    """Stands for the derivative of an intermediate that cannot be had."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *operands: Any) -> Sequence[Any]:
-        raise NotImplementedError(
-            f"{self.name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be "
-            "differentiated twice: forward would have to write twice. Save inputs or outputs instead."
-        )
 
 
 def _detached(call: Call, inputs: Sequence[Any]) -> list[Any]:

@@ -62,6 +62,11 @@ def is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def double(dtype: Any) -> np.dtype[Any]:
+    """The double-precision dtype of this kind."""
+    return np.dtype(np.complex128 if np.dtype(dtype).kind == "c" else np.float64)
+
+
 def is_key(array: Any) -> bool:
     """Whether an array holds random keys, which are no numbers."""
     return jnp.issubdtype(array.dtype, jax.dtypes.extended)

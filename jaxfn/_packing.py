@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxfn._attach import attach, detach
+from jaxfn._attach import Refusal, attach, detach
 from jaxfn._compat import memory_space
 from jaxfn._hooks import Hooks
 from jaxfn._leaves import Layout, as_array, is_array_leaf, is_inexact, is_traced, split
@@ -46,8 +46,12 @@ def _carrying(made: list[Any], sources: Sequence[Any], owner: str) -> list[Any]:
     if not any(is_inexact(x.dtype) for x in sources):
         return made
     alike = len(made) == len(sources) == 1 and is_inexact(made[0].dtype) and made[0].shape == sources[0].shape
-    rule = _same_but_for_dtype if alike else _Refusal(owner)
-    return attach(made, (), sources, rule, made_is_detached=True)
+    refusal = Refusal(
+        f"{owner}: a second derivative goes through an array that saved_tensors_hooks packed into something other than "
+        "one floating array of its shape, which has no derivative. Differentiate twice without the hooks, or let "
+        "pack_hook return such an array."
+    )
+    return attach(made, (), sources, _same_but_for_dtype if alike else refusal, made_is_detached=True)
 
 
 def _same_but_for_dtype(made: Any, source: Any) -> Sequence[Any]:
@@ -67,17 +71,3 @@ def _with_tangent_of_jvp(primals: Any, tangents: Any) -> Any:
     if here != there:
         tangent = jax.device_put(tangent, there, src=here)  # src is where its transpose goes back to
     return _with_tangent_of(*primals), tangent
-
-
-class _Refusal:
-    """Stands for the derivative of a packed array that cannot be had."""
-
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-
-    def __call__(self, *operands: Any) -> Sequence[Any]:
-        raise NotImplementedError(
-            f"{self._owner}: a second derivative goes through an array that saved_tensors_hooks packed into something "
-            "other than one floating array of its shape, which has no derivative. Differentiate twice without the "
-            "hooks, or let pack_hook return such an array."
-        )

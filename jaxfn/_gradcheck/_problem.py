@@ -15,7 +15,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from jaxfn._compat import is_ref
 from jaxfn._functional import CallableFunction
-from jaxfn._leaves import is_array_leaf, is_inexact, is_none
+from jaxfn._leaves import double, is_array_leaf, is_inexact, is_none
 from jaxfn._methods import Methods
 
 # A function of arrays that returns a list of arrays.
@@ -84,11 +84,6 @@ class Problem:
     values: list[jax.Array]
     describe_outputs: Callable[[], list[tuple[str, Any]]]
     may_stop: bool = True
-
-
-def double(dtype: Any) -> np.dtype[Any]:
-    """The double-precision dtype of this kind."""
-    return np.dtype(np.complex128 if np.dtype(dtype).kind == "c" else np.float64)
 
 
 def as_double(array: Any) -> jax.Array:

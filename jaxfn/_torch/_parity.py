@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxfn._leaves import double
 from jaxfn._torch._oracle import Oracle, load, save
-from jaxfn._torch._parity_inputs import Array, Inputs, double
+from jaxfn._torch._parity_inputs import Array, Inputs
 from jaxfn._torch._parity_report import ParityReport, Row
 from jaxfn._torch._parity_sides import JaxSide, Measurements, TorchSide
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from jaxfn._leaves import is_array_leaf, is_inexact, is_none
+from jaxfn._leaves import double, is_array_leaf, is_inexact, is_none
 
 Array = np.ndarray[Any, Any]
 
@@ -80,11 +80,6 @@ class Inputs:
             x + _NUDGE * (1 + abs(x)) * draw(1000 + i, x.shape, x.dtype) for i, x in enumerate(self.in_double().values)
         ]
         return self._with_values(moved)
-
-
-def double(dtype: Any) -> np.dtype[Any]:
-    """The double-precision dtype of this kind."""
-    return np.dtype(np.complex128 if np.dtype(dtype).kind == "c" else np.float64)
 
 
 def draw(seed: int, shape: Sequence[int], dtype: Any) -> Array:
