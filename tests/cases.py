@@ -18,6 +18,12 @@ from jax.lax import stop_gradient
 import jaxfn
 
 
+def host_memory_is_apart() -> bool:
+    """Whether JAX tells host memory from the device's; on the CPU 0.10.0 does not, later versions do."""
+    on_host = jax.device_put(jnp.zeros(1), jax.memory.Space.Host)
+    return on_host.sharding.memory_kind != jax.devices()[0].default_memory().kind
+
+
 @dataclass(frozen=True)
 class Case:
     """A Function and its references, as functions of the differentiated arguments only.

@@ -7,9 +7,6 @@ import functools
 import itertools
 import logging
 import os
-import sys
-import types
-import unittest
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,21 +15,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-# torch's testing module wants a base class for its own test cases from there, which are not used here.
-if "expecttest" not in sys.modules:
-    sys.modules["expecttest"] = types.ModuleType("expecttest")
-    sys.modules["expecttest"].TestCase = unittest.TestCase
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch._decomp import core_aten_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.testing._internal.common_methods_invocations import op_db
     from torch.utils import _pytree as pytree
 
 from jaxfn._torch._errors import TranslationError  # noqa: E402
 from jaxfn._torch._interpret import name_of, unsupported  # noqa: E402
 from jaxfn._torch._operations import entry_name  # noqa: E402
+from tests.torch_internals import torch_internal  # noqa: E402
+
+op_db = torch_internal("common_methods_invocations").op_db
 
 # How many of torch's samples are taken for each operation and dtype; "all" for all of them.
 _SAMPLES = os.environ.get("JAXFN_SAMPLES", "1")

@@ -6,11 +6,6 @@ NumPy do so here by `jax.pure_callback`, so that JAX can neither differentiate n
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import types
-import unittest
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,22 +16,12 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.torch_internals import torch_internal
 
 torch = pytest.importorskip("torch")
 
 
-def _database() -> Any:
-    """The module; torch's own test helpers, which it imports, want a package that plays no part here."""
-    stand_in: Any = types.ModuleType("expecttest")
-    stand_in.TestCase = unittest.TestCase
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if importlib.util.find_spec("expecttest") is None:
-            patch.setitem(sys.modules, "expecttest", stand_in)
-        return importlib.import_module("torch.testing._internal.autograd_function_db")
-
-
-database = _database()
+database = torch_internal("autograd_function_db")
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
