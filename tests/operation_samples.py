@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from torch.utils import _pytree as pytree
 
 from jaxfn._torch._errors import TranslationError  # noqa: E402
-from jaxfn._torch._interpret import name_of, unsupported  # noqa: E402
+from jaxfn._torch._interpret import Translation, name_of  # noqa: E402
 from jaxfn._torch._operations import entry_name  # noqa: E402
 from tests.torch_internals import torch_internal  # noqa: E402
 
@@ -149,7 +149,7 @@ def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], pro
     """A call, traced."""
     try:
         graph_module = trace(function, tensors)
-        missing = [entry.operation for entry in unsupported(graph_module)]
+        missing = [entry.operation for entry in Translation(graph_module).unsupported]
     except Exception as error:
         return Sample(label, function, tensors, process, None, [type(error).__name__])
     return Sample(label, function, tensors, process, graph_module, missing)
@@ -160,7 +160,7 @@ def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     with quiet():
         graph_module = _trace(function, tensors)
         try:
-            unsupported(graph_module)
+            Translation(graph_module)
         except TranslationError:
             # A decomposition that writes through views: functionalized in its turn.
             graph_module = _trace(graph_module, tensors)

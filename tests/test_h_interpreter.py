@@ -18,7 +18,7 @@ from jaxfn._torch import _operations as operations  # noqa: E402
 from jaxfn._torch._arrays import jax_dtype, to_jax, to_torch, torch_dtype  # noqa: E402
 from jaxfn._torch._code import code  # noqa: E402
 from jaxfn._torch._errors import TranslationError  # noqa: E402
-from jaxfn._torch._interpret import explain, run, unsupported  # noqa: E402
+from jaxfn._torch._interpret import Translation, explain  # noqa: E402
 from tests.direct_samples import numbers  # noqa: E402
 from tests.operation_samples import trace  # noqa: E402
 
@@ -36,7 +36,8 @@ def several(x: Any, y: Any) -> Any:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_H2_views_writes_and_masks(compiled: bool) -> None:
     graph = trace(several, [X, Y])
-    call = (lambda *arrays: run(graph, arrays)) if not compiled else jax.jit(lambda *arrays: run(graph, arrays))
+    translation = Translation(graph)
+    call = (jax.jit if compiled else lambda f: f)(lambda *arrays: translation.run(arrays))
     for got, wanted in zip(call(to_jax(X), to_jax(Y)), several(X, Y), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
@@ -45,7 +46,7 @@ def test_H2_dtypes_follow_the_x64_setting() -> None:
     graph = trace(several, [X, Y])
     for x64, float_type, int_type in ((False, jnp.float32, jnp.int32), (True, jnp.float64, jnp.int64)):
         with jax.enable_x64(x64):
-            results = run(graph, [to_jax(X), to_jax(Y)])
+            results = Translation(graph).run([to_jax(X), to_jax(Y)])
             assert (results[4].dtype, results[2].dtype) == (float_type, int_type)
 
 
@@ -55,7 +56,7 @@ def test_H2_vmap_and_grad_of_a_graph() -> None:
 
     graph = trace(loss, [X, Y])
     batch = jnp.stack([to_jax(X), to_jax(X) + 1])
-    got = jax.vmap(jax.grad(lambda x: run(graph, [x, to_jax(Y)])))(batch)
+    got = jax.vmap(jax.grad(lambda x: Translation(graph).run([x, to_jax(Y)])))(batch)
     for x, gradient in zip(batch, got, strict=True):
         tensor = to_torch(x).requires_grad_()
         loss(tensor, Y).backward()
@@ -70,7 +71,8 @@ def test_H2_the_code_computes_the_same() -> None:
     constants = {name: to_jax(getattr(graph, name)) for name in dir(graph) if name.startswith("_tensor_constant")}
     scope: dict[str, Any] = {**names, "jnp": jnp, "jax": jax, "lax": jax.lax, "constants": constants}
     exec(text, scope)
-    for got, wanted in zip(scope["translated"](to_jax(X), to_jax(Y)), run(graph, [to_jax(X), to_jax(Y)]), strict=True):
+    results = Translation(graph).run([to_jax(X), to_jax(Y)])
+    for got, wanted in zip(scope["translated"](to_jax(X), to_jax(Y)), results, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
@@ -79,11 +81,11 @@ def test_H4_all_unsupported_operations_at_once() -> None:
         return torch.special.airy_ai(x) + torch.special.bessel_j0(x) + torch.special.airy_ai(x)
 
     graph = trace(call, [X])
-    found = unsupported(graph)
+    found = Translation(graph).unsupported
     assert [entry.operation for entry in found] == ["aten.special_airy_ai.default", "aten.special_bessel_j0.default"]
     assert all(entry.operation in explain(found) for entry in found)
     with pytest.raises(TranslationError, match="(?s)aten.special_airy_ai.default.*ops="):
-        run(graph, [to_jax(X)])
+        Translation(graph).run([to_jax(X)])
 
 
 def test_H4_memory_written_under_another_name_raises() -> None:
@@ -92,7 +94,7 @@ def test_H4_memory_written_under_another_name_raises() -> None:
         return torch.ops.aten.rrelu_with_noise(x, noise, 0.1, 0.3, True) + noise
 
     with pytest.raises(TranslationError, match="rrelu_with_noise.* writes in place to memory that .* shares"):
-        unsupported(make_fx(call)(X))
+        Translation(make_fx(call)(X))
 
 
 @pytest.mark.parametrize("dead", ["special_airy_ai", "rand_like"])
@@ -104,30 +106,30 @@ def test_H4_operations_whose_result_is_not_used_do_not_matter(dead: str) -> None
         return x * 2
 
     graph = trace(call, [X])
-    assert not unsupported(graph)
-    np.testing.assert_array_equal(run(graph, [to_jax(X)]), X * 2)
+    assert not Translation(graph).unsupported
+    np.testing.assert_array_equal(Translation(graph).run([to_jax(X)]), X * 2)
 
 
 def test_H9_replacements_by_overload_packet_and_name() -> None:
     graph = trace(torch.special.airy_ai, [X])
     packet = torch.ops.aten.special_airy_ai
     for key in (packet, packet.default, "aten::special_airy_ai", "aten.special_airy_ai.default"):
-        assert not unsupported(graph, {key: jnp.sin})
-        np.testing.assert_allclose(run(graph, [to_jax(X)], ops={key: jnp.sin}), torch.sin(X), rtol=1e-6)
+        assert not Translation(graph, {key: jnp.sin}).unsupported
+        np.testing.assert_allclose(Translation(graph, {key: jnp.sin}).run([to_jax(X)]), torch.sin(X), rtol=1e-6)
 
 
 def test_H9_a_replacement_of_another_shape_raises() -> None:
     graph = trace(torch.special.airy_ai, [X])
     with pytest.raises(TranslationError, match=r"special_airy_ai.*shape \(3, 4\).*gave \(\)"):
-        run(graph, [to_jax(X)], ops={torch.ops.aten.special_airy_ai: jnp.sum})
+        Translation(graph, {torch.ops.aten.special_airy_ai: jnp.sum}).run([to_jax(X)])
 
 
 def test_H2_memory_that_is_read_in_another_order_is_refused() -> None:
     def strided(x: Any) -> Any:
         return x.as_strided((2, 2), (1, 4))
 
-    np.testing.assert_array_equal(run(trace(strided, [X]), [to_jax(X)]), strided(X))
-    found = unsupported(trace(strided, [X.t()]))
+    np.testing.assert_array_equal(Translation(trace(strided, [X])).run([to_jax(X)]), strided(X))
+    found = Translation(trace(strided, [X.t()])).unsupported
     assert found and "contiguous" in str(found[0].reason)
 
 
@@ -155,9 +157,9 @@ def test_H2_factors_that_autograd_uses_again(function: Any, transposed: bool) ->
 def test_H5_random_numbers_need_a_key_and_differ() -> None:
     graph = trace(lambda x: (torch.rand_like(x), torch.rand_like(x)), [X])
     with pytest.raises(TranslationError, match="rand_like.*key="):
-        run(graph, [to_jax(X)])
-    one, other = (run(graph, [to_jax(X)], key=jax.random.key(seed)) for seed in (0, 1))
-    again = run(graph, [to_jax(X)], key=jax.random.key(0))
+        Translation(graph).run([to_jax(X)])
+    one, other = (Translation(graph).run([to_jax(X)], key=jax.random.key(seed)) for seed in (0, 1))
+    again = Translation(graph).run([to_jax(X)], key=jax.random.key(0))
     np.testing.assert_array_equal(one[0], again[0])
     assert not np.any(one[0] == one[1]) and not np.any(one[0] == other[0])
 
@@ -191,7 +193,7 @@ def test_H5_distributions_are_those_of_torch(name: str) -> None:
     """The distribution functions of 20,000 draws of each differ by less than chance explains (4e-6 of the time)."""
     with jax.enable_x64(True):
         graph = trace(DRAWS[name], [MANY])
-        got = np.asarray(run(graph, [to_jax(MANY)], key=jax.random.key(0)))
+        got = np.asarray(Translation(graph).run([to_jax(MANY)], key=jax.random.key(0)))
     torch.manual_seed(0)
     wanted = DRAWS[name](MANY).numpy()
     at = np.unique(np.concatenate((got, wanted)))

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from jaxfn._torch._arrays import to_jax, to_torch  # noqa: E402
-from jaxfn._torch._interpret import run  # noqa: E402
+from jaxfn._torch._interpret import Translation  # noqa: E402
 from jaxfn._torch._operations import TABLE  # noqa: E402
 from tests.direct_samples import DIRECT  # noqa: E402
 from tests.operation_differences import DERIVATIVE_DIFFERENT, DIFFERENT, NOT_TRACED, NOT_TRANSLATED, TOLERANCES  # noqa: E402
@@ -62,7 +62,7 @@ def run_all(given: Sequence[Sample]) -> list[Any]:
 
     def everything(arrays: Any) -> Any:
         key = jax.random.key(0)
-        return [run(s.graph_module, inputs, key=key) for s, inputs in zip(given, arrays, strict=True)]
+        return [Translation(s.graph_module).run(inputs, key=key) for s, inputs in zip(given, arrays, strict=True)]
 
     arrays = [[to_jax(tensor) for tensor in s.tensors] for s in given]
     return jax.jit(everything, compiler_options=QUICK)(arrays)
@@ -178,7 +178,7 @@ def test_H2_derivative_of_the_translation_matches_torch(name: str) -> None:
             filled = list(arrays)
             for place, array in zip(varied, inputs, strict=True):
                 filled[place] = array
-            leaves = jax.tree_util.tree_leaves(run(given.graph_module, filled), is_leaf=lambda x: x is None)
+            leaves = jax.tree_util.tree_leaves(Translation(given.graph_module).run(filled), is_leaf=lambda x: x is None)
             return [leaves[i] for i in kept]
 
         return jax.vjp(forward, *(arrays[i] for i in varied))[1](cotangents)

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jaxfn._torch._interpret import run  # noqa: E402
+from jaxfn._torch._interpret import Translation  # noqa: E402
 from tests.operation_samples import trace  # noqa: E402
 
 F = torch.nn.functional
@@ -73,5 +73,5 @@ def test_H2_derivative_at_ties(name: str) -> None:
     tensor = X.clone().requires_grad_()
     (wanted,) = torch.autograd.grad(weighted(tensor), tensor)
     graph = trace(weighted, [X])
-    got = jax.jit(jax.grad(lambda x: run(graph, [x])))(jnp.asarray(X.numpy()))
+    got = jax.jit(jax.grad(lambda x: Translation(graph).run([x])))(jnp.asarray(X.numpy()))
     np.testing.assert_allclose(got, wanted.numpy(force=True), rtol=1e-5, atol=1e-6)

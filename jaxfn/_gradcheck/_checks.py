@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck._derivatives import Derivatives, Pullback, UnavailableError, available, only, pullback_of
+from jaxfn._gradcheck._jacobian import Basis, columns, richardson_differences
 from jaxfn._gradcheck._problem import Flat, Leaf
 from jaxfn._gradcheck._programs import Engine, Mode, Traced
-from jaxfn._gradcheck._tolerance import Tolerance, excess
+from jaxfn._gradcheck._tolerance import SAFETY, Tolerance, excess, rounding_of_differences
 
 Arrays = list[Any]
 _COMBINATION = (2.0, -3.0)
@@ -25,6 +26,7 @@ _DIRECTIONS = 4  # that every rule is tried in: two random ones, their combinati
 _ELSEWHERE = 1.001
 _SAME = 1e-8
 _RETRACED_TWICE = 1e-13  # what compiling the same operations in another program may change, relatively
+_SAMPLES = 4  # directions in which autodiff is compared with finite differences
 
 
 @dataclass
@@ -35,11 +37,13 @@ class Findings:
       problems: what is wrong.
       batches_wrong: whether batching changes values, so that nothing may be computed in batches.
       outputs: the values of the function.
+      autodiff_agrees: whether autodiff of the function without its rule is known to agree with finite differences.
     """
 
     problems: list[str] = field(default_factory=list[str])
     batches_wrong: bool = False
     outputs: list[Any] = field(default_factory=list[Any])
+    autodiff_agrees: bool = False
 
 
 def random_vectors(leaves: Sequence[Leaf], seed: int) -> Arrays:
@@ -61,6 +65,7 @@ class Checks:
     Attributes:
       derivatives: of what.
       xs: where.
+      step: of finite differences.
       tolerance: how closely values that should be the same have to agree.
       nondet_tol: how far apart two runs may be.
       undefined: whether cotangents may be undefined, one at a time.
@@ -68,6 +73,7 @@ class Checks:
 
     derivatives: Derivatives
     xs: Sequence[Any]
+    step: float
     tolerance: Tolerance
     nondet_tol: float
     undefined: bool
@@ -80,10 +86,11 @@ class Checks:
         if isinstance(pullback, UnavailableError) or not d.outputs:
             return found
         first, second = random_vectors(d.outputs, 1), random_vectors(d.outputs, 2)
+        samples = self._samples()
         missing = self._without_one_output(found) if self.undefined and len(d.outputs) > 1 else {}
         alone = self._with_one_input(found) if len(d.inputs) > 1 else {}
 
-        def run(xs: Arrays, first: Arrays, second: Arrays) -> dict[str, Any]:
+        def run(xs: Arrays, first: Arrays, second: Arrays, samples: Arrays) -> dict[str, Any]:
             a, b = _COMBINATION
             mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
             directions = [first, second, mixed, _zeros(first), *(_without(first, i) for i in missing)]
@@ -99,11 +106,13 @@ class Checks:
                 "missing": [p(xs, [u for j, u in enumerate(first) if j != i])[1] for i, p in missing.items()],
                 "alone": [p(xs, first) for p in alone.values()],
                 "outputs batch": engine.map(lambda *xs: list(d.forward(*xs)), *both),
+                "samples": self._sampled(engine, xs, samples),
             }
 
-        program = engine.program(run, self.xs, first, second)
-        results, rerun = (jax.tree.map(np.asarray, program(self.xs, first, second)) for _ in range(2))
+        program = engine.program(run, self.xs, first, second, samples)
+        results, rerun = (jax.tree.map(np.asarray, program(self.xs, first, second, samples)) for _ in range(2))
         found.outputs = results["outputs"]
+        found.autodiff_agrees = self._autodiff_agrees(results)
         found.problems += self._is_deterministic(results, rerun)
         if found.problems:
             return found
@@ -180,9 +189,10 @@ class Checks:
         if isinstance(pushforward, UnavailableError) or not d.outputs:
             return found
         first, second = random_vectors(d.inputs, 4), random_vectors(d.inputs, 5)
+        samples = self._samples()
         missing = self._without_one_tangent(found) if self.undefined and len(d.inputs) > 1 else {}
 
-        def run(xs: Arrays, first: Arrays, second: Arrays) -> dict[str, Any]:
+        def run(xs: Arrays, first: Arrays, second: Arrays, samples: Arrays) -> dict[str, Any]:
             batch = [jnp.stack(items) for items in zip(first, second, strict=True)]
             return {
                 "outputs": list(d.forward(*xs)),
@@ -190,10 +200,13 @@ class Checks:
                 "batch": engine.map(lambda *ts: pushforward(xs, ts), *batch),
                 "missing": [p(xs, first) for p in missing.values()],
                 "zero": [pushforward(xs, _without(first, j)) for j in missing],
+                "samples": self._sampled(engine, xs, samples),
             }
 
-        results = jax.tree.map(np.asarray, engine.program(run, self.xs, first, second)(self.xs, first, second))
+        program = engine.program(run, self.xs, first, second, samples)
+        results = jax.tree.map(np.asarray, program(self.xs, first, second, samples))
         found.outputs = results["outputs"]
+        found.autodiff_agrees = self._autodiff_agrees(results)
         pairs = zip(results["batch"], results["tangents"], strict=True)
         found.batches_wrong = not all(self._agree(batched[0], single) for batched, single in pairs)
         found.problems += [
@@ -204,6 +217,32 @@ class Checks:
             if not self._agree(a, b)
         ]
         return found
+
+    def _samples(self) -> Arrays:
+        """Random directions to compare autodiff with finite differences in; none where that would not be decisive."""
+        if isinstance(self.derivatives.reference_pushforward, UnavailableError) or not self.tolerance.is_double:
+            return []
+        vectors = [random_vectors(self.derivatives.inputs, 100 + k) for k in range(_SAMPLES)]
+        return [np.stack(items) for items in zip(*vectors, strict=True)]
+
+    def _sampled(self, engine: Engine, xs: Arrays, samples: Arrays) -> Any:
+        """For every output autodiff's derivatives in these directions, the differences, and their errors."""
+        d = self.derivatives
+        if not samples:
+            return []
+        basis = Basis(d.inputs, range(len(d.inputs)))
+        exact = columns(engine, available(d.reference_pushforward), xs, basis, samples)
+        return list(zip(exact, *richardson_differences(engine, d.measured, xs, basis, samples, self.step), strict=True))
+
+    def _autodiff_agrees(self, r: Any) -> bool:
+        """A disagreement in one entry of the Jacobian shows in every direction that is not orthogonal to it."""
+        strict = self.tolerance.strict()
+        floors = rounding_of_differences(r["outputs"], self.tolerance.precision, self.step)
+        for (exact, numeric, error), floor in zip(r["samples"], floors, strict=bool(r["samples"])):
+            bound = strict.estimated(numeric, _largest(numeric), SAFETY * abs(error) + floor)
+            if (excess(exact, numeric, bound) > 1).any():
+                return False
+        return bool(r["samples"])
 
     def batched_tangents(self) -> str | None:
         """Whether forward mode can be batched as it is, outside of any program; what is wrong otherwise."""
@@ -296,6 +335,10 @@ class Checks:
             if not ((abs(a - b) <= bound) | (a == b) | (np.isnan(a) & np.isnan(b))).all():
                 return False
         return True
+
+
+def _largest(array: Any) -> Any:
+    return np.max(abs(array), initial=0.0)
 
 
 def _zeros(vectors: Arrays) -> Arrays:

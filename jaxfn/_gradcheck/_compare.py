@@ -21,13 +21,11 @@ from jaxfn._gradcheck._jacobian import (
 from jaxfn._gradcheck._problem import Flat, Leaf
 from jaxfn._gradcheck._programs import Engine
 from jaxfn._gradcheck._sweep import Sweep
-from jaxfn._gradcheck._tolerance import Tolerance
+from jaxfn._gradcheck._tolerance import SAFETY, Tolerance, rounding_of_differences
 
 _WORST_KEPT = 8
 _DOUBLE_BYTES = 8
 _ARRAYS_HELD = 6  # of a block of rows: analytic, numeric, errors, and what comparing them makes
-_DIFFERENCE = 4  # what a difference of two values may be wrong by, in units of their last digits
-SAFETY = 4  # how far beyond its estimate an error may be
 
 
 @dataclass
@@ -201,8 +199,8 @@ class Comparison:
         return _count(analytic, numeric, self.tolerance.estimated(numeric, scale, error))
 
     def rounding(self) -> list[Any]:
-        """What rounding of the outputs themselves does to finite differences, for each output an array."""
-        return [_DIFFERENCE * self.tolerance.precision / self.step * np.abs(y).reshape(-1) for y in self.outputs]
+        """What rounding of the outputs does to finite differences, for each output an array."""
+        return rounding_of_differences(self.outputs, self.tolerance.precision, self.step)
 
 
 def _bounds(error: Any, floor: Any) -> Any:

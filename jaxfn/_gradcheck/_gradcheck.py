@@ -12,11 +12,9 @@ from jaxfn._gradcheck._problem import make_problem
 from jaxfn._gradcheck._report import GradcheckError, Report
 from jaxfn._gradcheck._run import Options, run_check
 from jaxfn._gradcheck._second import second_order
-from jaxfn._gradcheck._tolerance import Default
+from jaxfn._gradcheck._tolerance import ATOL, RTOL, Default
 
 _EPS = Default(1e-6)
-_ATOL = Default(1e-5)
-_RTOL = Default(1e-3)
 _MAX_MEMORY = 512 << 20
 
 
@@ -24,8 +22,8 @@ def gradcheck(
     func: Callable[..., Any],
     inputs: Any,
     eps: float = _EPS,
-    atol: float = _ATOL,
-    rtol: float = _RTOL,
+    atol: float = ATOL,
+    rtol: float = RTOL,
     raise_exception: bool = True,
     nondet_tol: float = 0.0,
     check_undefined_grad: bool = True,
@@ -45,9 +43,11 @@ def gradcheck(
 ) -> bool | Report:
     """Checks a function's first derivatives against finite differences and against autodiff.
 
-    Three ways to the same Jacobian are compared, entry by entry: the function's own rule, central finite differences,
-    and JAX's autodiff of the operations in `forward`, with the rule taken off. Everything is computed in double
-    precision, whatever `jax_enable_x64` says, and that setting is left alone.
+    Three ways to the same Jacobian are compared: the function's own rule, central finite differences, and JAX's
+    autodiff of the operations in `forward`, with the rule taken off. Autodiff has to agree with finite differences, in
+    random directions or else in every entry, and the rule has to agree with autodiff in every entry; where there is no
+    autodiff that can be trusted, it has to agree with finite differences in every entry. Everything is computed in
+    double precision, whatever `jax_enable_x64` says, and that setting is left alone.
 
     Besides the values it is checked that `backward` is linear in the gradients it gets, deterministic, respects
     `ctx.needs_input_grad` and takes undefined gradients for zeros.
@@ -135,8 +135,8 @@ def gradgradcheck(
     inputs: Any,
     grad_outputs: Any = None,
     eps: float = _EPS,
-    atol: float = _ATOL,
-    rtol: float = _RTOL,
+    atol: float = ATOL,
+    rtol: float = RTOL,
     gen_non_contig_grad_outputs: bool = False,
     raise_exception: bool = True,
     nondet_tol: float = 0.0,

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from jaxfn._gradcheck._checks import random_vectors
-from jaxfn._gradcheck._compare import SAFETY, Comparison, Pair
+from jaxfn._gradcheck._compare import Comparison, Pair
 from jaxfn._gradcheck._derivatives import UnavailableError
 from jaxfn._gradcheck._jacobian import Basis, columns, richardson_differences, rows
 from jaxfn._gradcheck._problem import Leaf
-from jaxfn._gradcheck._tolerance import excess
+from jaxfn._gradcheck._tolerance import SAFETY, excess
 
 PROJECTIONS = 2  # for each output and each input
 

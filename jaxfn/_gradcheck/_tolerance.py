@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,17 @@ _TIGHTER = 1e-3
 _ROUNDING = 1e3
 _COARSE_ROUNDING = 30
 _DOUBLE = 2.220446049250313e-16
+_DIFFERENCE = 4  # what a difference of two values may be wrong by, in units of their last digits
+SAFETY = 4  # how far beyond its estimate an error of finite differences may be
 _TINY = float(np.finfo(np.float64).tiny)
 
 
 class Default(float):
     """A number that the caller did not choose."""
+
+
+ATOL = Default(1e-5)
+RTOL = Default(1e-3)
 
 
 @dataclass(frozen=True)
@@ -41,9 +48,18 @@ class Tolerance:
     precision: float = _DOUBLE
 
     @property
+    def is_double(self) -> bool:
+        """Whether the function computes in double precision throughout."""
+        return self.precision <= _DOUBLE
+
+    @property
     def is_tight(self) -> bool:
         """Whether precise references are held to more than the plain formula."""
-        return self.is_default and self.precision <= _DOUBLE
+        return self.is_default and self.is_double
+
+    def strict(self) -> Tolerance:
+        """The default tolerances, whatever the caller chose."""
+        return Tolerance(ATOL, RTOL, True, self.precision)
 
     def plain(self, reference: Any) -> Any:
         """The plain formula."""
@@ -73,6 +89,11 @@ class Tolerance:
             return self.plain(reference)
         xp = _module(reference)
         return xp.minimum(xp.maximum(self.precise(reference, scale), error), self.coarse(reference, error))
+
+
+def rounding_of_differences(outputs: Sequence[Any], precision: float, step: float) -> list[Any]:
+    """What rounding of the outputs themselves does to finite differences, for each output an array."""
+    return [_DIFFERENCE * precision / step * np.abs(y).reshape(-1) for y in outputs]
 
 
 def excess(analytic: Any, reference: Any, tolerance: Any) -> Any:

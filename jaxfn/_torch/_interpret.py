@@ -41,53 +41,63 @@ class Unsupported(NamedTuple):
     reason: str | None = None
 
 
-def run(graph_module: GraphModule, inputs: Sequence[Any], *, key: Any = None, ops: Replacements | None = None) -> Any:
-    """The outputs of a traced graph for JAX arrays.
+class Translation:
+    """A graph, and what stands for each of its operations.
 
     Args:
       graph_module: the graph, as `make_fx` gives it: of ATen operations, functional, with shapes in the nodes' meta.
-      inputs: one JAX array for each placeholder, in order.
-      key: a JAX random key, for graphs that draw random numbers.
       ops: JAX functions to use for some torch operations, in place of the table's or where it has none.
 
-    Returns:
-      What the graph returns, with the same structure; arrays have the dtypes that torch recorded, as x64 allows.
-
-    Raises:
-      TranslationError: an operation has no translation, or random numbers are drawn without a key.
+    Attributes:
+      unsupported: all operations that cannot be translated, in the graph's order, each with the line that called it.
     """
-    replacements = by_name(ops)
-    values: dict[Node, Any] = {}
-    remaining = iter(inputs)
-    drawn = 0
 
-    for step in steps(graph_module):
-        node = step.node
-        arguments, options = _substitute((step.arguments, step.options), values)
-        if node.op == "placeholder":
-            values[node] = _recorded(next(remaining), node)
-        elif node.op == "get_attr":
-            values[node] = _constant(graph_module, node)
-        elif node.op == "output":
-            return arguments[0]
-        else:
-            found = find(node, replacements)
-            if isinstance(found, Unsupported):
-                raise TranslationError(explain([found]))
-            if found.draws:
-                if key is None:
-                    raise TranslationError(f"{name_of(node.target)}{_at(node)} draws random numbers: pass `key=`")
-                arguments = (jax.random.fold_in(key, drawn), *arguments)
-                drawn += 1
-            values[node] = _recorded(found.function(*arguments, **options), node)
-    raise TranslationError("the graph has no output")
+    def __init__(self, graph_module: GraphModule, ops: Replacements | None = None) -> None:
+        replacements = by_name(ops)
+        self._graph_module = graph_module
+        self._calls = [
+            (step, find(step.node, replacements) if step.node.op == "call_function" else None)
+            for step in steps(graph_module)
+        ]
+        missing = (found for _, found in self._calls if isinstance(found, Unsupported))
+        self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
+    def run(self, inputs: Sequence[Any], key: Any = None) -> Any:
+        """The outputs of the graph for JAX arrays.
 
-def unsupported(graph_module: GraphModule, ops: Replacements | None = None) -> list[Unsupported]:
-    """All operations of a graph that cannot be translated, in the graph's order, each with the line that called it."""
-    replacements = by_name(ops)
-    found = (find(step.node, replacements) for step in steps(graph_module) if step.node.op == "call_function")
-    return list(dict.fromkeys(entry for entry in found if isinstance(entry, Unsupported)))
+        Args:
+          inputs: one JAX array for each placeholder, in order.
+          key: a JAX random key, for graphs that draw random numbers.
+
+        Returns:
+          What the graph returns, with the same structure; arrays have the dtypes that torch recorded, as x64 allows.
+
+        Raises:
+          TranslationError: an operation has no translation, or random numbers are drawn without a key.
+        """
+        if self.unsupported:
+            raise TranslationError(explain(self.unsupported))
+        values: dict[Node, Any] = {}
+        remaining = iter(inputs)
+        drawn = 0
+
+        for step, found in self._calls:
+            node = step.node
+            arguments, options = _substitute((step.arguments, step.options), values)
+            if node.op == "placeholder":
+                values[node] = _recorded(next(remaining), node)
+            elif node.op == "get_attr":
+                values[node] = _constant(self._graph_module, node)
+            elif isinstance(found, Operation):
+                if found.draws:
+                    if key is None:
+                        raise TranslationError(f"{name_of(node.target)}{_at(node)} draws random numbers: pass `key=`")
+                    arguments = (jax.random.fold_in(key, drawn), *arguments)
+                    drawn += 1
+                values[node] = _recorded(found.function(*arguments, **options), node)
+            else:
+                return arguments[0]
+        raise TranslationError("the graph has no output")
 
 
 def explain(entries: Sequence[Unsupported]) -> str:

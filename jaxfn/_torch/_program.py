@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import torch
 from torch.utils import _pytree as torch_tree
@@ -14,7 +15,7 @@ from jaxfn._torch._context import TorchContext
 from jaxfn._torch._definition import Definition
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import Slot, put_in, slots, take_out
-from jaxfn._torch._interpret import Unsupported, explain, run, unsupported
+from jaxfn._torch._interpret import Translation, explain
 from jaxfn._torch._recorder import draws_random_numbers
 from jaxfn._torch._statics import Recent, static_key
 from jaxfn._torch._tracing import Tracing
@@ -54,7 +55,10 @@ class Traced(NoArrays):
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
         self.reads_outside = tracing.recorder.reads_outside
         self.loses_gradients = tracing.recorder.loses_gradients
-        self.unsupported: list[Unsupported] = unsupported(self.graph_module, definition.replacements.operations)
+        translation = Translation(self.graph_module, definition.replacements.operations)
+        self.unsupported = translation.unsupported
+        # Called with arrays it runs as one compiled program; inside another program it leaves its operations there.
+        self._run = jax.jit(translation.run, inline=True)
 
     def run(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
         """The graph's results for JAX arrays.
@@ -70,7 +74,7 @@ class Traced(NoArrays):
                 f"{owner}.{self.name} draws random numbers, and on JAX those come from an explicit key: "
                 f"{owner}.apply(..., {self.definition.key_name}=jax.random.key(0)), another key for each call"
             )
-        return run(self.graph_module, arrays, key=key, ops=self.definition.replacements.operations)
+        return self._run(arrays, key)
 
 
 def _is_double(value: Any) -> bool:
