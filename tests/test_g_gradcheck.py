@@ -246,6 +246,25 @@ def test_G2_finite_differences_decide():
     assert report.mismatches[0].kind == "a constant factor: 0.5 times what it should be"
 
 
+@pytest.mark.parametrize("place", [0, 1777, 3999])
+@pytest.mark.parametrize("size", [1.0, 1e-2])
+def test_G2_one_stopped_gradient_among_thousands_is_seen(place, size):
+    """Autodiff is compared with finite differences in random directions only, and that is enough."""
+    weights = np.random.default_rng(0).standard_normal(4000)
+    hidden = size * (np.arange(4000) == place)
+
+    @jaxfn.function
+    def f(ctx, x):
+        ctx.save_for_backward(x)
+        return (weights * x**2).sum() + (hidden * jax.lax.stop_gradient(x) ** 2).sum()
+
+    x = np.random.default_rng(1).uniform(0.5, 1.5, 4000)
+    f.backward(lambda ctx, grad_output: grad_output * 2 * ctx.saved_tensors[0] * weights)  # as autodiff has it
+    assert not jaxfn.gradcheck(f, x, raise_exception=False)
+    f.backward(lambda ctx, grad_output: grad_output * 2 * ctx.saved_tensors[0] * (weights + hidden))
+    assert jaxfn.gradcheck(f, x)
+
+
 def test_G2_functions_inside_forward_keep_their_rule():
     """The bare forward of the outer one has the inner one's derivative, which is not that of its operations."""
     inner = rounding()

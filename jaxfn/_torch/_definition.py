@@ -23,10 +23,10 @@ class Definition:
     Attributes:
       is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
       backward: its `backward` or `vjp`, `None` if it has neither.
-      has_jvp: whether it has a `jvp`.
+      has_jvp, has_vmap: whether it has a `jvp`, and a `vmap`.
       once_differentiable: whether torch's decorator is on that.
       key_name: the parameter of `apply` that is the random key.
-      apply_signature: that of `forward` as jaxfn's, with a ctx in combined style, and the key.
+      takes_any_keyword: whether `forward` has `**kwargs`.
     """
 
     def __init__(self, function: Any, replacements: Replacements) -> None:
@@ -36,11 +36,18 @@ class Definition:
         self.is_separate = function.setup_context is not _BASE.setup_context
         self.backward = self._backward()
         self.has_jvp: bool = function.jvp is not _BASE.jvp
+        self.has_vmap: bool = function.vmap is not _BASE.vmap
         self.once_differentiable = any(map(_is_once_differentiable, _wrapped(self.backward)))
         parameters = inspect.signature(function.forward).parameters
-        ctx = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)] if self.is_separate else []
+        self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.key_name = "key" if "key" not in parameters else "jax_key"
-        self.apply_signature = inspect.Signature(ctx + list(_with_key(parameters.values(), self.key_name)))
+
+    def apply_signature(self, *, has_ctx: bool) -> inspect.Signature:
+        """That of `forward` as jaxfn's, with the key, and with a ctx or without."""
+        parameters = list(inspect.signature(self.function.forward).parameters.values())
+        if has_ctx and self.is_separate:
+            parameters.insert(0, inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY))
+        return inspect.Signature(list(_with_key(parameters, self.key_name)))
 
     def _backward(self) -> Callable[..., Any] | None:
         backward, vjp = self.function.backward, self.function.vjp

@@ -5,16 +5,16 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
-from jaxfn._arguments import Parameters
 from jaxfn._context import FunctionCtx, state_of
 from jaxfn._function import Function
 from jaxfn._leaves import as_array, is_array_leaf, is_none
+from jaxfn._methods import Methods
 from jaxfn._once import once_differentiable
 from jaxfn._torch._arrays import torch_dtype
 from jaxfn._torch._definition import Definition
@@ -22,7 +22,7 @@ from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._explain import Explanation, Part
 from jaxfn._torch._flat import Flat, Slot, put_in, slots, take_out
 from jaxfn._torch._inside import Site, as_key, new_key
-from jaxfn._torch._program import Forward, Spec, spec_of
+from jaxfn._torch._program import Batched, Forward, Spec, spec_of
 from jaxfn._torch._statics import Recent, static_key
 from jaxfn._torch._tracing import Replacements, Tracing
 
@@ -31,7 +31,7 @@ _FORWARDS_KEPT = 256
 
 
 class Adopted(Function):
-    """A Function whose `forward`, `backward` and `jvp` are those of a torch Function.
+    """A Function whose methods are those of a torch Function.
 
     Attributes:
       torch_function: that.
@@ -70,8 +70,16 @@ class Adopted(Function):
 
         Torch counterpart: none.
         """
-        form, values = Parameters(cls.forward, True, cls.__name__).bind(args, kwargs)
+        form, values = Methods(cls).parameters.bind(args, kwargs)
         return form.call(lambda *args, **kwargs: cls.adapter.explain(args, kwargs), (), values)
+
+
+class _Call(NamedTuple):
+    """A call: the trace for it, and its arrays and key."""
+
+    program: Forward
+    arrays: list[Any]
+    key: Any
 
 
 class Adapter:
@@ -87,25 +95,67 @@ class Adapter:
         self._said: set[str] = set()
 
     def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`forward`, as a jaxfn Function has it."""
+        """`forward` and, where there is one, `setup_context`, as a jaxfn Function in combined style has it."""
+        call = self._called(args, kwargs, state_of(ctx))
+        self._warn(call.program)
+        values = call.program.run(call.arrays, call.key)
+        self._set_up(ctx, call, values)
+        return put_in(call.program.output, values)
+
+    def forward_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`forward`, as a jaxfn Function with a `setup_context` has it."""
+        call = self._called(args, kwargs, None)
+        self._warn(call.program)
+        return put_in(call.program.output, call.program.run(call.arrays, call.key))
+
+    def setup_context(self, ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        """`setup_context`, as a jaxfn Function has it."""
         state = state_of(ctx)
+        args, kwargs = state.form.call(lambda *args, **kwargs: (args, kwargs), (), inputs)
+        call = self._called(args, kwargs, state)
+        values = call.program.known(call.arrays, take_out(output, is_array_leaf).leaves)
+        if not all(slot in values for kept in call.program.kept.values() for slot in kept):
+            values = call.program.run(call.arrays, call.key) | values
+        self._set_up(ctx, call, values)
+
+    def vmap(self, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """`vmap`, as a jaxfn Function has it."""
+        name = self.definition.name
+        if self.definition.takes_any_keyword:
+            raise TranslationError(f"{name} has a vmap, and its forward takes **kwargs, which torch's vmap does not")
+        (*values, key), (*dims, key_dim) = inputs, in_dims
+        arguments = take_out(tuple(values), is_array_leaf)
+        specs = [self._spec(array) for array in arguments.leaves]
+        batched = Batched(self.definition, arguments.template, specs, info, tuple(dims))
+        if batched.traced.draws and key_dim is not None:
+            raise TranslationError(
+                f"{name}.vmap draws random numbers for the whole batch, by one key; it got a batch of keys. Pass a "
+                "single key"
+            )
+        return batched.run(arguments.leaves, key)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _Call:
+        """A call's trace and arrays; without the state of a ctx, every input counts as one that needs a gradient."""
         key = kwargs.pop(self.definition.key_name)
         arguments = take_out((args, kwargs), is_array_leaf)
         specs = [self._spec(array) for array in arguments.leaves]
-        program = self.traced(arguments.template, specs, self._flags(state.form.names, state.needs_input_grad))
+        flags = (True,) * (len(args) + len(kwargs))
+        if state is not None:
+            flags = self._flags(state.form.names, state.needs_input_grad)
+        return _Call(self.traced(arguments.template, specs, flags), arguments.leaves, key)
+
+    def _set_up(self, ctx: FunctionCtx, call: _Call, values: Mapping[int, Any]) -> None:
+        """Gives a ctx what it keeps, of the values of the program's slots."""
+        program = call.program
         if program.reads_flags:
             ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
-        self._warn(program)
-        values = program.run(arguments.leaves, key)
-        vars(ctx).update(program=program, key=key)
+        vars(ctx).update(program=program, key=call.key)
         ctx.save_for_backward(*(values[slot] for slot in program.kept["backward"]))
         if self.definition.has_jvp:
             ctx.save_for_forward(*(values[slot] for slot in program.kept["jvp"]))
         ctx.set_materialize_grads(program.materialize_grads)
         ctx.mark_non_differentiable(*(values[slot] for slot in program.non_differentiable))
-        ctx.mark_dirty(*(arguments.leaves[i] for i in program.dirty))
-
-        return put_in(program.output, values)
+        ctx.mark_dirty(*(call.arrays[i] for i in program.dirty))
 
     def backward(self, ctx: Any, grad_outputs: Sequence[Any]) -> tuple[Any, ...]:
         """`backward`, as a jaxfn Function has it."""
@@ -270,15 +320,26 @@ def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> 
     def jvp(ctx: FunctionCtx, *tangents: Any) -> Any:
         return adapter.jvp(ctx, tangents)
 
-    forward.__signature__ = definition.apply_signature  # pyright: ignore[reportFunctionMemberAccess]
+    def forward_alone(*args: Any, **kwargs: Any) -> Any:
+        return adapter.forward_alone(args, kwargs)
+
+    # With a vmap of its own it is written in separate style, as torch wants it, so that forward alone can be batched.
+    is_separate = definition.has_vmap and definition.is_separate
+    chosen = forward_alone if is_separate else forward
+    chosen.__signature__ = definition.apply_signature(has_ctx=not is_separate)  # pyright: ignore[reportFunctionMemberAccess]
     body: dict[str, Any] = {
         "__module__": module,
         "__qualname__": function.__name__,
         "__doc__": function.__doc__,
         "torch_function": function,
         "adapter": adapter,
-        "forward": staticmethod(forward),
+        "forward": staticmethod(chosen),
+        "generate_vmap_rule": function.generate_vmap_rule,
     }
+    if is_separate:
+        body["setup_context"] = staticmethod(adapter.setup_context)
+    if definition.has_vmap:
+        body["vmap"] = staticmethod(adapter.vmap)
     if definition.backward is not None:
         backward.__qualname__ = f"{function.__qualname__}.backward"
         body["backward"] = staticmethod(once_differentiable(backward) if definition.once_differentiable else backward)

@@ -1,4 +1,4 @@
-"""`forward`, `backward` and `jvp` of a torch Function, traced for given shapes, and run on JAX arrays."""
+"""The methods of a torch Function, traced for given shapes, and run on JAX arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Traced(NoArrays):
 
     Args:
       definition: whose it is.
-      name: "forward", "backward" or "jvp".
+      name: "forward", "backward", "jvp" or "vmap".
       tracing: the finished trace.
       results: the tensors that the graph gives.
     """
@@ -183,6 +183,11 @@ class Forward(NoArrays):
         values = {"input": inputs, "result": results}
         return {i: values[s.kind][s.place] for i, s in enumerate(self.sources) if s.kind != "constant"}
 
+    def known(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
+        """The value of each slot that is an input or one of the outputs, which are given."""
+        of_inputs = {i: inputs[source.place] for i, source in enumerate(self.sources) if source.kind == "input"}
+        return of_inputs | dict(zip(slots(self.output), outputs, strict=True))
+
     def derivative(
         self, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
     ) -> Derivative:
@@ -259,6 +264,33 @@ class Derivative(NoArrays):
     def run(self, kept: Sequence[Any], given: Sequence[Any], key: Any) -> tuple[Any, ...]:
         """What it returns for JAX arrays."""
         return put_in(self.returned, self.traced.run([*kept, *given], key))
+
+
+class Batched(NoArrays):
+    """`vmap`, traced.
+
+    Args:
+      definition: the Function.
+      arguments: the template of its inputs.
+      specs: of the tensors in its slots, their batch included.
+      info: what `vmap` is told of the batch.
+      in_dims: which axis of each input is the batch.
+    """
+
+    def __init__(
+        self, definition: Definition, arguments: Any, specs: Sequence[Spec], info: Any, in_dims: tuple[Any, ...]
+    ) -> None:
+        tracing = Tracing(definition.name, definition.replacements)
+        with tracing.running():
+            inputs = put_in(arguments, [tracing.input(*spec) for spec in specs])
+            made = take_out(definition.function.vmap(info, in_dims, *inputs), _is_tensor)
+            values = [tracing.lower(tensor) for tensor in made.leaves]
+        self._returned: Any = made.template
+        self.traced = Traced(definition, "vmap", tracing, values)
+
+    def run(self, inputs: Sequence[Any], key: Any) -> Any:
+        """What it returns for JAX arrays: outputs and out_dims."""
+        return put_in(self._returned, self.traced.run(inputs, key))
 
 
 def _slot_or_none(leaf: Any) -> Slot | None:
