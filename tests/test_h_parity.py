@@ -75,6 +75,15 @@ def test_H6_optional_input_left_out():
     assert jaxfn.paritycheck(Linear, TorchLinear, [*LINEAR[:2], None])
 
 
+def test_H6_nothing_to_compare_is_no_agreement():
+    with pytest.raises(ValueError, match="paritycheck: .*nothing.* returned no tensor .* nothing to compare"):
+        jaxfn.paritycheck(lambda x: None, _nothing, [np.ones(3, np.float32)])
+
+
+def _nothing(x):
+    return None
+
+
 def test_H6_second_order_can_be_left_out():
     report = jaxfn.paritycheck(Linear, TorchLinear, LINEAR, second_order=False)
     assert report

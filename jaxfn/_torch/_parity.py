@@ -50,6 +50,7 @@ def paritycheck(
 
     Raises:
       ImportError: torch is not installed, and `torch_fn` is not a path.
+      ValueError: `torch_fn` returned no tensor.
 
     Example:
       >>> import torch, jax.numpy as jnp, numpy as np, jaxfn
@@ -93,6 +94,7 @@ def record_oracle(torch_fn: Any, inputs: Sequence[Any], path: str | os.PathLike[
     Raises:
       ImportError: torch is not installed.
       TypeError: an argument cannot be written.
+      ValueError: `torch_fn` returned no tensor.
 
     Example:
       >>> import os, tempfile, jax, torch, numpy as np, jaxfn
@@ -119,8 +121,11 @@ def _ask_torch(torch_fn: Any, args: Sequence[Any], second_order: bool, what: str
     inputs = Inputs(args)
     side = TorchSide(torch_fn)
     measured, refusal = side.measure(inputs, second_order)
+    name = getattr(torch_fn, "__qualname__", repr(torch_fn))
+    if not any(row.startswith("output") for row in measured):
+        raise ValueError(f"jaxfn.{what}: {name} returned no tensor for these inputs, so there is nothing to compare")
     return Oracle(
-        name=getattr(torch_fn, "__qualname__", repr(torch_fn)),
+        name=name,
         args=inputs.args,
         given=measured,
         double=side.measure(inputs.in_double(), second_order)[0],
