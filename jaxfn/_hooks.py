@@ -112,6 +112,8 @@ def _refuse_if_disabled() -> None:
 def save_on_host() -> Generator[None]:
     """Keeps what Functions applied inside save for `backward` in host memory; a context manager or a decorator.
 
+    On the CPU, JAX 0.10.0 takes all memory for host memory, and arrays stay where they are.
+
     Raises:
       RuntimeError: the default backend cannot place arrays in host memory.
 

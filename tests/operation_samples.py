@@ -88,6 +88,13 @@ def samples(name: str, *, backward: bool = False) -> tuple[Sample, ...]:
     return tuple(found)
 
 
+def first_sample(name: str) -> Sequence[Sample]:
+    """One sample of an operation, or none."""
+    op = OPERATIONS[name]
+    dtypes = [dtype for dtype in DTYPES if dtype in op.supported_dtypes("cpu")]
+    return list(itertools.islice(_samples(op, dtypes[0], False), 1)) if dtypes else []
+
+
 def _samples(op: Any, dtype: Any, backward: bool) -> Iterator[Sample]:
     if backward and (dtype is not torch.float64 if COUNT == 1 else not dtype.is_floating_point):
         return

@@ -26,7 +26,7 @@ FEW = ("exp", "gelu", "quantize")
     [(name, case) for name in LEAK_CHECKED for case in CASES if name in QUICK or case.name in FEW],
     ids=str,
 )
-def test_B13_no_tracer_leaks(name, case):
+def test_B13_no_tracer_leaks(name, case, few_objects):
     with jax.check_tracer_leaks():
         TRANSFORMATIONS[name](case, case.apply)
 
