@@ -342,12 +342,14 @@ def test_G2_python_that_looks_at_values():
     failure(branching, -abs(normal(3)), fast_mode=True)
 
 
-def test_G2_wrong_batching_is_not_taken_for_a_wrong_rule():
+def batched_as(factor):
+    """2 x, whose backward is `factor` x under vmap."""
+
     @jax.custom_batching.custom_vmap
     def doubled(x):
         return 2 * x
 
-    doubled.def_vmap(lambda axis_size, in_batched, x: (3 * x, in_batched[0]))
+    doubled.def_vmap(lambda axis_size, in_batched, x: (factor * x, in_batched[0]))
 
     @jaxfn.function
     def function(ctx, x):
@@ -357,8 +359,20 @@ def test_G2_wrong_batching_is_not_taken_for_a_wrong_rule():
     def _(ctx, grad_output):
         return doubled(grad_output)
 
-    report = passes(function, normal(3))
+    return function
+
+
+def test_G2_wrong_batching_is_not_taken_for_a_wrong_rule():
+    report = passes(batched_as(3), normal(3))
     assert any("compiled loop" in note for note in report.notes)
+
+
+def test_G2_programs_of_other_batching_rules_are_not_used_again():
+    """The traces of both read the same; what they do when they are batched is in no text."""
+    for _ in range(2):
+        for factor, in_a_loop in ((2, False), (3, True)):
+            report = passes(batched_as(factor), normal(3))
+            assert any("compiled loop" in note for note in report.notes) is in_a_loop
 
 
 # G3: precision.

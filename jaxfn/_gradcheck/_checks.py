@@ -14,16 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck._derivatives import Derivatives, Pullback, UnavailableError, available, only, pullback_of
-from jaxfn._gradcheck._jacobian import Basis, columns, richardson_differences
-from jaxfn._gradcheck._problem import Flat, Leaf
+from jaxfn._gradcheck._derivatives import Derivatives, Only, Pullback, UnavailableError, available, pullback_of
+from jaxfn._gradcheck._directions import (
+    COMBINATION,
+    DIRECTIONS,
+    Arrays,
+    AutodiffAndDifferences,
+    ForwardMode,
+    ReverseMode,
+    random_vectors,
+)
+from jaxfn._gradcheck._jacobian import Basis
+from jaxfn._gradcheck._problem import Flat
 from jaxfn._gradcheck._programs import Engine, Mode, Traced
 from jaxfn._gradcheck._tolerance import SAFETY, Tolerance, excess, rounding_of_differences
 
-Arrays = list[Any]
-_COMBINATION = (2.0, -3.0)
-_DIRECTIONS = 4  # that every rule is tried in: two random ones, their combination, zero
-_ELSEWHERE = 1.001
 _SAME = 1e-8
 _RETRACED_TWICE = 1e-13  # what compiling the same operations in another program may change, relatively
 _SAMPLES = 4  # directions in which autodiff is compared with finite differences
@@ -44,18 +49,6 @@ class Findings:
     batches_wrong: bool = False
     outputs: list[Any] = field(default_factory=list[Any])
     autodiff_agrees: bool = False
-
-
-def random_vectors(leaves: Sequence[Leaf], seed: int) -> Arrays:
-    """Normal numbers of each leaf's type, the same for the same seed; no global generator is touched."""
-    generator = np.random.default_rng(seed)
-    vectors: Arrays = []
-    for leaf in leaves:
-        values = generator.standard_normal(leaf.shape)
-        if leaf.is_complex:
-            values = values + 1j * generator.standard_normal(leaf.shape)
-        vectors.append(np.asarray(values, leaf.dtype))
-    return vectors
 
 
 @dataclass(frozen=True)
@@ -86,29 +79,10 @@ class Checks:
         if isinstance(pullback, UnavailableError) or not d.outputs:
             return found
         first, second = random_vectors(d.outputs, 1), random_vectors(d.outputs, 2)
-        samples = self._samples()
         missing = self._without_one_output(found) if self.undefined and len(d.outputs) > 1 else {}
         alone = self._with_one_input(found) if len(d.inputs) > 1 else {}
-
-        def run(xs: Arrays, first: Arrays, second: Arrays, samples: Arrays) -> dict[str, Any]:
-            a, b = _COMBINATION
-            mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
-            directions = [first, second, mixed, _zeros(first), *(_without(first, i) for i in missing)]
-            batch = [jnp.stack(items) for items in zip(*directions, strict=True)]
-            outputs, gradients = pullback(xs, first)
-            both = [jnp.stack([x, x * _ELSEWHERE]) for x in xs]
-            return {
-                "outputs": list(d.forward(*xs)),
-                "outputs of fwd": outputs,
-                "gradients": gradients,
-                "again": gradients if d.retraced is None else d.retraced(xs, first)[1],
-                "batch": engine.map(lambda *cts: pullback(xs, cts)[1], *batch),
-                "missing": [p(xs, [u for j, u in enumerate(first) if j != i])[1] for i, p in missing.items()],
-                "alone": [p(xs, first) for p in alone.values()],
-                "outputs batch": engine.map(lambda *xs: list(d.forward(*xs)), *both),
-                "samples": self._sampled(engine, xs, samples),
-            }
-
+        run = ReverseMode(engine, d.forward, pullback, d.retraced, missing, alone, self._sampled(engine))
+        samples = self._samples()
         program = engine.program(run, self.xs, first, second, samples)
         results, rerun = (jax.tree.map(np.asarray, program(self.xs, first, second, samples)) for _ in range(2))
         found.outputs = results["outputs"]
@@ -149,7 +123,7 @@ class Checks:
 
     def _is_linear(self, r: Any) -> list[str]:
         problems: list[str] = []
-        a, b = _COMBINATION
+        a, b = COMBINATION
         for leaf, (u, v, combined, zero, *_) in zip(self.derivatives.inputs, r["batch"], strict=True):
             scale = float(max(np.max(abs(a * u), initial=0.0), np.max(abs(b * v), initial=0.0)))
             if not self._agree(combined, a * u + b * v, scale):
@@ -170,7 +144,7 @@ class Checks:
             f"the gradient of {leaf.name}. (check_undefined_grad=False leaves this check out.)"
             for position, i in enumerate(missing)
             for leaf, gradient, batch in zip(d.inputs, r["missing"][position], r["batch"], strict=True)
-            if not self._agree(gradient, batch[_DIRECTIONS + position])
+            if not self._agree(gradient, batch[DIRECTIONS + position])
         ]
 
     def _respects_flags(self, r: Any, alone: Sequence[int]) -> list[str]:
@@ -189,20 +163,9 @@ class Checks:
         if isinstance(pushforward, UnavailableError) or not d.outputs:
             return found
         first, second = random_vectors(d.inputs, 4), random_vectors(d.inputs, 5)
-        samples = self._samples()
         missing = self._without_one_tangent(found) if self.undefined and len(d.inputs) > 1 else {}
-
-        def run(xs: Arrays, first: Arrays, second: Arrays, samples: Arrays) -> dict[str, Any]:
-            batch = [jnp.stack(items) for items in zip(first, second, strict=True)]
-            return {
-                "outputs": list(d.forward(*xs)),
-                "tangents": pushforward(xs, first),
-                "batch": engine.map(lambda *ts: pushforward(xs, ts), *batch),
-                "missing": [p(xs, first) for p in missing.values()],
-                "zero": [pushforward(xs, _without(first, j)) for j in missing],
-                "samples": self._sampled(engine, xs, samples),
-            }
-
+        run = ForwardMode(engine, d.forward, pushforward, missing, self._sampled(engine))
+        samples = self._samples()
         program = engine.program(run, self.xs, first, second, samples)
         results = jax.tree.map(np.asarray, program(self.xs, first, second, samples))
         found.outputs = results["outputs"]
@@ -218,21 +181,19 @@ class Checks:
         ]
         return found
 
+    def _sampled(self, engine: Engine) -> AutodiffAndDifferences | None:
+        """What compares autodiff with finite differences in random directions, unless that would not be decisive."""
+        d = self.derivatives
+        pushforward = d.reference_pushforward
+        if isinstance(pushforward, UnavailableError) or not self.tolerance.is_double:
+            return None
+        return AutodiffAndDifferences(
+            engine, pushforward, d.measured, Basis(d.inputs, tuple(range(len(d.inputs)))), self.step
+        )
+
     def _samples(self) -> Arrays:
-        """Random directions to compare autodiff with finite differences in; none where that would not be decisive."""
-        if isinstance(self.derivatives.reference_pushforward, UnavailableError) or not self.tolerance.is_double:
-            return []
         vectors = [random_vectors(self.derivatives.inputs, 100 + k) for k in range(_SAMPLES)]
         return [np.stack(items) for items in zip(*vectors, strict=True)]
-
-    def _sampled(self, engine: Engine, xs: Arrays, samples: Arrays) -> Any:
-        """For every output autodiff's derivatives in these directions, the differences, and their errors."""
-        d = self.derivatives
-        if not samples:
-            return []
-        basis = Basis(d.inputs, range(len(d.inputs)))
-        exact = columns(engine, available(d.reference_pushforward), xs, basis, samples)
-        return list(zip(exact, *richardson_differences(engine, d.measured, xs, basis, samples, self.step), strict=True))
 
     def _autodiff_agrees(self, r: Any) -> bool:
         """A disagreement in one entry of the Jacobian shows in every direction that is not orthogonal to it."""
@@ -278,10 +239,10 @@ class Checks:
         d = self.derivatives
         made: dict[int, Pullback] = {}
         for i, leaf in enumerate(d.outputs):
-            others = [j for j in range(len(d.outputs)) if j != i]
+            others = tuple(j for j in range(len(d.outputs)) if j != i)
             directions = random_vectors([d.outputs[j] for j in others], 1)
             try:
-                made[i] = self._recorded(pullback_of(only(d.call, others)), self.xs, directions)
+                made[i] = self._recorded(pullback_of(Only(d.call, others)), self.xs, directions)
             except Exception as error:
                 found.problems.append(
                     f"backward fails where the cotangent of {leaf.name} is undefined: {type(error).__name__}: {error} "
@@ -339,14 +300,6 @@ class Checks:
 
 def _largest(array: Any) -> Any:
     return np.max(abs(array), initial=0.0)
-
-
-def _zeros(vectors: Arrays) -> Arrays:
-    return [jnp.zeros_like(v) for v in vectors]
-
-
-def _without(vectors: Arrays, position: int) -> Arrays:
-    return [jnp.zeros_like(v) if i == position else v for i, v in enumerate(vectors)]
 
 
 def _one_input(call: Flat, position: int) -> Pullback:

@@ -19,7 +19,7 @@ from jaxfn._gradcheck._jacobian import (
     rows,
 )
 from jaxfn._gradcheck._problem import Flat, Leaf
-from jaxfn._gradcheck._programs import Engine
+from jaxfn._gradcheck._programs import Engine, computation
 from jaxfn._gradcheck._sweep import Sweep
 from jaxfn._gradcheck._tolerance import SAFETY, Tolerance, rounding_of_differences
 
@@ -66,13 +66,9 @@ class Comparison:
         """Reverse mode by the function's rule against reverse mode by autodiff of the bare function."""
         d = self.derivatives
         pullback, reference = available(d.pullback), available(d.reference_pullback)
-
-        def compute(xs: Any, numbers: Any) -> Any:
-            vectors = basis.vectors(numbers)
-            return [rows(self.sweep.engine, p, xs, basis, vectors) for p in (pullback, reference)]
-
         pairs: list[Pair] = []
         for basis in bases(d.outputs):
+            compute = _Each(tuple(_Rows(self.sweep.engine, p, basis) for p in (pullback, reference)))
             found = self.sweep.judged(basis, compute, self._judge_precisely, [pullback, reference], _width(d.inputs))
             pairs += _pairs(basis, found, Pair)
         return pairs
@@ -81,13 +77,9 @@ class Comparison:
         """Forward mode by the function's rule against forward mode by autodiff of the bare function."""
         d = self.derivatives
         pushforward, reference = available(d.pushforward), available(d.reference_pushforward)
-
-        def compute(xs: Any, numbers: Any) -> Any:
-            vectors = basis.vectors(numbers)
-            return [columns(self.sweep.engine, p, xs, basis, vectors) for p in (pushforward, reference)]
-
         pairs: list[Pair] = []
         for basis in bases(d.inputs):
+            compute = _Each(tuple(_Columns(self.sweep.engine, p, basis) for p in (pushforward, reference)))
             costs = [pushforward, reference]
             found = self.sweep.judged(basis, compute, self._judge_precisely, costs, _width(d.outputs))
             pairs += _pairs(basis, found, _turned_pair)
@@ -99,11 +91,6 @@ class Comparison:
         engine = self.sweep.engine
         errors = self.rounding()
 
-        def compute(xs: Any, numbers: Any) -> Any:
-            vectors = basis.vectors(numbers)
-            given = columns(engine, pushforward, xs, basis, vectors)
-            return given, central_differences(engine, d.measured, xs, basis, vectors, self.step)
-
         def judge(computed: Any) -> Any:
             return [
                 _count(given, numeric, self.tolerance.coarse(numeric, error))
@@ -112,6 +99,8 @@ class Comparison:
 
         pairs: list[Pair] = []
         for basis in bases(d.inputs):
+            central = _CentralColumns(engine, d.measured, basis, self.step)
+            compute = _Each((_Columns(engine, pushforward, basis), central))
             costs = [pushforward, d.measured, d.measured]
             found = self.sweep.judged(basis, compute, judge, costs, _width(d.outputs))
             pairs += _pairs(basis, found, _turned_pair)
@@ -123,19 +112,17 @@ class Comparison:
         engine = self.sweep.engine
         floors = self.rounding()
 
-        def compute(xs: Any, numbers: Any) -> Any:
-            vectors = basis.vectors(numbers)
-            given = columns(engine, pushforward, xs, basis, vectors)
-            return given, *richardson_differences(engine, d.measured, xs, basis, vectors, self.step)
-
         def judge(computed: Any) -> Any:
+            columns, (values, errors) = computed
             return [
                 self._estimated(given, numeric, SAFETY * abs(error) + floor)
-                for given, numeric, error, floor in zip(*computed, floors, strict=True)
+                for given, numeric, error, floor in zip(columns, values, errors, floors, strict=True)
             ]
 
         pairs: list[Pair] = []
         for basis in bases(d.inputs):
+            differences = _DifferenceColumns(engine, d.measured, basis, self.step)
+            compute = _Each((_Columns(engine, pushforward, basis), differences))
             costs = [pushforward] + [d.measured] * 4
             found = self.sweep.judged(basis, compute, judge, costs, _width(d.outputs))
             pairs += _pairs(basis, found, _turned_pair)
@@ -225,7 +212,7 @@ def _complex_columns(array: Any, leaf: Leaf) -> Any:
     return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array
 
 
-# Equal where they compute the same, so that a sweep compiles them once, however many parts it is asked for.
+@computation("pullback")
 @dataclass(frozen=True)
 class _Rows:
     engine: Engine
@@ -236,6 +223,7 @@ class _Rows:
         return rows(self.engine, self.pullback, xs, self.basis, self.basis.vectors(numbers))
 
 
+@computation("pushforward")
 @dataclass(frozen=True)
 class _Columns:
     engine: Engine
@@ -246,6 +234,19 @@ class _Columns:
         return columns(self.engine, self.pushforward, xs, self.basis, self.basis.vectors(numbers))
 
 
+@computation("measured")
+@dataclass(frozen=True)
+class _CentralColumns:
+    engine: Engine
+    measured: Flat
+    basis: Basis
+    step: float
+
+    def __call__(self, xs: Any, numbers: Any) -> Any:
+        return central_differences(self.engine, self.measured, xs, self.basis, self.basis.vectors(numbers), self.step)
+
+
+@computation("measured")
 @dataclass(frozen=True)
 class _DifferenceColumns:
     engine: Engine
@@ -256,6 +257,17 @@ class _DifferenceColumns:
     def __call__(self, xs: Any, numbers: Any) -> Any:
         vectors = self.basis.vectors(numbers)
         return tuple(richardson_differences(self.engine, self.measured, xs, self.basis, vectors, self.step))
+
+
+@computation("parts")
+@dataclass(frozen=True)
+class _Each:
+    """The results of several computations."""
+
+    parts: tuple[Callable[..., Any], ...]
+
+    def __call__(self, xs: Any, numbers: Any) -> Any:
+        return [part(xs, numbers) for part in self.parts]
 
 
 def _turned_pair(input: int, output: int) -> Pair:

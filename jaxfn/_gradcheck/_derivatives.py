@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,13 @@ import numpy as np
 
 from jaxfn._compat import SymbolicZero, is_reverse_only
 from jaxfn._gradcheck._problem import Flat, Leaf, Problem
-from jaxfn._gradcheck._programs import Mode, Traced, equations
+from jaxfn._gradcheck._programs import Mode, Traced, bytes_each, computation, equations
 from jaxfn._leaves import is_inexact
 from jaxfn._watch import Watch, watching
 
 # (inputs, cotangents) -> (outputs, gradients), and (inputs, tangents) -> output tangents; all of them lists.
 Pullback = Callable[[Sequence[Any], Sequence[Any]], Any]
 Pushforward = Callable[[Sequence[Any], Sequence[Any]], Any]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def pullback_of(call: Flat) -> Pullback:
@@ -42,20 +40,21 @@ def pushforward_of(call: Flat) -> Pushforward:
     return pushforward
 
 
-def only(call: Flat, positions: Sequence[int]) -> Flat:
+@computation("call")
+@dataclass(frozen=True)
+class Only:
     """The function with some of its outputs."""
 
-    def picked(*xs: Any) -> list[Any]:
-        outputs = call(*xs)
-        return [outputs[i] for i in positions]
+    call: Flat
+    positions: tuple[int, ...]
 
-    return _as_costly(picked, call)
+    def __call__(self, *xs: Any) -> list[Any]:
+        outputs = self.call(*xs)
+        return [outputs[i] for i in self.positions]
 
-
-def _as_costly(function: _F, inner: object) -> _F:
-    """Says of a function that it costs what `inner` costs, which it wraps."""
-    vars(function)["bytes_each"] = getattr(inner, "bytes_each", 0)
-    return function
+    @property
+    def bytes_each(self) -> int:
+        return bytes_each(self.call)
 
 
 def telling(call: Flat, is_differentiable: dict[int, bool]) -> Flat:
@@ -129,7 +128,7 @@ class Derivatives:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     stopped: tuple[Leaf, ...]
-    kept: list[int]
+    kept: tuple[int, ...]
     forward: Flat
     forward_stopped: Flat
     measured: Flat
@@ -183,10 +182,10 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
     unchecked = UnavailableError("that mode is not checked")
     pullback = recorder.pullback(told, watch, retry_eagerly=True) if reverse else unchecked
     pushforward = recorder.pushforward(watched(told, watch)) if forward else unchecked
-    kept = [i for i in range(len(leaves)) if found.get(i)]
+    kept = tuple(i for i in range(len(leaves)) if found.get(i))
     told_nothing = isinstance(pullback, UnavailableError) and isinstance(pushforward, UnavailableError)
     if told_nothing or not problem.may_stop:
-        kept = list(range(len(leaves)))
+        kept = tuple(range(len(leaves)))
     retraced = _retraced(recorder, pullback, problem.call, watch)
     bare = Watch(undecorated=True)
     undecorated = watched(problem.reference, bare)
@@ -199,17 +198,17 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
     elif watch.functions.keys() - bare.functions.keys():
         # Finite differences shall vouch for reverse mode then, and not for rules of forward mode, which are others.
         reference_pushforward = UnavailableError("Functions inside the function keep their own rules")
-    others = [i for i in range(len(leaves)) if i not in kept]
+    others = tuple(i for i in range(len(leaves)) if i not in kept)
     return Derivatives(
         mode=mode,
         inputs=problem.inputs,
         outputs=tuple(leaves[i] for i in kept),
         stopped=tuple(leaves[i] for i in others),
         kept=kept,
-        forward=only(everything, kept),
-        forward_stopped=only(everything, others),
-        measured=only(measured, kept),
-        call=watched(only(problem.call, kept), watch),
+        forward=Only(everything, kept),
+        forward_stopped=Only(everything, others),
+        measured=Only(measured, kept),
+        call=watched(Only(problem.call, kept), watch),
         pullback=_restricted(pullback, kept, leaves),
         retraced=None if retraced is None else _restricted(retraced, kept, leaves),
         pushforward=_picking(pushforward, kept),
@@ -283,29 +282,49 @@ def _listed(avals: Sequence[Any]) -> str:
     return ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in avals) or "nothing"
 
 
-def _restricted(pullback: Pullback | UnavailableError, kept: Sequence[int], leaves: Sequence[Leaf]) -> Any:
+@computation("pullback")
+@dataclass(frozen=True)
+class _Restricted:
     """The pullback as a function of the kept outputs' cotangents; the others' are zero."""
-    if isinstance(pullback, UnavailableError):
-        return pullback
 
-    def restricted(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        given = dict(zip(kept, cotangents, strict=True))
-        every = [given[i] if i in given else jnp.zeros(y.shape, y.dtype) for i, y in enumerate(leaves)]
-        outputs, gradients = pullback(xs, every)
-        return [outputs[i] for i in kept], gradients
+    pullback: Pullback
+    kept: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
 
-    return _as_costly(restricted, pullback)
+    def __call__(self, xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        given = dict(zip(self.kept, cotangents, strict=True))
+        every = [given[i] if i in given else jnp.zeros(y.shape, y.dtype) for i, y in enumerate(self.leaves)]
+        outputs, gradients = self.pullback(xs, every)
+        return [outputs[i] for i in self.kept], gradients
+
+    @property
+    def bytes_each(self) -> int:
+        return bytes_each(self.pullback)
 
 
-def _picking(pushforward: Pushforward | UnavailableError, kept: Sequence[int]) -> Any:
-    if isinstance(pushforward, UnavailableError):
-        return pushforward
+def _restricted(pullback: Pullback | UnavailableError, kept: tuple[int, ...], leaves: Sequence[Leaf]) -> Any:
+    return pullback if isinstance(pullback, UnavailableError) else _Restricted(pullback, kept, tuple(leaves))
 
-    def picking(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        outputs = pushforward(xs, tangents)
-        return [outputs[i] for i in kept]
 
-    return _as_costly(picking, pushforward)
+@computation("pushforward")
+@dataclass(frozen=True)
+class _Picking:
+    """The pushforward to the kept outputs."""
+
+    pushforward: Pushforward
+    kept: tuple[int, ...]
+
+    def __call__(self, xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        outputs = self.pushforward(xs, tangents)
+        return [outputs[i] for i in self.kept]
+
+    @property
+    def bytes_each(self) -> int:
+        return bytes_each(self.pushforward)
+
+
+def _picking(pushforward: Pushforward | UnavailableError, kept: tuple[int, ...]) -> Any:
+    return pushforward if isinstance(pushforward, UnavailableError) else _Picking(pushforward, kept)
 
 
 def _precision(forward: Flat, dtypes: Sequence[Any]) -> float:

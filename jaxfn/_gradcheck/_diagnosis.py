@@ -198,19 +198,19 @@ class Diagnosis:
     def _rows(self, pullback: Any, pair: Pair, rows: Sequence[int], columns: Sequence[int]) -> Any:
         if isinstance(pullback, UnavailableError):
             return None
-        basis = Basis(self.comparison.derivatives.outputs, [pair.output])
+        basis = Basis(self.comparison.derivatives.outputs, (pair.output,))
         return self.comparison.rows_of(pullback, basis, rows)[pair.input][:, columns]
 
     def _columns(self, pushforward: Any, pair: Pair, rows: Sequence[int], columns: Sequence[int]) -> Any:
         if isinstance(pushforward, UnavailableError):
             return None
-        basis = Basis(self.comparison.derivatives.inputs, [pair.input])
+        basis = Basis(self.comparison.derivatives.inputs, (pair.input,))
         return self.comparison.columns_of(pushforward, basis, columns)[pair.output].T[rows]
 
     def _differences(self, pair: Pair, rows: Sequence[int], columns: Sequence[int]) -> tuple[Any, Any]:
         """Finite differences and their errors."""
         _, input = self._leaves(pair)
-        basis = Basis(self.comparison.derivatives.inputs, [pair.input])
+        basis = Basis(self.comparison.derivatives.inputs, (pair.input,))
         both_parts = input.is_complex and not self.is_forward
         numbers = [*columns, *(input.size + j for j in columns)] if both_parts else columns
         values, errors = (arrays[pair.output] for arrays in self.comparison.difference_columns_of(basis, numbers))

@@ -8,6 +8,9 @@ gradients in a row are in torch's convention: for a complex input, the derivativ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,26 +24,28 @@ from jaxfn._gradcheck._programs import Engine
 _TOGETHER = 1024
 
 
+@dataclass(frozen=True)
 class Basis:
     """The unit vectors of some of the leaves.
 
-    Args:
+    Attributes:
       leaves: all leaves.
       chosen: which of them vary.
-
-    Attributes:
-      size: how many vectors there are: one per real component.
-      offsets: where the components of each chosen leaf begin.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], chosen: Sequence[int]) -> None:
-        self.leaves = leaves
-        self.chosen = chosen
-        self.offsets: dict[int, int] = {}
-        self.size = 0
-        for i in chosen:
-            self.offsets[i] = self.size
-            self.size += leaves[i].num_components
+    leaves: tuple[Leaf, ...]
+    chosen: tuple[int, ...]
+
+    @cached_property
+    def size(self) -> int:
+        """How many vectors there are: one per real component."""
+        return sum(self.leaves[i].num_components for i in self.chosen)
+
+    @cached_property
+    def offsets(self) -> dict[int, int]:
+        """Where the components of each chosen leaf begin."""
+        sizes = [self.leaves[i].num_components for i in self.chosen]
+        return dict(zip(self.chosen, accumulate(sizes, initial=0), strict=False))
 
     def vectors(self, numbers: Any) -> list[Any]:
         """Unit vectors by number: for each chosen leaf an array with one more axis in front."""
@@ -64,12 +69,12 @@ class Basis:
         return leaf, number - self.offsets[leaf]
 
 
-def bases(leaves: Sequence[Leaf]) -> list[Basis]:
+def bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
     """All leaves' unit vectors, in as many bases as is quickest."""
-    filled = [i for i, leaf in enumerate(leaves) if leaf.size]
+    filled = tuple(i for i, leaf in enumerate(leaves) if leaf.size)
     if sum(leaf.num_components for leaf in leaves) <= _TOGETHER:
         return [Basis(leaves, filled)] if filled else []
-    return [Basis(leaves, [i]) for i in filled]
+    return [Basis(leaves, (i,)) for i in filled]
 
 
 def rows(engine: Engine, pullback: Pullback, xs: Sequence[Any], basis: Basis, vectors: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,10 @@
 """Running traced functions: batched, compiled, and kept for the next check.
 
 A function is traced anew for every check, so a check never sees an old version of the code. What is kept are compiled
-programs, by their own text: tracing takes milliseconds, compiling a hundred.
+programs, by the text of the traces in them: tracing takes milliseconds, compiling a hundred.
+
+A computation is a callable that is a pytree: the traces that it calls are its nodes, their constants its leaves, and
+all else that it depends on is static. So equal structures compute the same, and are compiled once.
 """
 
 from __future__ import annotations
@@ -10,28 +13,36 @@ import enum
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from operator import itemgetter
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Var
-from jax.tree_util import tree_flatten, tree_map, tree_unflatten
+from jax.tree_util import (
+    all_leaves,
+    register_dataclass,
+    register_pytree_node_class,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 
 from jaxfn._compat import compile_quickly
 
 _PROGRAMS_KEPT = 256
-_kept: OrderedDict[Hashable, tuple[Any, Any]] = OrderedDict()
+_kept: OrderedDict[Hashable, Any] = OrderedDict()
 _lock = Lock()
 
 # Where there is little to compute, compiling would take far longer than running.
 _SMALL_BYTES = 32 << 20
 
-# Their callables are rules for transformations, of which none comes after a program's text is taken.
-_HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "custom_vmap_call", "attach"})
+# Their callables are rules of derivatives, of which none is taken any more when a program's text is.
+_HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "attach"})
 
 
 class Mode(enum.Enum):
@@ -42,6 +53,28 @@ class Mode(enum.Enum):
     PYTHON_LOOP = "a Python loop"
 
 
+class _Recorded:
+    """The operations of a trace; equal to others that compute the same, given the constants."""
+
+    def __init__(self, jaxpr: Any, args_tree: Any, tree: Any) -> None:
+        self.jaxpr = jaxpr
+        self.args_tree = args_tree
+        self.tree = tree
+
+    @cached_property
+    def key(self) -> Hashable:
+        # The operations, without the addresses of objects, which 0.10.0 shows and later versions do not.
+        text = re.sub("0x[0-9a-f]+", "0x", str(self.jaxpr))
+        return text, self.args_tree, self.tree, *_callables(self.jaxpr)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Recorded) and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@register_pytree_node_class
 class Traced:
     """A function as a jaxpr: calling it runs what was recorded and none of the user's Python.
 
@@ -51,40 +84,43 @@ class Traced:
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        leaves, self.args_tree = tree_flatten(args)
+        leaves, args_tree = tree_flatten(args)
         trees: list[Any] = []
 
         def flat(*leaves: Any) -> Sequence[Any]:  # a new one each time, since JAX keeps traces by identity
-            returned, tree = tree_flatten(function(*tree_unflatten(self.args_tree, leaves)))
+            returned, tree = tree_flatten(function(*tree_unflatten(args_tree, leaves)))
             trees.append(tree)
             return returned
 
         closed = jax.make_jaxpr(flat)(*leaves)
-        self.jaxpr = closed.jaxpr
         self.constants = closed.consts
-        self.tree = trees[0]
+        self._recorded = _Recorded(closed.jaxpr, args_tree, trees[0])
+
+    def tree_flatten(self) -> tuple[Sequence[Any], _Recorded]:
+        return self.constants, self._recorded
+
+    @classmethod
+    def tree_unflatten(cls, recorded: _Recorded, constants: Sequence[Any]) -> Traced:
+        traced = object.__new__(cls)
+        traced.constants, traced._recorded = list(constants), recorded
+        return traced
+
+    @property
+    def jaxpr(self) -> Any:
+        return self._recorded.jaxpr
 
     def __call__(self, *args: Any) -> Any:
-        return tree_unflatten(self.tree, eval_jaxpr(self.jaxpr, self.constants, *tree_flatten(args)[0]))
+        results = eval_jaxpr(self.jaxpr, self.constants, *tree_flatten(args)[0])
+        return tree_unflatten(self._recorded.tree, results)
 
     def same_as(self, other: Traced) -> bool:
         """Whether both recorded the same operations on the same constants."""
-        return self.text == other.text and all(map(_equal, self.constants, other.constants))
-
-    def key(self) -> Hashable:
-        """Equal for traces that compute the same, given the constants."""
-        return self.text, *_callables(self.jaxpr), *map(jax.typeof, self.constants)
-
-    @cached_property
-    def text(self) -> str:
-        """The operations, without the addresses of objects, which 0.10.0 shows and later versions do not."""
-        return re.sub("0x[0-9a-f]+", "0x", str(self.jaxpr))
+        return self._recorded == other._recorded and all(map(_equal, self.constants, other.constants))
 
     @cached_property
     def bytes_each(self) -> int:
         """What one call computes, all intermediate results included."""
-        avals = (v.aval for equation in equations(self.jaxpr) for v in equation.outvars)
-        return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "dtype"))
+        return computed_bytes(self.jaxpr)
 
     def out_avals(self) -> list[Any]:
         """The types of what it returns."""
@@ -99,6 +135,30 @@ class Traced:
                 known.update(equation.outvars)
                 avals += [v.aval for inner in (equation, *_inside(equation)) for v in inner.outvars]
         return avals
+
+
+_C = TypeVar("_C", bound=type)
+
+
+def computation(*calls: str) -> Callable[[_C], _C]:
+    """Makes a frozen dataclass with `__call__` a computation; `calls` are the fields that hold others, or traces."""
+
+    def register(cls: _C) -> _C:
+        static = [field.name for field in fields(cls) if field.name not in calls]
+        return register_dataclass(cls, data_fields=list(calls), meta_fields=static)
+
+    return register
+
+
+def bytes_each(function: object) -> int:
+    """What one call of a trace, or of a computation that says so, computes; 0 of what is not traced."""
+    return getattr(function, "bytes_each", 0)
+
+
+def computed_bytes(jaxpr: Any) -> int:
+    """What a program computes, all intermediate results included."""
+    avals = (v.aval for equation in equations(jaxpr) for v in equation.outvars)
+    return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "dtype"))
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -146,11 +206,11 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(jnp.result_type(a), jnp.inexact)))
 
 
+@dataclass(frozen=True)
 class Engine:
     """Runs functions in one `Mode`."""
 
-    def __init__(self, mode: Mode) -> None:
-        self.mode = mode
+    mode: Mode
 
     def map(self, function: Callable[..., Any], *args: Any) -> Any:
         """The function of each item along the first axis."""
@@ -174,14 +234,21 @@ class Engine:
 
 
 class Program:
-    """A compiled function of arrays."""
+    """A compiled function of arrays.
+
+    Args:
+      function: a computation, or any function, which is traced then.
+      args: arrays like those that it is called with.
+      runs: how often it is going to be called.
+    """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], runs: int) -> None:
-        self._traced = traced = Traced(function, *args)
-        self._compiled = _compiled(traced, tree_flatten(args)[0], traced.bytes_each * runs < _SMALL_BYTES)
+        called = Traced(function, *args) if all_leaves([function]) else function
+        self._constants, structure = tree_flatten(called)
+        self._compiled = _compiled(structure, self._constants, args, runs)
 
     def __call__(self, *args: Any) -> Any:
-        return tree_unflatten(self._traced.tree, self._compiled(self._traced.constants, tree_flatten(args)[0]))
+        return self._compiled(self._constants, args)
 
     def bytes(self) -> int:
         """What running it needs, arguments and results included; 0 where the backend does not say."""
@@ -191,22 +258,23 @@ class Program:
         return memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
 
 
-def _compiled(traced: Traced, leaves: Sequence[Any], quickly: bool) -> Any:
-    """The executable, an earlier one where the program is the same."""
-    key = traced.key(), _settings(), quickly
+def _compiled(structure: Any, constants: Sequence[Any], args: tuple[Any, ...], runs: int) -> Any:
+    """The executable of the computation of this structure, an earlier one where there is one."""
+    leaves, args_tree = tree_flatten(args)
+    key = structure, args_tree, *map(jax.typeof, (*constants, *leaves)), runs, _settings()
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
-            return _kept[key][0]
-    jaxpr = traced.jaxpr
+            return _kept[key]
 
-    def run(constants: Any, leaves: Any) -> Any:
-        return eval_jaxpr(jaxpr, constants, *leaves)
+    def run(constants: Any, args: Any) -> Any:
+        return tree_unflatten(structure, constants)(*args)
 
-    lowered = jax.jit(run).lower(traced.constants, leaves)
-    compiled = compile_quickly(lowered) if quickly else lowered.compile()
+    traced = jax.jit(run).trace(constants, args)
+    is_small = computed_bytes(traced.jaxpr.jaxpr) * runs < _SMALL_BYTES
+    compiled = compile_quickly(traced.lower()) if is_small else traced.lower().compile()
     with _lock:
-        _kept[key] = compiled, jaxpr  # keeps what the key names by id
+        _kept[key] = compiled
         while len(_kept) > _PROGRAMS_KEPT:
             _kept.popitem(last=False)
     return compiled

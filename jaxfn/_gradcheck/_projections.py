@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._gradcheck._checks import random_vectors
 from jaxfn._gradcheck._compare import Comparison, Pair
 from jaxfn._gradcheck._derivatives import UnavailableError
+from jaxfn._gradcheck._directions import random_vectors
 from jaxfn._gradcheck._jacobian import Basis, columns, richardson_differences, rows
 from jaxfn._gradcheck._problem import Leaf
 from jaxfn._gradcheck._tolerance import SAFETY, excess
@@ -41,9 +41,9 @@ class Projections:
             for i, v in of_outputs.items():
                 for name, pullback in (("analytic", d.pullback), ("autodiff", d.reference_pullback)):
                     if reverse and not isinstance(pullback, UnavailableError):
-                        found[name][i] = rows(engine, pullback, xs, Basis(d.outputs, [i]), [v])
+                        found[name][i] = rows(engine, pullback, xs, Basis(d.outputs, (i,)), [v])
             for j, u in of_inputs.items():
-                basis = Basis(d.inputs, [j])
+                basis = Basis(d.inputs, (j,))
                 found["differences"][j] = tuple(richardson_differences(engine, d.measured, xs, basis, [u], step))
                 for name, pushforward in (("jvp", d.pushforward), ("autodiff jvp", d.reference_pushforward)):
                     if not isinstance(pushforward, UnavailableError) and (forward or name != "jvp"):

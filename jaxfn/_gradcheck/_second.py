@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck._derivatives import UnavailableError, derive, only, pullback_of
+from jaxfn._gradcheck._derivatives import Only, UnavailableError, derive, pullback_of
 from jaxfn._gradcheck._problem import Flat, Leaf, Problem, as_double
 
 
@@ -34,7 +34,7 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
     kept = d.kept
 
     def gradients(call: Flat) -> Flat:
-        pullback = pullback_of(only(call, kept))
+        pullback = pullback_of(Only(call, kept))
 
         def first_order(*values: Any) -> list[Any]:
             return pullback(values[:count], values[count:])[1]

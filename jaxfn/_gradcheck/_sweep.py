@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import tree_map
 
 from jaxfn._gradcheck._jacobian import Basis
-from jaxfn._gradcheck._programs import Engine, Mode, Program
+from jaxfn._gradcheck._programs import Engine, Mode, Program, bytes_each
 from jaxfn._gradcheck._progress import Progress
 
 # More at a time is slower: the numbers no longer fit into the processor's caches.
@@ -107,7 +107,7 @@ class Sweep:
     def _batch(self, costs: Sequence[object]) -> int:
         if self.engine.mode is Mode.PYTHON_LOOP:
             return _LOOP_BATCH
-        each = sum(getattr(cost, "bytes_each", 0) for cost in costs)
+        each = sum(map(bytes_each, costs))
         return max(1, min(_BATCH_BYTES, self.max_memory) // max(each, 1))
 
 
