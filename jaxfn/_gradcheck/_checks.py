@@ -26,12 +26,13 @@ from jaxfn._gradcheck._directions import (
 )
 from jaxfn._gradcheck._jacobian import Basis
 from jaxfn._gradcheck._problem import Flat
-from jaxfn._gradcheck._programs import Engine, Mode, Traced
+from jaxfn._gradcheck._programs import Engine, Mode, Traced, bytes_each
 from jaxfn._gradcheck._tolerance import SAFETY, Tolerance, excess, rounding_of_differences
 
 _SAME = 1e-8
 _RETRACED_TWICE = 1e-13  # what compiling the same operations in another program may change, relatively
 _SAMPLES = 4  # directions in which autodiff is compared with finite differences
+_EVALUATIONS = 4 * _SAMPLES  # of the function, for those
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Checks:
       tolerance: how closely values that should be the same have to agree.
       nondet_tol: how far apart two runs may be.
       undefined: whether cotangents may be undefined, one at a time.
+      max_memory: bytes that may be used at a time.
     """
 
     derivatives: Derivatives
@@ -70,6 +72,7 @@ class Checks:
     tolerance: Tolerance
     nondet_tol: float
     undefined: bool
+    max_memory: int
 
     def reverse(self, engine: Engine) -> Findings:
         """What can be seen in reverse mode."""
@@ -187,9 +190,10 @@ class Checks:
         pushforward = d.reference_pushforward
         if isinstance(pushforward, UnavailableError) or not self.tolerance.is_double:
             return None
-        return AutodiffAndDifferences(
-            engine, pushforward, d.measured, Basis(d.inputs, tuple(range(len(d.inputs)))), self.step
-        )
+        if engine.mode is Mode.VECTORIZED and _EVALUATIONS * bytes_each(d.measured) > self.max_memory:
+            engine = Engine(Mode.COMPILED_LOOP)
+        basis = Basis(d.inputs, tuple(range(len(d.inputs))))
+        return AutodiffAndDifferences(engine, pushforward, d.measured, basis, self.step)
 
     def _samples(self) -> Arrays:
         vectors = [random_vectors(self.derivatives.inputs, 100 + k) for k in range(_SAMPLES)]

@@ -159,7 +159,9 @@ class _Check:
 
     def _small_checks(self) -> None:
         o, d = self.options, self.derivatives
-        checks = Checks(d, self.problem.values, self.step, self.tolerance, o.nondet_tol, o.check_undefined_grad)
+        checks = Checks(
+            d, self.problem.values, self.step, self.tolerance, o.nondet_tol, o.check_undefined_grad, o.max_memory
+        )
         if o.check_grad_dtypes:
             for where, got, wanted in d.casts:
                 self.report.problems.append(f"{where}: backward returned a gradient of dtype {got} for {wanted}.")
