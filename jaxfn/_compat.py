@@ -5,6 +5,7 @@ Every entry says which versions it was checked on. Nothing here reaches into `ja
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ __all__ = [
     "compile_quickly",
     "is_ref",
     "is_reverse_only",
+    "make_jaxpr",
     "memory_space",
     "mlir",
     "partial_eval",
@@ -76,6 +78,16 @@ def is_reverse_only(equation: Any) -> bool:
     Tracing `jax.jvp` of one leaves such an equation, and only running it raises (0.10.0 to 0.12.0).
     """
     return equation.primitive.name == "custom_lin"
+
+
+def make_jaxpr(function: Callable[..., Any], *args: Any) -> Any:
+    """The jaxpr of a function, with all that it consists of.
+
+    With JAX_CUSTOM_VJP3 (0.11.0 to 0.12.0) a custom_vjp is one equation first, which is looked into by lowering.
+    """
+    jaxpr = jax.make_jaxpr(function)(*args)
+    lower = getattr(partial_eval, "lower_jaxpr2", None)
+    return jaxpr if lower is None or not jaxpr.jaxpr.is_high else lower(jaxpr)
 
 
 # XLA's own names, not promised to stay: no optimization, and no fusing of loops on the CPU. 0.10.0 to 0.10.2 know both,

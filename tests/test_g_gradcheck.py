@@ -11,6 +11,7 @@ import pytest
 
 import jaxfn
 from jaxfn import GradcheckError, gradcheck, gradgradcheck
+from tests.conftest import TRACES_ALWAYS
 
 
 def normal(*shape, seed=0):
@@ -321,6 +322,7 @@ def test_G2_no_batching_rule_is_no_obstacle():
     assert failure(unbatched, normal(3)).mismatches[0].kind == "wrong sign"
 
 
+@TRACES_ALWAYS
 def test_G2_python_that_looks_at_values():
     @jaxfn.function
     def branching(ctx, x):

@@ -32,7 +32,7 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from jaxfn._compat import compile_quickly
+from jaxfn._compat import compile_quickly, make_jaxpr
 
 _PROGRAMS_KEPT = 256
 _kept: OrderedDict[Hashable, Any] = OrderedDict()
@@ -92,7 +92,7 @@ class Traced:
             trees.append(tree)
             return returned
 
-        closed = jax.make_jaxpr(flat)(*leaves)
+        closed = make_jaxpr(flat, *leaves)
         self.constants = closed.consts
         self._recorded = _Recorded(closed.jaxpr, args_tree, trees[0])
 
