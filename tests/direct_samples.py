@@ -70,6 +70,22 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "bernoulli.p": (lambda x: aten.bernoulli.p(x, 0.3), [X]),
     "bernoulli_.float": (lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), [X]),
     "bernoulli.Tensor": (lambda x, p: aten.bernoulli.Tensor(x, p), [X, X.abs() / 2]),
+    "fake_quantize_per_tensor": (
+        lambda x: aten.fake_quantize_per_tensor_affine_cachemask.default(x, 0.3, 1, -4, 3),
+        [X],
+    ),
+    "fake_quantize_per_tensor_by_tensors": (
+        lambda x, s, z, e: aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default(x, s, z, e, -4, 3),
+        [X, torch.tensor([0.3]), torch.tensor([1], dtype=torch.int32), torch.tensor([1])],
+    ),
+    "fake_quantize_per_tensor_switched_off": (
+        lambda x, s, z, e: aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default(x, s, z, e, -4, 3),
+        [X, torch.tensor([0.3]), torch.tensor([1], dtype=torch.int32), torch.tensor([0])],
+    ),
+    "fake_quantize_per_channel": (
+        lambda x, s, z: aten.fake_quantize_per_channel_affine_cachemask.default(x, s, z, 1, -4, 3),
+        [X, torch.tensor([0.3, 0.5, 0.7, 1.1]), torch.tensor([0, 1, -1, 2], dtype=torch.int32)],
+    ),
     "median.dim": (lambda x: aten.median.dim(x, 1, True), [X]),
     "native_dropout": (lambda x: aten.native_dropout.default(x, 0.3, True), [X]),
     "native_group_norm_backward": (

@@ -51,6 +51,13 @@ class TorchContext(torch.autograd.function.FunctionCtx):
         """What the code itself assigned."""
         return {name: value for name, value in vars(self).items() if name not in _OURS}
 
+    def after_forward(self, method: str) -> TorchContext:
+        """As `backward` or `jvp` sees it, with all that `forward` left on it."""
+        self.jaxfn.saved = self.to_save
+        if method == "jvp" and self.saved_for_forward is not None:
+            self.jaxfn.saved = self.saved_for_forward
+        return self
+
     def mark_shared_storage(self, *pairs: Any) -> None:
         """Old code calls it; it has had no effect in torch for years."""
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils import _pytree as torch_tree
 
 
@@ -47,7 +48,7 @@ def take_out(value: Any, is_leaf: Callable[[Any], bool], *, each_once: bool = Fa
         leaves.append(leaf)
         return places.setdefault(id(leaf), Slot(len(leaves) - 1)) if each_once else Slot(len(leaves) - 1)
 
-    return Flat(leaves, torch_tree.tree_map(slot, value, is_leaf=is_leaf))
+    return Flat(leaves, torch_tree.tree_map(slot, value, is_leaf=lambda x: is_leaf(x) or _is_size(x)))
 
 
 def put_in(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
@@ -56,7 +57,12 @@ def put_in(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
     def filled(leaf: Any) -> Any:
         return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
 
-    return torch_tree.tree_map(filled, template)
+    return torch_tree.tree_map(filled, template, is_leaf=_is_size)
+
+
+def _is_size(value: object) -> bool:
+    """Whether it is a `torch.Size`, which torch's own functions would make a tuple of."""
+    return isinstance(value, torch.Size)
 
 
 def slots(template: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from jaxfn._torch._tracing import Replacements, Tracing
 
 # Per Function: how many traces of `forward` are kept.
 _FORWARDS_KEPT = 256
+
+_THREAD = threading.local()
 
 
 class Adopted(Function):
@@ -150,9 +153,9 @@ class Adapter:
         if program.reads_flags:
             ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
         vars(ctx).update(program=program, key=call.key)
-        ctx.save_for_backward(*(values[slot] for slot in program.kept["backward"]))
+        ctx.save_for_backward(*program.to_keep("backward", call.arrays, values))
         if self.definition.has_jvp:
-            ctx.save_for_forward(*(values[slot] for slot in program.kept["jvp"]))
+            ctx.save_for_forward(*program.to_keep("jvp", call.arrays, values))
         ctx.set_materialize_grads(program.materialize_grads)
         ctx.mark_non_differentiable(*(values[slot] for slot in program.non_differentiable))
         ctx.mark_dirty(*(call.arrays[i] for i in program.dirty))
@@ -203,8 +206,21 @@ class Adapter:
         args, kwargs = arguments.template
         flags = (True,) * (len(args) + len(kwargs))
         program = self.traced(arguments.template, [spec_of(x) for x in arguments.leaves], flags)
-        backward = program.whole_backward()
-        return program, program.traced.draws or (backward is not None and backward.traced.draws)
+        return program, program.traced.draws or self._draws_in_backward(program)
+
+    def _draws_in_backward(self, program: Forward) -> bool:
+        """Whether backward draws random numbers, as far as it can be traced; what cannot be may never be called."""
+        being_looked_at: set[Adapter] = vars(_THREAD).setdefault("adapters", set())
+        if self in being_looked_at:  # a backward that applies its own Function
+            return False
+        being_looked_at.add(self)
+        try:
+            backward = program.whole_backward()
+        except Exception:
+            return False
+        finally:
+            being_looked_at.remove(self)
+        return backward is not None and backward.traced.draws
 
     def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
         """What becomes of a call with these arguments when everything in it is being differentiated."""

@@ -110,7 +110,7 @@ def _values(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.tensor, torch.as_tensor, torch.asarray)
 def _tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    if args and mode.tracing.is_traced(args[0]):
+    if args and isinstance(args[0], torch.Tensor):  # also one made outside, whose value may change
         copy = args[0].detach() if func is torch.as_tensor else args[0].detach().clone()
         dtype = kwargs.get("dtype")
         return copy if dtype is None else copy.to(dtype)
@@ -214,7 +214,13 @@ def patched(tracing: Tracing, functions: Mapping[Any, Callable[..., Any]]) -> Ge
         _put(stack, FunctionalTensor, "cuda", _stay)  # torch's asks the driver first
         for function, replacement in functions.items():
             stand_in = _stand_in(tracing, function, replacement)
-            for owner, name in _references(function):
+            references = _references(function)
+            if not references:
+                raise TranslationError(
+                    f"{tracing.owner}: ops= names {function!r}, which is an attribute of no imported module (see "
+                    "sys.modules) or of its class, so that the calls of it cannot be found"
+                )
+            for owner, name in references:
                 is_static = isinstance(vars(owner)[name], staticmethod)
                 _put(stack, owner, name, staticmethod(stand_in) if is_static else stand_in)
         # Distributions look at the values of their parameters otherwise.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -110,6 +110,8 @@ class Forward(NoArrays):
       unmarked: whether it wrote to an input without marking it.
       materialize_grads: as it set it.
       reads_flags: whether it looked at which inputs need a gradient.
+      runs_again: whether `backward` and `jvp` run it again, on its inputs: it kept tensors with autograd's graph of how
+        they were computed, for autograd to go back through.
     """
 
     def __init__(
@@ -122,28 +124,23 @@ class Forward(NoArrays):
         self.definition = definition
         self.needs_input_grad = needs_input_grad
         self.arguments = arguments
-        args, kwargs = arguments
         # For each tensor, which input of forward it belongs to.
+        args, kwargs = arguments
         self._owners = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
+        self.input_specs = specs
         self._derivatives = Recent["Derivative"](_DERIVATIVES_KEPT)
         tracing = Tracing(definition.name, definition.replacements)
         ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
         with tracing.running():
-            inputs = [
-                tracing.input(*spec, requires_grad=needs_input_grad[owner])
-                for spec, owner in zip(specs, self._owners, strict=True)
-            ]
-            args, kwargs = put_in(arguments, inputs)
-            if definition.is_separate:
-                output = definition.function.forward(*args, **kwargs)
-                definition.function.setup_context(ctx, (*args, *kwargs.values()), output)
-            else:
-                output = definition.function.forward(ctx, *args, **kwargs)
+            inputs = self._new_inputs(tracing, needs_input_grad)
+            output = self._run_code(ctx, inputs)
             for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
             made = take_out((output, ctx.to_save, for_forward, ctx.attributes), _is_tensor, each_once=True)
+            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+                self.runs_again = any(made.leaves[slot].grad_fn is not None for slot in slots(made.template[1:]))
+                self._requires_grad = [tensor.requires_grad for tensor in made.leaves]
             values = [tracing.lower(tensor) for tensor in made.leaves]
             written = [i for i, x in enumerate(inputs) if tracing.recorder.input_index(tracing.lower(x)) != i]
-        self.input_specs = specs
         self.output, to_save, for_forward, self._attributes = made.template
         self._saved = {"backward": to_save, "jvp": for_forward}
         self.specs = [spec_of(value) for value in values]
@@ -175,6 +172,27 @@ class Forward(NoArrays):
         }
         self._outputs = in_output
         self.traced = Traced(definition, "forward", tracing, results)
+        if self.runs_again and self.traced.draws:
+            raise TranslationError(
+                f"{definition.name}.forward draws random numbers and keeps tensors with autograd's graph on ctx, for "
+                "which it would have to run again in backward. Draw outside, and pass the numbers as an argument"
+            )
+
+    def _new_inputs(self, tracing: Tracing, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
+        return [
+            tracing.input(*spec, requires_grad=needs_input_grad[owner])
+            for spec, owner in zip(self.input_specs, self._owners, strict=True)
+        ]
+
+    def _run_code(self, ctx: TorchContext, inputs: Sequence[torch.Tensor]) -> Any:
+        """Runs the user's code on tensors; returns its output."""
+        function = self.definition.function
+        args, kwargs = put_in(self.arguments, inputs)
+        if not self.definition.is_separate:
+            return function.forward(ctx, *args, **kwargs)
+        output = function.forward(*args, **kwargs)
+        function.setup_context(ctx, (*args, *kwargs.values()), output)
+        return output
 
     def run(self, inputs: Sequence[Any], key: Any) -> dict[int, Any]:
         """The value of each slot that has one on JAX."""
@@ -182,6 +200,10 @@ class Forward(NoArrays):
         results = [_distinct(value, inputs) for value in self.traced.run(inputs, key)]
         values = {"input": inputs, "result": results}
         return {i: values[s.kind][s.place] for i, s in enumerate(self.sources) if s.kind != "constant"}
+
+    def to_keep(self, method: str, inputs: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
+        """The arrays that "backward" or "jvp" needs, of the inputs and the slots' values."""
+        return list(inputs) if self.runs_again else [values[slot] for slot in self.kept[method]]
 
     def known(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
         """The value of each slot that is an input or one of the outputs, which are given."""
@@ -210,11 +232,15 @@ class Forward(NoArrays):
         return self.derivative("backward", given.template, given.leaves, (True,) * len(self.needs_input_grad))
 
     def ctx(self, method: str, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
-        """The ctx that `backward` or `jvp` gets in a new trace, whose first inputs are the tensors that it holds."""
+        """The ctx that `backward` or `jvp` gets in a new trace, whose first inputs are those of `to_keep`."""
+        if self.runs_again:
+            ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
+            self._run_code(ctx, self._new_inputs(tracing, needs_input_grad))
+            return ctx.after_forward(method)
         tensors = {slot: tracing.constant(value) for slot, value in self._constants.items()}
         for slot in self.kept[method]:
-            requires_grad = slot in self._outputs and any(needs_input_grad)
-            if self.sources[slot].kind == "input":
+            requires_grad = any(needs_input_grad) if slot in self._outputs else None
+            if self.sources[slot].kind == "input" and self._requires_grad[slot]:  # not after `detach`
                 requires_grad = needs_input_grad[self._owners[self.sources[slot].place]]
             tensors[slot] = tracing.input(*self.specs[slot], requires_grad=requires_grad)
         ctx = TorchContext(needs_input_grad, put_in(self._saved[method], tensors), on_read=tracing.read_flags)

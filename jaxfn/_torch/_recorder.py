@@ -273,6 +273,8 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any, operands: Sequence[torch.Tensor]) -> Any:
         """An operation on constants alone."""
+        if func is aten.lift_fresh.default:  # what torch.tensor makes of Python numbers
+            self._made.update(map(id, operands))
         outside = any(id(x) in self._outside or id(x) not in self._made for x in operands)
         if func._schema.is_mutable and outside:
             raise TranslationError(f"{self.owner}: {func} {WRITES_OUTSIDE}{source_line()}")

@@ -51,6 +51,18 @@ def _is_operation(op: object) -> bool:
     return isinstance(op, kinds) or hasattr(op, "_opoverload")
 
 
+# What torch says where something looks into a tensor's memory.
+_NEEDS_MEMORY = (
+    "data pointer",
+    "data_ptr",
+    "doesn't have storage",
+    "access storage",
+    "data is not allocated yet",
+    "invalid python storage",
+    "__cuda_array_interface__",
+)
+
+
 def current() -> Tracing | None:
     """The innermost trace that this thread is making."""
     return getattr(_THREAD, "tracing", None)
@@ -126,7 +138,13 @@ class Tracing:
         where = source_line([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
         if "non-functional tensor" in text:
             return TranslationError(f"{self.owner} {WRITES_OUTSIDE}{where}")
-        if any(words in text for words in ("data pointer", "data_ptr", "doesn't have storage", "access storage")):
+        if "token for effect" in text:
+            return TranslationError(
+                f"{self.owner} calls a collective operation of torch.distributed, which knows nothing of JAX's "
+                "devices. Name a JAX function for it (one with jax.lax.psum, say, under jax.shard_map): "
+                f"from_torch(..., ops={{torch.distributed.all_reduce: jax_function}}){where}"
+            )
+        if any(words in text for words in _NEEDS_MEMORY):
             return TranslationError(
                 f"{self.owner} hands a tensor's memory to compiled code (a C++, CUDA or Triton kernel), which JAX "
                 "cannot run. Name a JAX function to stand for the Python function around it, or for the torch "

@@ -10,6 +10,7 @@ from jaxfn._torch._operations import indexing as indexing
 from jaxfn._torch._operations import linear_algebra as linear_algebra
 from jaxfn._torch._operations import normalization as normalization
 from jaxfn._torch._operations import pooling as pooling
+from jaxfn._torch._operations import quantization as quantization
 from jaxfn._torch._operations import random as random
 from jaxfn._torch._operations import reductions as reductions
 from jaxfn._torch._operations import resampling as resampling

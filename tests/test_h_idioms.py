@@ -1,0 +1,311 @@
+"""Row H2: idioms of published torch Functions that a trace could get wrong, beside torch on the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+
+torch = pytest.importorskip("torch")
+
+from jaxfn._torch._operations.quantization import per_tensor  # noqa: E402
+
+X = np.random.default_rng(0).standard_normal(5).astype(np.float32)
+BOTH = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+def assert_as_torch(torch_function: Any, *statics: Any, transform: Any = lambda f: f) -> None:
+    """Value and gradient for a fixed cotangent."""
+    x = torch.tensor(X, requires_grad=True)
+    output = torch_function.apply(x, *statics)
+    cotangent = np.cos(np.arange(output.numel(), dtype=np.float32)).reshape(output.shape)
+    (gradient,) = torch.autograd.grad(output, x, torch.tensor(cotangent))
+    function = jaxfn.from_torch(torch_function)
+
+    def value_and_gradient(x: Any) -> Any:
+        value, pull = jax.vjp(lambda x: function.apply(x, *statics), x)
+        return value, *pull(jnp.asarray(cotangent))
+
+    value, ours = transform(value_and_gradient)(X)
+    np.testing.assert_allclose(value, output.detach().numpy(), rtol=1e-6)
+    np.testing.assert_allclose(ours, gradient.numpy(), rtol=1e-5, atol=1e-6)
+
+
+# --- A graph of autograd's that forward keeps for backward to go through.
+
+
+class KeptGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = ctx.x**3
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        ctx.y.backward(grad_output)
+        return ctx.x.grad
+
+
+class KeptGraphByGrad(KeptGraph):
+    @staticmethod
+    def backward(ctx, grad_output):
+        return torch.autograd.grad(ctx.y, ctx.x, grad_output, allow_unused=True)[0]
+
+
+class KeptGraphStrict(KeptGraph):
+    @staticmethod
+    def backward(ctx, grad_output):
+        return torch.autograd.grad(ctx.y, ctx.x, grad_output)[0]
+
+
+class SavedGraph(torch.autograd.Function):
+    """The same by saved tensors, of a mix of what has a graph and what has none."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = leaf.sin() * 2
+        ctx.save_for_backward(leaf, y, x.cos())
+        return y.detach().clone()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        leaf, y, cosine = ctx.saved_tensors
+        (gradient,) = torch.autograd.grad(y, leaf, grad_output)
+        return gradient + 0 * cosine
+
+
+@BOTH
+@pytest.mark.parametrize("function", [KeptGraph, KeptGraphByGrad, KeptGraphStrict, SavedGraph])
+def test_H2_a_graph_that_forward_keeps_is_gone_through(function: Any, transform: Any):
+    assert_as_torch(function, transform=transform)
+
+
+def test_H2_second_derivative_through_a_kept_graph():
+    function = jaxfn.from_torch(KeptGraphStrict)
+    second = jax.vmap(jax.grad(jax.grad(function.apply)))(X)
+    np.testing.assert_allclose(second, 6 * X, rtol=1e-5)
+
+
+def test_H5_a_kept_graph_with_random_numbers_is_refused():
+    class Noisy(KeptGraph):
+        @staticmethod
+        def forward(ctx, x):
+            with torch.enable_grad():
+                ctx.x = x.detach().requires_grad_()
+                ctx.y = ctx.x * torch.rand_like(x)
+            return ctx.y.detach()
+
+    with pytest.raises(jaxfn.TranslationError, match="Noisy.forward draws random numbers and keeps .* graph on ctx"):
+        jaxfn.from_torch(Noisy).apply(X, key=jax.random.key(0))
+
+
+# --- Sizes.
+
+
+class FromSize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, size):
+        ctx.size = x.size()
+        return x.new(size).zero_() + x.sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        assert isinstance(ctx.size, torch.Size)
+        return grad_output.new(ctx.size).fill_(1.0) * grad_output.sum(), None
+
+
+@BOTH
+def test_H2_a_size_stays_one(transform: Any):
+    assert_as_torch(FromSize, torch.Size((2, 3)), transform=transform)
+
+
+# --- Functions inside Functions.
+
+
+class Flip(torch.autograd.Function):
+    """Its backward is itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.flip(0) * 2
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return Flip.apply(grad_output)
+
+
+class NeverDifferentiated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        raise RuntimeError("not to be called")
+
+
+class AppliesIt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return NeverDifferentiated.apply(x) + x * 0
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
+@BOTH
+@pytest.mark.parametrize("function", [Flip, AppliesIt])
+def test_H8_functions_inside(function: Any, transform: Any):
+    assert_as_torch(function, transform=transform)
+
+
+def test_H8_a_backward_that_applies_itself_at_second_order():
+    flip = jaxfn.from_torch(Flip)
+    v, w = jnp.arange(5.0), jnp.arange(5.0) ** 2
+
+    def along_w(v: Any) -> Any:
+        return jax.vjp(flip.apply, jnp.asarray(X))[1](v)[0] @ w
+
+    np.testing.assert_allclose(jax.grad(along_w)(v), 2 * w[::-1])
+
+
+# --- Numbers written in the code, and tensors from outside.
+
+
+class Literal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.tensor(3))
+        return x * torch.tensor(2).item()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.saved_tensors[0].item()
+
+
+def test_H3_values_of_numbers_in_the_code_are_known():
+    assert_as_torch(Literal)
+    traces = []
+
+    class Counted(Literal):
+        @staticmethod
+        def forward(ctx, x):
+            traces.append(1)
+            return x * torch.tensor(2).item()
+
+    for _ in range(3):
+        jaxfn.from_torch(Counted).apply(X)
+    assert len(traces) == 1
+
+
+def test_H3_a_copy_of_a_tensor_from_outside_is_not_kept():
+    weight = torch.nn.Parameter(torch.ones(()))
+
+    class Outside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * torch.tensor(weight.item()) + torch.asarray(weight) * 0
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output
+
+    outside = jaxfn.from_torch(Outside)
+    np.testing.assert_allclose(outside.apply(X), X)
+    with torch.no_grad():
+        weight.fill_(5.0)
+    np.testing.assert_allclose(outside.apply(X), 5 * X)
+
+
+# --- What requires a gradient.
+
+
+class Asks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.detached, ctx.computed = x.detach(), x * 2
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        answers = [ctx.detached.requires_grad, ctx.detached[:1].requires_grad, ctx.computed.requires_grad]
+        assert not any(answers)
+        assert ctx.saved_tensors[0].requires_grad
+        with torch.enable_grad():
+            y = (ctx.saved_tensors[0] ** 2).sum()
+        return grad_output * 2 + 0 * torch.autograd.grad(y, ctx.saved_tensors[0])[0]
+
+
+@BOTH
+def test_H2_what_is_kept_requires_a_gradient_where_it_does_in_torch(transform: Any):
+    assert_as_torch(Asks, transform=transform)
+
+
+# --- Fake quantization, with torch's own straight-through derivative inside.
+
+
+class FakeQuantized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = torch.fake_quantize_per_tensor_affine(ctx.x, 0.3, 0, -2, 1) * ctx.x
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return torch.autograd.grad(ctx.y, ctx.x, grad_output)[0]
+
+
+@BOTH
+def test_H2_fake_quantization(transform: Any):
+    assert_as_torch(FakeQuantized, transform=transform)
+    x = torch.tensor(X, requires_grad=True)
+    (expected,) = torch.autograd.grad(torch.fake_quantize_per_tensor_affine(x, 0.3, 0, -2, 1).sum(), x)
+    translated = jax.grad(lambda x: per_tensor(x, 0.3, 0, -2, 1)[0].sum())
+    np.testing.assert_array_equal(transform(translated)(jnp.asarray(X)), expected)
+
+
+# --- What cannot be traced is said.
+
+
+def test_H9_a_replacement_for_what_is_in_no_module():
+    scope: dict[str, Any] = {}
+    exec("def hidden(x):\n    return x * 2", scope)
+    hidden = scope["hidden"]
+
+    class Calls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return hidden(x)
+
+    with pytest.raises(jaxfn.TranslationError, match="Calls: ops= names <function hidden .* no imported module"):
+        jaxfn.from_torch(Calls, ops={hidden: lambda x: x * 3}).apply(X)
+
+
+def test_H4_memory_and_collectives_are_refused():
+    class Resizes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            x.untyped_storage().resize_(0)
+            return x
+
+    class Cuda(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * len(x.__cuda_array_interface__)
+
+    for function in (Resizes, Cuda):
+        with pytest.raises(jaxfn.TranslationError, match=f"{function.__name__} hands a tensor's memory to compiled"):
+            jaxfn.from_torch(function).apply(X)
