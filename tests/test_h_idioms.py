@@ -277,6 +277,32 @@ def test_H2_fake_quantization(transform: Any):
     np.testing.assert_array_equal(transform(translated)(jnp.asarray(X)), expected)
 
 
+# --- An input that was written to, without a word, and is asked whether it requires a gradient.
+
+
+class WritesAndAsks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        x *= factor
+        ctx.save_for_backward(x, x.contiguous())
+        ctx.factor = factor
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        written, same = ctx.saved_tensors
+        return grad_output * ctx.factor if written.requires_grad and same.requires_grad else None, None
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:.*writes to one of its inputs")
+def test_H2_an_input_that_was_written_to_requires_a_gradient(transform: Any):
+    ours = transform(jax.grad(lambda x: jaxfn.from_torch(WritesAndAsks).apply(x, 3.0).sum()))(X)
+    x = torch.tensor(X, requires_grad=True)
+    WritesAndAsks.apply(x, 3.0).sum().backward()
+    np.testing.assert_array_equal(ours, x.grad)
+
+
 # --- What cannot be traced is said.
 
 

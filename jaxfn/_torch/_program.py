@@ -138,7 +138,9 @@ class Forward(NoArrays):
             made = take_out((output, ctx.to_save, for_forward, ctx.attributes), _is_tensor, each_once=True)
             with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
                 self.runs_again = any(made.leaves[slot].grad_fn is not None for slot in slots(made.template[1:]))
-                self._requires_grad = [tensor.requires_grad for tensor in made.leaves]
+            # Also after it was written to, an input is that input.
+            places = {id(x): i for i, x in enumerate(inputs)}
+            self._input_of = {slot: places[id(x)] for slot, x in enumerate(made.leaves) if id(x) in places}
             values = [tracing.lower(tensor) for tensor in made.leaves]
             written = [i for i, x in enumerate(inputs) if tracing.recorder.input_index(tracing.lower(x)) != i]
         self.output, to_save, for_forward, self._attributes = made.template
@@ -160,6 +162,7 @@ class Forward(NoArrays):
             index = tracing.recorder.input_index(value)
             if index is not None:
                 self.sources.append(Source("input", index))
+                self._input_of[slot] = index
             elif slot not in in_output and tracing.recorder.is_constant(value):
                 self.sources.append(Source("constant", slot))
                 self._constants[slot] = value
@@ -239,9 +242,10 @@ class Forward(NoArrays):
             return ctx.after_forward(method)
         tensors = {slot: tracing.constant(value) for slot, value in self._constants.items()}
         for slot in self.kept[method]:
+            # What was computed without autograd, or detached, requires no gradient.
             requires_grad = any(needs_input_grad) if slot in self._outputs else None
-            if self.sources[slot].kind == "input" and self._requires_grad[slot]:  # not after `detach`
-                requires_grad = needs_input_grad[self._owners[self.sources[slot].place]]
+            if slot in self._input_of:
+                requires_grad = needs_input_grad[self._owners[self._input_of[slot]]]
             tensors[slot] = tracing.input(*self.specs[slot], requires_grad=requires_grad)
         ctx = TorchContext(needs_input_grad, put_in(self._saved[method], tensors), on_read=tracing.read_flags)
         vars(ctx).update(put_in(self._attributes, tensors))
