@@ -332,6 +332,13 @@ def test_H4_memory_and_collectives_are_refused():
         def forward(ctx, x):
             return x * len(x.__cuda_array_interface__)
 
+    class OnlyOnGpu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch._sparse_semi_structured_tile(x.reshape(1, -1))[0]
+
+    with pytest.raises(jaxfn.TranslationError, match="OnlyOnGpu calls .*tile.*only compiled code"):
+        jaxfn.from_torch(OnlyOnGpu).apply(X)
     for function in (Resizes, Cuda):
         with pytest.raises(jaxfn.TranslationError, match=f"{function.__name__} hands a tensor's memory to compiled"):
             jaxfn.from_torch(function).apply(X)

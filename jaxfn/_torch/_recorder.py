@@ -255,7 +255,10 @@ class Recorder(TorchDispatchMode):
                 f"{source_line()}"
             ) from None
         except (RuntimeError, NotImplementedError) as error:
-            if not isinstance(error, UnsupportedOperatorException) and "fake impl" not in str(error):
+            is_compiled_only = isinstance(error, UnsupportedOperatorException) or any(
+                words in str(error) for words in ("fake impl", "Could not run")
+            )
+            if not is_compiled_only:
                 raise
             raise TranslationError(
                 f"{self.owner} calls {func}, of which torch knows only compiled code and not what shapes it returns. "
