@@ -67,6 +67,7 @@ NOT_TRACED = {
     "chalf": "JAX has no half-precision complex numbers",
     "combinations": SIZES,
     "nonzero": SIZES,
+    "repeat_interleave": f"with a tensor of counts {SIZES}",
 }
 
 # Results that agree only after this, which is applied to both.
@@ -82,8 +83,8 @@ DIFFERENT = {
 # Relative and absolute tolerances that are wider than the usual ones, in single precision.
 TOLERANCES = {
     "matrix_exp": (2e-3, "numbers to 1e3 that cancel; both are as far from the double-precision result"),
-    **{f"polygamma.polygamma_n_{n}": (1e-4, "near a pole") for n in range(5)},
-    "special.polygamma.special_polygamma_n_0": (1e-4, "near a pole"),
+    **{f"polygamma.polygamma_n_{n}": (2e-2, "next to poles") for n in range(5)},
+    "special.polygamma.special_polygamma_n_0": (2e-2, "next to poles"),
 }
 
 # Operations whose derivative is not torch's. The first and the last are documented as wrong in torch, or are wrong.
