@@ -303,6 +303,156 @@ def test_H2_an_input_that_was_written_to_requires_a_gradient(transform: Any):
     np.testing.assert_array_equal(ours, x.grad)
 
 
+# --- What changes between calls.
+
+WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+class UsesGlobal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * WEIGHT
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * WEIGHT
+
+
+def test_H3_new_values_of_a_tensor_outside_are_seen():
+    function = jaxfn.from_torch(UsesGlobal)
+    for _ in range(3):
+        np.testing.assert_allclose(function.apply(X), UsesGlobal.apply(torch.tensor(X)), rtol=1e-6)
+        np.testing.assert_allclose(jax.grad(lambda x: function.apply(x).sum())(X), WEIGHT)
+        WEIGHT.add_(1)
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x @ x.t()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_H2_autocast_is_not_taken_for_another_call(order: tuple[bool, bool]):
+    function = jaxfn.from_torch(type("Squares", (Squares,), {}))
+    x = np.outer(X, X)
+    for enabled in order:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            ours, theirs = function.apply(x), Squares.apply(torch.tensor(x))
+        assert str(theirs.dtype).removeprefix("torch.") == ours.dtype.name
+
+
+# --- Autograd inside goes through these.
+
+
+class AsTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = torch.as_tensor(leaf) * torch.as_tensor(leaf, dtype=torch.float32) * leaf
+            (ctx.gradient,) = torch.autograd.grad(y.sum(), leaf)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.gradient
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.clone())
+        ctx.mark_dirty(x)
+        return x.pow_(3)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * 3 * x**2
+
+
+class DirtyInside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            inner = leaf * 2
+            y = Tripled.apply(inner)
+            (ctx.gradient,) = torch.autograd.grad((y * inner).sum(), leaf)
+        return y.detach().clone()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.gradient
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
+@pytest.mark.parametrize("function", [AsTensor, DirtyInside])
+def test_H2_gradients_inside_are_not_cut(function: Any, transform: Any):
+    assert_as_torch(function, transform=transform)
+
+
+# --- Half precision and whole numbers.
+
+
+@pytest.mark.parametrize("dtype", [np.float16, "bfloat16"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda x: (x * 65536.0) * 0.25,
+        lambda x: x.mul(1e-8).add(1.0),
+        lambda x: 1e6 / (x + 1000),
+        lambda x: torch.addcmul(x, x * 300, x * 300, value=1e-6),
+        lambda x: torch.linalg.vector_norm(x * 300),
+        lambda x: (x > 1e9).to(x.dtype) + x,
+    ],
+)
+def test_H2_numbers_are_not_rounded_to_half_precision(dtype: Any, code: Any):
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return code(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output
+
+    x = jnp.asarray(X, dtype)
+    tensor = torch.tensor(X).to(getattr(torch, x.dtype.name))
+    ours, theirs = jaxfn.from_torch(Half).apply(x), Half.apply(tensor)
+    assert ours.dtype.name == str(theirs.dtype).removeprefix("torch.")
+    np.testing.assert_allclose(
+        ours.astype(np.float32), theirs.float().numpy(), rtol=1e-2 if dtype != np.float16 else 2e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda x: torch.full((2,), torch.iinfo(torch.int64).max),
+        lambda x: torch.tensor(2**40) + x.long(),
+        lambda x: x.long() + 2**33,
+    ],
+)
+def test_H2_numbers_of_64_bits_are_not_cut(code: Any):
+    class Long(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return code(x) + 0 * x.long()[:1]
+
+    long = jaxfn.from_torch(Long)
+    with pytest.raises(jaxfn.TranslationError, match="needs 64 bits, and without .*jax_enable_x64"):
+        long.apply(X)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(long.apply(X), Long.apply(torch.tensor(X)))
+
+
 # --- What cannot be traced is said.
 
 

@@ -24,7 +24,7 @@ from jaxfn._torch._explain import Explanation, Part
 from jaxfn._torch._flat import Flat, Slot, put_in, slots, take_out
 from jaxfn._torch._inside import Site, as_key, new_key
 from jaxfn._torch._program import Batched, Forward, Spec, spec_of
-from jaxfn._torch._statics import Recent, static_key
+from jaxfn._torch._statics import Recent, ambient_key, static_key
 from jaxfn._torch._tracing import Replacements, Tracing
 
 # Per Function: how many traces of `forward` are kept.
@@ -191,7 +191,7 @@ class Adapter:
     def traced(self, arguments: Any, specs: Sequence[Spec], flags: tuple[bool, ...]) -> Forward:
         """`forward` traced for these arguments; kept, where that is safe."""
         try:
-            key = static_key(arguments), tuple(specs)
+            key = static_key(arguments), tuple(specs), ambient_key()
         except TypeError:
             return Forward(self.definition, arguments, specs, flags)
         found = self._forwards.get(key, lambda known: not known.reads_flags or known.needs_input_grad == flags)
@@ -378,7 +378,9 @@ def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs:
         return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
     site = Site(tracing, of_arrays, function.__name__, [program.specs[slot] for slot in places])
-    made = site(*arguments.leaves, *([new_key(tracing)] if draws else []))
+    # What it writes to is to have the old value still where autograd goes back through the call.
+    given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
+    made = site(*given, *([new_key(tracing)] if draws else []))
     outputs = dict(zip(places, made, strict=True))
     for index, slot in program.dirty.items():
         if slot is None:
@@ -386,6 +388,5 @@ def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs:
                 f"{adapter.definition.name}, applied inside {tracing.owner}, marks an input dirty and does not "
                 "return it"
             )
-        with torch.no_grad():
-            outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
+        outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
     return put_in(program.output, outputs)

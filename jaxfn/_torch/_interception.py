@@ -110,11 +110,14 @@ def _values(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.tensor, torch.as_tensor, torch.asarray)
 def _tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    if args and isinstance(args[0], torch.Tensor):  # also one made outside, whose value may change
-        copy = args[0].detach() if func is torch.as_tensor else args[0].detach().clone()
-        dtype = kwargs.get("dtype")
-        return copy if dtype is None else copy.to(dtype)
-    return func(*args, **kwargs)
+    if not (args and isinstance(args[0], torch.Tensor)):
+        return func(*args, **kwargs)
+    # Also one made outside, whose value may change.
+    tensor = args[0].detach().clone() if func is torch.tensor else args[0]
+    if kwargs.get("copy"):
+        tensor = tensor.clone()
+    dtype = kwargs.get("dtype")
+    return tensor if dtype is None else tensor.to(dtype)
 
 
 @_answers(torch.Tensor.to_sparse, torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.sparse_coo_tensor)

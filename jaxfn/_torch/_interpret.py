@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 from torch.fx import GraphModule, Node
@@ -59,15 +60,21 @@ class Translation:
             (step, find(step.node, replacements) if step.node.op == "call_function" else None)
             for step in steps(graph_module)
         ]
+        self._constants = [step.node for step, _ in self._calls if step.node.op == "get_attr"]
         missing = (found for _, found in self._calls if isinstance(found, Unsupported))
         self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
-    def run(self, inputs: Sequence[Any], key: Any = None) -> Any:
+    def constants(self) -> list[Any]:
+        """The present values of the tensors that are no inputs; those made outside of the Function may change."""
+        return [_constant(self._graph_module, node) for node in self._constants]
+
+    def run(self, inputs: Sequence[Any], key: Any = None, constants: Sequence[Any] | None = None) -> Any:
         """The outputs of the graph for JAX arrays.
 
         Args:
           inputs: one JAX array for each placeholder, in order.
           key: a JAX random key, for graphs that draw random numbers.
+          constants: what `constants()` returned; by default what it returns now.
 
         Returns:
           What the graph returns, with the same structure; arrays have the dtypes that torch recorded, as x64 allows.
@@ -77,7 +84,8 @@ class Translation:
         """
         if self.unsupported:
             raise TranslationError(explain(self.unsupported))
-        values: dict[Node, Any] = {}
+        constants = self.constants() if constants is None else constants
+        values: dict[Node, Any] = dict(zip(self._constants, constants, strict=True))
         remaining = iter(inputs)
         drawn = 0
 
@@ -87,13 +95,16 @@ class Translation:
             if node.op == "placeholder":
                 values[node] = _recorded(next(remaining), node)
             elif node.op == "get_attr":
-                values[node] = _constant(self._graph_module, node)
+                continue
             elif isinstance(found, Operation):
                 if found.draws:
                     if key is None:
                         raise TranslationError(f"{name_of(node.target)}{_at(node)} draws random numbers: pass `key=`")
                     arguments = (jax.random.fold_in(key, drawn), *arguments)
                     drawn += 1
+                if step.has_large_numbers and jax_dtype(torch.int64) != np.int64:
+                    for number in _large_numbers((step.arguments, step.options)):
+                        _check_fits(number, node)
                 values[node] = _recorded(found.function(*arguments, **options), node)
             else:
                 return arguments[0]
@@ -120,6 +131,19 @@ class Step(NamedTuple):
     node: Node
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+
+    @property
+    def has_large_numbers(self) -> bool:
+        """Whether a whole number among the arguments of an operation on whole numbers needs 64 bits."""
+        is_bound = name_of(self.node.target).startswith(("aten.slice", "aten.narrow"))
+        is_integer = any(result.dtype == torch.int64 for result in _results(self.node))
+        return is_integer and not is_bound and bool(_large_numbers((self.arguments, self.options)))
+
+
+def _large_numbers(value: Any) -> list[int]:
+    """The whole numbers in arguments that need 64 bits."""
+    leaves = jax.tree_util.tree_leaves(value)
+    return [x for x in leaves if type(x) is int and not -(2**31) <= x < 2**31]
 
 
 def steps(graph_module: GraphModule) -> Iterator[Step]:
@@ -321,7 +345,20 @@ def _at(node: Node) -> str:
 
 def _constant(graph_module: GraphModule, node: Node) -> Any:
     value: Any = operator.attrgetter(str(node.target))(graph_module)
-    return to_jax(value) if isinstance(value, torch.Tensor) else value
+    assert isinstance(value, torch.Tensor)
+    if value.dtype == torch.int64 and jax_dtype(value.dtype) != np.int64 and value.numel():
+        for number in (value.amin(), value.amax()):
+            _check_fits(int(number), node)
+    return to_jax(value)
+
+
+def _check_fits(number: int, node: Node) -> None:
+    """Raises where a whole number is too large for JAX with x64 off, which would take its last 32 bits."""
+    if not -(2**31) <= number < 2**31:
+        raise TranslationError(
+            f"the number {number}{_at(node)} needs 64 bits, and without jax.config.update('jax_enable_x64', True) "
+            "JAX's integers have 32"
+        )
 
 
 def _recorded(result: Any, node: Node) -> Any:
@@ -338,6 +375,8 @@ def _as(result: Any, recorded: Any, node: Node) -> Any:
         return type(recorded)(_as(part, expected, node) for part, expected in zip(result, recorded, strict=True))
     if not isinstance(recorded, torch.Tensor):
         return result
+    if result is None:  # a result that was not asked for
+        return None
     array = jnp.asarray(result)
     if tuple(array.shape) != tuple(recorded.shape):
         raise TranslationError(

@@ -17,7 +17,7 @@ from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import Slot, put_in, slots, take_out
 from jaxfn._torch._interpret import Translation, explain
 from jaxfn._torch._recorder import draws_random_numbers
-from jaxfn._torch._statics import Recent, static_key
+from jaxfn._torch._statics import Recent, ambient_key, static_key
 from jaxfn._torch._tracing import Tracing
 
 # How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
@@ -57,6 +57,7 @@ class Traced(NoArrays):
         self.loses_gradients = tracing.recorder.loses_gradients
         translation = Translation(self.graph_module, definition.replacements.operations)
         self.unsupported = translation.unsupported
+        self._constants = translation.constants
         # Called with arrays it runs as one compiled program; inside another program it leaves its operations there.
         self._run = jax.jit(translation.run, inline=True)
 
@@ -74,7 +75,7 @@ class Traced(NoArrays):
                 f"{owner}.{self.name} draws random numbers, and on JAX those come from an explicit key: "
                 f"{owner}.apply(..., {self.definition.key_name}=jax.random.key(0)), another key for each call"
             )
-        return self._run(arrays, key)
+        return self._run(arrays, key, self._constants())
 
 
 def _is_double(value: Any) -> bool:
@@ -217,7 +218,7 @@ class Forward(NoArrays):
         self, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
     ) -> Derivative:
         """`backward` or `jvp`, traced for a template of gradients or tangents."""
-        key = method, static_key(given), tuple(specs)
+        key = method, static_key(given), tuple(specs), ambient_key()
         found = self._derivatives.get(key, lambda known: known.fits(needs_input_grad))
         if found is None:
             found = Derivative(self, method, given, specs, needs_input_grad)

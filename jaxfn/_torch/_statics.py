@@ -25,19 +25,33 @@ def static_key(value: Any) -> Hashable:
     Raises:
       TypeError: there is none, for a mutable object (a module, a tensor) may be another one at the next call.
     """
+    try:
+        return _key(value)
+    except (RecursionError, ValueError) as error:  # a closure over itself, or over a name that has no value yet
+        raise TypeError(f"{type(value).__name__} is not compared by value") from error
+
+
+def ambient_key() -> Hashable:
+    """torch's settings that decide what its code computes."""
+    devices = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    return torch.get_default_dtype(), *autocast
+
+
+def _key(value: Any) -> Hashable:
     if isinstance(value, _BY_VALUE):
         return type(value), value
     if isinstance(value, (tuple, list)):
-        return type(value), *map(static_key, cast(list[Any], value))
+        return type(value), *map(_key, cast(list[Any], value))
     if isinstance(value, dict):
         items = cast(dict[Any, Any], value).items()
-        return dict, *((static_key(name), static_key(item)) for name, item in items)
+        return dict, *((_key(name), _key(item)) for name, item in items)
     if isinstance(value, functools.partial):
-        return functools.partial, *map(static_key, (value.func, value.args, value.keywords))
+        return functools.partial, *map(_key, (value.func, value.args, value.keywords))
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         bound = (cells, list(value.__defaults__ or ()), value.__kwdefaults__ or {})
-        return value.__code__, id(value.__globals__), *map(static_key, bound)
+        return value.__code__, id(value.__globals__), *map(_key, bound)
     key = value_key(value)
     if key == (type(value),):
         raise TypeError(f"{type(value).__name__} is not compared by value")

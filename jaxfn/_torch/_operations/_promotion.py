@@ -56,9 +56,16 @@ def promoted(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def cast_first(*operands: Any, **options: Any) -> Any:
         dtype = result_type(*(operand for operand in operands if operand is not None))
+        if dtype.itemsize == 2 and not all(operand is None or hasattr(operand, "dtype") for operand in operands):
+            dtype = widened(dtype)  # torch does not round a Python number to half precision first
         return function(*(None if x is None else jnp.asarray(x, dtype) for x in operands), **options)
 
     return cast_first
+
+
+def widened(dtype: Any) -> np.dtype[Any]:
+    """Single precision for half precision, in which torch computes what it returns in half."""
+    return np.dtype(np.float32) if dtype in (np.float16, jnp.bfloat16) else np.dtype(dtype)
 
 
 def promoted_to_inexact(function: Callable[..., Any]) -> Callable[..., Any]:

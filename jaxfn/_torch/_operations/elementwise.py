@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch._operations._promotion import is_inexact, promoted, promoted_to_inexact, result_type, to_inexact
+from jaxfn._torch._operations._promotion import (
+    is_inexact,
+    promoted,
+    promoted_to_inexact,
+    result_type,
+    to_inexact,
+    widened,
+)
 from jaxfn._torch._operations._table import enter_all, operation
 
 enter_all(
@@ -227,12 +234,12 @@ def lerp(x: Array, end: Array, weight: Any) -> Array:
 
 @operation("aten.addcmul")
 def addcmul(x: Array, first: Array, second: Array, value: Any = 1) -> Array:
-    return add(x, jnp.multiply(first, second), value)
+    return add(x, jnp.multiply(first.astype(widened(first.dtype)), second), value)
 
 
 @operation("aten.addcdiv")
 def addcdiv(x: Array, first: Array, second: Array, value: Any = 1) -> Array:
-    return add(x, div(first, second), value)
+    return add(x, div(first.astype(widened(first.dtype)), second), value)
 
 
 @operation("aten.nan_to_num")

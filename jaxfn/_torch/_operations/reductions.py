@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from jaxfn._torch._operations._dims import axes
-from jaxfn._torch._operations._promotion import is_inexact, to_inexact
+from jaxfn._torch._operations._promotion import is_inexact, to_inexact, widened
 from jaxfn._torch._operations._table import operation
 from jaxfn._torch._operations.elementwise import absolute
 
@@ -130,6 +130,7 @@ def vector_norm(x: Array, ord: float = 2, dim: Dim = None, keepdim: bool = False
     """torch's derivative of a norm at 0 is 0, also where the formula's is not defined."""
     over = axes(x, dim)
     x = x if dtype is None else x.astype(dtype)
+    x = x.astype(widened(x.dtype))
     sizes = absolute(x)
     if ord == np.inf:
         return jnp.max(sizes, over, keepdims=keepdim)
