@@ -398,6 +398,30 @@ def test_H2_gradients_inside_are_not_cut(function: Any, transform: Any):
     assert_as_torch(function, transform=transform)
 
 
+class AsksWhetherToKeepTheGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        assert not torch.is_grad_enabled()
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        create_graph = torch.is_grad_enabled()
+        return torch.autograd.functional.vjp(torch.sin, x, grad_output, create_graph=create_graph)[1]
+
+
+def test_H2_a_backward_that_asks_whether_it_is_differentiated():
+    assert_as_torch(AsksWhetherToKeepTheGraph)
+    x = torch.tensor(X, requires_grad=True)
+    (gradient,) = torch.autograd.grad(AsksWhetherToKeepTheGraph.apply(x).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(gradient.sum(), x)
+    function = jaxfn.from_torch(AsksWhetherToKeepTheGraph)
+    np.testing.assert_allclose(jax.vmap(jax.grad(jax.grad(function.apply)))(X), expected, rtol=1e-5)
+    assert torch.is_grad_enabled()
+
+
 # --- Half precision and whole numbers.
 
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._indexing import read, write
 from jaxfn._torch._inside import Differentiable
-from jaxfn._torch._recorder import source_line
+from jaxfn._torch._recorder import is_users, source_line
 from jaxfn._torch._selection import Selection, call
 
 if TYPE_CHECKING:
@@ -226,6 +226,7 @@ def patched(tracing: Tracing, functions: Mapping[Any, Callable[..., Any]]) -> Ge
             for owner, name in references:
                 is_static = isinstance(vars(owner)[name], staticmethod)
                 _put(stack, owner, name, staticmethod(stand_in) if is_static else stand_in)
+        _put(stack, torch, "is_grad_enabled", functools.partial(_is_grad_enabled, tracing, torch.is_grad_enabled))
         # Distributions look at the values of their parameters otherwise.
         _put(stack, torch.distributions.Distribution, "_validate_args", False)
         for module in (torch, torch.random):
@@ -247,6 +248,12 @@ def _put(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None
 
     setattr(owner, name, value)
     stack.callback(restore)
+
+
+def _is_grad_enabled(tracing: Tracing, original: Callable[[], bool]) -> bool:
+    """To the user's code gradients are on in backward, where code asks whether it may be differentiated again."""
+    asks = tracing.is_current() and tracing.is_differentiated and is_users(sys._getframe(1).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
+    return asks or original()
 
 
 def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -274,7 +274,7 @@ class Derivative(NoArrays):
         function = definition.function.jvp if method == "jvp" else definition.backward
         assert function is not None
         self._needs_input_grad = needs_input_grad
-        tracing = Tracing(definition.name, definition.replacements)
+        tracing = Tracing(definition.name, definition.replacements, is_differentiated=True)
         with tracing.running():
             ctx = forward.ctx(method, tracing, needs_input_grad)
             arguments = put_in(given, [tracing.input(*spec) for spec in specs])

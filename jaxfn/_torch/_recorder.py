@@ -398,7 +398,7 @@ def source_line(frames: Iterable[FrameType] | None = None) -> str:
     """
     for frame in running_frames() if frames is None else frames:
         code, line = frame.f_code, frame.f_lineno
-        if not _is_foreign(code.co_filename):
+        if is_users(code.co_filename):
             text = linecache.getline(code.co_filename, line).strip()
             return f'\n  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}'
     return ""
@@ -413,8 +413,10 @@ def running_frames() -> Iterator[FrameType]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_foreign(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether code of this file is the user's, and not torch's, jaxfn's or Python's."""
     path = Path(filename)
     if filename.startswith("<") or any(map(path.is_relative_to, _NOT_USERS)):
-        return True
-    return path.is_relative_to(_STANDARD_LIBRARY) and "site-packages" not in path.relative_to(_STANDARD_LIBRARY).parts
+        return False
+    is_standard = path.is_relative_to(_STANDARD_LIBRARY)
+    return not is_standard or "site-packages" in path.relative_to(_STANDARD_LIBRARY).parts

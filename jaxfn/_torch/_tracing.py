@@ -93,11 +93,13 @@ class Tracing:
     Args:
       owner: whose code it is, for messages.
       replacements: see there.
+      is_differentiated: whether what the code computes may be differentiated again, as in `backward`.
     """
 
-    def __init__(self, owner: str, replacements: Replacements) -> None:
+    def __init__(self, owner: str, replacements: Replacements, *, is_differentiated: bool = False) -> None:
         self.owner = owner
         self.replacements = replacements
+        self.is_differentiated = is_differentiated
         self.recorder = Recorder(owner, replacements.operations)
         self.reads_flags = False
         self._requires_grad: dict[int, bool] = {}
