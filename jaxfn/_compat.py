@@ -83,7 +83,7 @@ def is_reverse_only(equation: Any) -> bool:
 def make_jaxpr(function: Callable[..., Any], *args: Any) -> Any:
     """The jaxpr of a function, with all that it consists of.
 
-    With JAX_CUSTOM_VJP3 (0.11.0 to 0.12.0) a custom_vjp is one equation first, which is looked into by lowering.
+    With JAX_CUSTOM_VJP3 (0.12.0) a custom_vjp is one equation first, which is looked into by lowering.
     """
     jaxpr = jax.make_jaxpr(function)(*args)
     lower = getattr(partial_eval, "lower_jaxpr2", None)

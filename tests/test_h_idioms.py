@@ -363,6 +363,16 @@ class AsTensor(torch.autograd.Function):
         return grad_output * ctx.gradient
 
 
+class TensorOfTensor(AsTensor):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            leaf = torch.tensor(x.detach(), requires_grad=True)
+            y = leaf**3
+            (ctx.gradient,) = torch.autograd.grad(y.sum(), leaf)
+        return y.detach()
+
+
 class Tripled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -393,7 +403,8 @@ class DirtyInside(torch.autograd.Function):
 
 @BOTH
 @pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
-@pytest.mark.parametrize("function", [AsTensor, DirtyInside])
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("function", [AsTensor, TensorOfTensor, DirtyInside])
 def test_H2_gradients_inside_are_not_cut(function: Any, transform: Any):
     assert_as_torch(function, transform=transform)
 

@@ -63,6 +63,7 @@ class Checks:
       tolerance: how closely values that should be the same have to agree.
       nondet_tol: how far apart two runs may be.
       undefined: whether cotangents may be undefined, one at a time.
+      samples_autodiff: whether autodiff is to be compared with finite differences in random directions.
       max_memory: bytes that may be used at a time.
     """
 
@@ -72,6 +73,7 @@ class Checks:
     tolerance: Tolerance
     nondet_tol: float
     undefined: bool
+    samples_autodiff: bool
     max_memory: int
 
     def reverse(self, engine: Engine) -> Findings:
@@ -84,8 +86,8 @@ class Checks:
         first, second = random_vectors(d.outputs, 1), random_vectors(d.outputs, 2)
         missing = self._without_one_output(found) if self.undefined and len(d.outputs) > 1 else {}
         alone = self._with_one_input(found) if len(d.inputs) > 1 else {}
-        run = ReverseMode(engine, d.forward, pullback, d.retraced, missing, alone, self._sampled(engine))
-        samples = self._samples()
+        sampled, samples = self._sampled(engine)
+        run = ReverseMode(engine, d.forward, pullback, d.retraced, missing, alone, sampled)
         program = engine.program(run, self.xs, first, second, samples)
         results, rerun = (jax.tree.map(np.asarray, program(self.xs, first, second, samples)) for _ in range(2))
         found.outputs = results["outputs"]
@@ -167,8 +169,8 @@ class Checks:
             return found
         first, second = random_vectors(d.inputs, 4), random_vectors(d.inputs, 5)
         missing = self._without_one_tangent(found) if self.undefined and len(d.inputs) > 1 else {}
-        run = ForwardMode(engine, d.forward, pushforward, missing, self._sampled(engine))
-        samples = self._samples()
+        sampled, samples = self._sampled(engine)
+        run = ForwardMode(engine, d.forward, pushforward, missing, sampled)
         program = engine.program(run, self.xs, first, second, samples)
         results = jax.tree.map(np.asarray, program(self.xs, first, second, samples))
         found.outputs = results["outputs"]
@@ -184,20 +186,19 @@ class Checks:
         ]
         return found
 
-    def _sampled(self, engine: Engine) -> AutodiffAndDifferences | None:
-        """What compares autodiff with finite differences in random directions, unless that would not be decisive."""
+    def _sampled(self, engine: Engine) -> tuple[AutodiffAndDifferences | None, Arrays]:
+        """What compares autodiff with finite differences, and the directions; none where that would not be decisive."""
         d = self.derivatives
         pushforward = d.reference_pushforward
-        if isinstance(pushforward, UnavailableError) or not self.tolerance.is_double:
-            return None
+        is_possible = not isinstance(pushforward, UnavailableError) and self.tolerance.is_double
+        if not (self.samples_autodiff and is_possible):
+            return None, []
         if engine.mode is Mode.VECTORIZED and _EVALUATIONS * bytes_each(d.measured) > self.max_memory:
             engine = Engine(Mode.COMPILED_LOOP)
         basis = Basis(d.inputs, tuple(range(len(d.inputs))))
-        return AutodiffAndDifferences(engine, pushforward, d.measured, basis, self.step)
-
-    def _samples(self) -> Arrays:
-        vectors = [random_vectors(self.derivatives.inputs, 100 + k) for k in range(_SAMPLES)]
-        return [np.stack(items) for items in zip(*vectors, strict=True)]
+        vectors = [random_vectors(d.inputs, 100 + k) for k in range(_SAMPLES)]
+        samples = [np.stack(items) for items in zip(*vectors, strict=True)]
+        return AutodiffAndDifferences(engine, available(pushforward), d.measured, basis, self.step), samples
 
     def _autodiff_agrees(self, r: Any) -> bool:
         """A disagreement in one entry of the Jacobian shows in every direction that is not orthogonal to it."""

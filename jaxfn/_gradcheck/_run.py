@@ -160,7 +160,14 @@ class _Check:
     def _small_checks(self) -> None:
         o, d = self.options, self.derivatives
         checks = Checks(
-            d, self.problem.values, self.step, self.tolerance, o.nondet_tol, o.check_undefined_grad, o.max_memory
+            derivatives=d,
+            xs=self.problem.values,
+            step=self.step,
+            tolerance=self.tolerance,
+            nondet_tol=o.nondet_tol,
+            undefined=o.check_undefined_grad,
+            samples_autodiff=o.reference == "both" and not o.fast_mode,  # fast mode has projections of its own
+            max_memory=o.max_memory,
         )
         if o.check_grad_dtypes:
             for where, got, wanted in d.casts:

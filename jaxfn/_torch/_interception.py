@@ -117,7 +117,8 @@ def _tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("copy"):
         tensor = tensor.clone()
     dtype = kwargs.get("dtype")
-    return tensor if dtype is None else tensor.to(dtype)
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
 
 
 @_answers(torch.Tensor.to_sparse, torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.sparse_coo_tensor)

@@ -277,7 +277,8 @@ class Recorder(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, operands: Sequence[torch.Tensor]) -> Any:
         """An operation on constants alone."""
         if func is aten.lift_fresh.default:  # what torch.tensor makes of Python numbers
-            self._made.update(map(id, operands))
+            for operand in operands:
+                self.own(operand)
         outside = any(id(x) in self._outside or id(x) not in self._made for x in operands)
         if func._schema.is_mutable and outside:
             raise TranslationError(f"{self.owner}: {func} {WRITES_OUTSIDE}{source_line()}")
@@ -288,8 +289,7 @@ class Recorder(TorchDispatchMode):
         value = func(*args, **kwargs)
         parts = [x for x in torch_tree.tree_leaves(value) if isinstance(x, torch.Tensor)]
         for part in parts:
-            self._alive.append(part)
-            self._made.add(id(part))
+            self.own(part)
             if outside:
                 self._outside.add(id(part))
         is_large = any(part.numel() > _LARGE for part in parts)
