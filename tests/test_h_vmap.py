@@ -100,6 +100,22 @@ def test_E3_the_vmap_of_a_torch_function_is_used(transform: Callable[..., Any], 
     np.testing.assert_allclose(transform(lambda x: scaled.apply(x, 3.0))(X), 3 * X, rtol=1e-6)
 
 
+def test_H2_vmap_is_traced_once_for_each_way_of_batching():
+    traces = []
+
+    class Counted(Scaled):
+        @staticmethod
+        def vmap(info, in_dims, x, factor):
+            traces.append(in_dims)
+            return Scaled.vmap(info, in_dims, x, factor)
+
+    counted = jaxfn.from_torch(Counted)
+    for axis, factor in [(0, 3.0), (0, 3.0), (0, 4.0)]:
+        got = jax.vmap(lambda x, factor=factor: counted.apply(x, factor), axis, axis)(X)
+        np.testing.assert_allclose(got, 2 * factor * X, rtol=1e-6)
+    assert len(traces) == 2
+
+
 @pytest.mark.parametrize("in_dims", [(0, 0), (1, 2), (0, None), (None, 2)])
 def test_E3_several_outputs_and_axes(in_dims: tuple[int | None, int | None]):
     x, y = (v if d is not None else v[0] for v, d in zip((X, Y), in_dims, strict=True))

@@ -23,11 +23,11 @@ from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._explain import Explanation, Part
 from jaxfn._torch._flat import Flat, Slot, put_in, slots, take_out
 from jaxfn._torch._inside import Site, as_key, new_key
-from jaxfn._torch._program import Batched, Forward, Spec, spec_of
-from jaxfn._torch._statics import Recent, ambient_key, static_key
+from jaxfn._torch._program import Batched, Forward, Spec, known_or_made, spec_of
+from jaxfn._torch._statics import Recent
 from jaxfn._torch._tracing import Replacements, Tracing
 
-# Per Function: how many traces of `forward` are kept.
+# Per Function: how many traces of `forward`, and of `vmap`, are kept.
 _FORWARDS_KEPT = 256
 
 _THREAD = threading.local()
@@ -95,6 +95,7 @@ class Adapter:
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
         self._forwards = Recent[Forward](_FORWARDS_KEPT)
+        self._batched = Recent[Batched](_FORWARDS_KEPT)
         self._said: set[str] = set()
 
     def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,7 +130,13 @@ class Adapter:
         (*values, key), (*dims, key_dim) = inputs, in_dims
         arguments = take_out(tuple(values), is_array_leaf)
         specs = [self._spec(array) for array in arguments.leaves]
-        batched = Batched(self.definition, arguments.template, specs, info, tuple(dims))
+        batched = known_or_made(
+            self._batched,
+            (arguments.template, dims, info.batch_size),
+            specs,
+            lambda _: True,
+            lambda: Batched(self.definition, arguments.template, specs, info, tuple(dims)),
+        )
         if batched.traced.draws and key_dim is not None:
             raise TranslationError(
                 f"{name}.vmap draws random numbers for the whole batch, by one key; it got a batch of keys. Pass a "
@@ -189,17 +196,14 @@ class Adapter:
         return traced.run(ctx.saved_tensors, arrays, key)
 
     def traced(self, arguments: Any, specs: Sequence[Spec], flags: tuple[bool, ...]) -> Forward:
-        """`forward` traced for these arguments; kept, where that is safe."""
-        try:
-            key = static_key(arguments), tuple(specs), ambient_key()
-        except TypeError:
-            return Forward(self.definition, arguments, specs, flags)
-        found = self._forwards.get(key, lambda known: not known.reads_flags or known.needs_input_grad == flags)
-        if found is None:
-            found = Forward(self.definition, arguments, specs, flags)
-            if not found.traced.reads_outside:
-                self._forwards.put(key, found)
-        return found
+        """`forward` traced for these arguments."""
+        return known_or_made(
+            self._forwards,
+            arguments,
+            specs,
+            lambda known: not known.reads_flags or known.needs_input_grad == flags,
+            lambda: Forward(self.definition, arguments, specs, flags),
+        )
 
     def preview(self, arguments: Flat) -> tuple[Forward, bool]:
         """`forward` traced for torch tensors, and whether it or its backward draws random numbers."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -218,13 +218,13 @@ class Forward(NoArrays):
         self, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
     ) -> Derivative:
         """`backward` or `jvp`, traced for a template of gradients or tangents."""
-        key = method, static_key(given), tuple(specs), ambient_key()
-        found = self._derivatives.get(key, lambda known: known.fits(needs_input_grad))
-        if found is None:
-            found = Derivative(self, method, given, specs, needs_input_grad)
-            if not found.traced.reads_outside:
-                self._derivatives.put(key, found)
-        return found
+        return known_or_made(
+            self._derivatives,
+            (method, given),
+            specs,
+            lambda known: known.fits(needs_input_grad),
+            lambda: Derivative(self, method, given, specs, needs_input_grad),
+        )
 
     def whole_backward(self) -> Derivative | None:
         """`backward` traced for all gradients, where there is one."""
@@ -322,6 +322,25 @@ class Batched(NoArrays):
     def run(self, inputs: Sequence[Any], key: Any) -> Any:
         """What it returns for JAX arrays: outputs and out_dims."""
         return put_in(self._returned, self.traced.run(inputs, key))
+
+
+_P = TypeVar("_P", "Forward", "Derivative", "Batched")
+
+
+def known_or_made(
+    known: Recent[_P], template: Any, specs: Sequence[Spec], fits: Callable[[_P], bool], make: Callable[[], _P]
+) -> _P:
+    """A trace for these arguments, an earlier one where there is one; kept, where that is safe."""
+    try:
+        key = static_key(template), tuple(specs), ambient_key()
+    except TypeError:
+        return make()
+    found = known.get(key, fits)
+    if found is None:
+        found = make()
+        if not found.traced.reads_outside:
+            known.put(key, found)
+    return found
 
 
 def _slot_or_none(leaf: Any) -> Slot | None:
