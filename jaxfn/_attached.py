@@ -26,6 +26,11 @@ class CallRule(Rule):
     def __init__(self, call: Call) -> None:
         self.call = call
 
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        names = zip(self.call.form.names, self.call.layouts, strict=True)
+        return tuple(name for name, layout in names for _ in range(layout.num_arrays))
+
     def primal(self, operands: Sequence[Any]) -> Outputs:
         run, outputs, _ = run_forward(self.call, operands, self.call.unperturbed, None)
         return Outputs(outputs, run.outputs)

@@ -15,13 +15,13 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._compat import Primitive, ad, batching, mlir, zeros_of
+from jaxfn._described import describe
 from jaxfn._gradients import widened
 from jaxfn._leaves import as_array, is_inexact
 from jaxfn._linearity import check_linear
 from jaxfn._outputs import Outputs
 from jaxfn._rules import Differentiable, Rule, Site
 from jaxfn._run import Run
-from jaxfn._signatures import take_anything
 
 Cotangents = Sequence[jax.Array | None]
 
@@ -41,8 +41,7 @@ def both_modes(rule: Rule) -> Differentiable:
         of_inputs = rule.of_inputs([t if p else None for t, p in zip(of_operands, perturbed, strict=True)])
         return outputs, Outputs(_output_tangents(run, residuals, of_inputs, outputs), outputs.layout)
 
-    primal.__name__ = primal.__qualname__ = rule.call.name
-    take_anything(primal, jvp)
+    describe(rule, primal, jvp)
     differentiable = jax.custom_jvp(primal)
     differentiable.defjvp(jvp, symbolic_zeros=True)
     return differentiable

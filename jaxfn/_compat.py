@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.extend.core import DebugInfo, Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.ref import AbstractRef
 
@@ -28,6 +28,7 @@ __all__ = [
     "mlir",
     "partial_eval",
     "stages_constants",
+    "state_debug_info",
     "varying_axes",
     "zeros_of",
 ]
@@ -70,6 +71,20 @@ def memory_space(array: Any) -> Any:
     """Which `jax.memory.Space` an array, traced or not, is in (0.10.0 to 0.12.0)."""
     aval: Any = jax.typeof(array)
     return aval.memory_space
+
+
+def state_debug_info(function: Callable[..., Any], source: str, argument_names: tuple[str, ...] | None) -> None:
+    """Tells JAX beforehand what its messages are to call a function and its arguments.
+
+    JAX looks for this attribute before it works the same out from the signature, a tenth of what tracing a small
+    custom_vjp costs (0.10.0 to 0.12.0). Where a version does not look, only that time is lost.
+
+    Args:
+      function: a function that a custom derivative is made of.
+      source: "name at file:line".
+      argument_names: one for each array leaf; `None` where they have no names.
+    """
+    vars(function)["__fun_debug_info__"] = DebugInfo("custom derivative", source, argument_names, None)
 
 
 def is_reverse_only(equation: Any) -> bool:

@@ -123,6 +123,8 @@ def input_cotangents(
 def _one_per_input(owner: Owner, returned: Any, layouts: Sequence[Layout]) -> Sequence[Any]:
     form = owner.form
     expected = len(form.names)
+    if type(returned) is tuple and len(cast(tuple[Any, ...], returned)) == expected:  # as nearly always
+        return cast(tuple[Any, ...], returned)
     if isinstance(returned, dict):
         named = cast(dict[Any, Any], returned)
         unknown = [name for name in named if name not in form.names and name != form.variadic]

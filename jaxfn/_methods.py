@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ class Methods:
 
     Attributes:
       name: the class's name.
+      place: where `forward` was written, " at file:line", as far as it is known.
       parameters: what `forward` takes besides the ctx.
       has_backward, has_jvp: whether it defines `backward` (or `vjp`), and `jvp`.
       has_forward_mode: whether forward mode is to work, by `jvp` or by `generate_jvp_rule`.
@@ -56,6 +58,8 @@ class Methods:
         self._warned_of_dirty = False
         if not _is_defined(self._forward):
             raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
+        code = getattr(inspect.unwrap(self._forward), "__code__", None)
+        self.place = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
         self.parameters = Parameters(self._forward, not self._is_separate, self.name)
         self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
         self.has_jvp = _is_defined(function.jvp)

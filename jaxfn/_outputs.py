@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -137,6 +138,6 @@ def take_apart(value: Any) -> Returned:
         arrays += leaves
         layouts.append(layout)
     converted = [as_array(array) for array in arrays]
-    if any(a is not b for a, b in zip(arrays, converted, strict=True)):
+    if not all(map(operator.is_, arrays, converted)):
         value = OutputLayout(container, tuple(layouts), frozenset()).merge(converted)
     return Returned(value, converted, arrays, container, tuple(layouts))

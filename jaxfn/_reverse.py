@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxfn._described import describe
 from jaxfn._leaves import as_array, is_inexact
 from jaxfn._outputs import Outputs
 from jaxfn._rules import Differentiable, Rule, Site
 from jaxfn._run import Run
-from jaxfn._signatures import take_anything
 
 
 def reverse_mode(rule: Rule) -> Differentiable:
@@ -41,8 +41,7 @@ def reverse_mode(rule: Rule) -> Differentiable:
         of_inputs = residuals.run.backward(residuals.arrays, cotangents.arrays)
         return None, *rule.of_operands(of_inputs)
 
-    primal.__name__ = primal.__qualname__ = rule.call.name
-    take_anything(primal, fwd, bwd)
+    describe(rule, primal, fwd, bwd)
     differentiable = jax.custom_vjp(primal)
     differentiable.defvjp(fwd, bwd, symbolic_zeros=True)
     return differentiable

@@ -44,6 +44,11 @@ class Rule(ABC):
 
     call: Call
 
+    @property
+    def operand_names(self) -> tuple[str, ...] | None:
+        """What the operands are called in JAX's messages, where they have names."""
+        return None
+
     @abstractmethod
     def primal(self, operands: Sequence[Any]) -> Outputs:
         """The function itself."""

@@ -103,7 +103,7 @@ class Source(NamedTuple):
 
     kind: str
     place: int
-    is_packed: bool = False
+    is_packed: bool
 
 
 class Saved(NamedTuple):
@@ -130,24 +130,23 @@ def _save(
 ) -> tuple[Saved, list[jax.Array]]:
     """What this ctx keeps, and the intermediates among it."""
     names, values = saved_by(ctx)
-    sources = {id(x): Source("output", i) for i, x in enumerate(outputs)}
+    known = {id(x): ("output", i) for i, x in enumerate(outputs)}
     for i, x in enumerate(inputs):
-        sources[id(x)] = Source("input", i)
+        known[id(x)] = ("input", i)
     own: list[Any] = []
     layouts: list[Layout] = []
     places: dict[Source, int] = {}
     order: list[int] = []
     for position, value in enumerate(values):
         # Looking at an input or output again would cost more than asking first.
-        arrays, layout = ((value,), ARRAY_LAYOUT) if id(value) in sources else split_saved(value)
+        arrays, layout = ((value,), ARRAY_LAYOUT) if id(value) in known else split_saved(value)
         layouts.append(layout)
+        is_packed = hooks is not None and position < names.num_for_backward
         for array in arrays:
-            source = sources.get(id(array))
-            if source is None:
-                source = sources[id(array)] = Source("own", len(own))
+            if id(array) not in known:
+                known[id(array)] = ("own", len(own))
                 own.append(array)
-            if hooks is not None and position < names.num_for_backward:
-                source = source._replace(is_packed=True)
+            source = Source(*known[id(array)], is_packed)
             order.append(places.setdefault(source, len(places)))
     return Saved(names, layouts, list(places), order), [as_array(x) for x in own]
 
@@ -182,11 +181,8 @@ class Run:
         # Types only: a closure over the arrays themselves would leak their tracers into backward.
         self.input_avals = [jax.typeof(x) for x in inputs]
         self.output_avals = [jax.typeof(x) for x in returned.arrays]
-
-    @property
-    def has_one_pattern(self) -> bool:
-        """Whether only one pattern of perturbed inputs is possible."""
-        return sum(is_inexact(aval.dtype) for aval in self.input_avals) == 1
+        # Whether only one pattern of perturbed inputs is possible.
+        self.has_one_pattern = [is_inexact(aval.dtype) for aval in self.input_avals].count(True) == 1
 
     def with_perturbed(self, perturbed: tuple[bool, ...]) -> Run:
         """The same run, as if other inputs had been perturbed."""
