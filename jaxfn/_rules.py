@@ -16,7 +16,8 @@ from jaxfn._run import Call, Run
 class Site:
     """One place in a program where a Function is called, and what is the same for all that JAX makes of it there.
 
-    A pytree node without leaves.
+    A pytree node without leaves. Sites are equal where what a call there means is: JAX's coming custom_vjp keeps its
+    traces by that, and would trace every call anew.
 
     Attributes:
       hooks: the saved-tensor hooks in force at the call. (JAX may run what differentiates it later, out of the block.)
@@ -26,6 +27,12 @@ class Site:
     def __init__(self, hooks: Hooks | None) -> None:
         self.hooks = hooks
         self.runs: list[Run] = []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Site) and self.hooks is other.hooks
+
+    def __hash__(self) -> int:
+        return hash(id(self.hooks))
 
 
 jax.tree_util.register_pytree_node(Site, lambda site: ((), site), lambda site, _: site)

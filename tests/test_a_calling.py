@@ -1,6 +1,7 @@
 """Contract rows A: calling a Function."""
 
 import pickle
+import re
 import threading
 from collections import namedtuple
 
@@ -48,6 +49,7 @@ def test_A1_arguments_bind_to_the_signature(args, kwargs, seen, wrap):
     def f(x):
         return Keywords.apply(x, *args, **kwargs)
 
+    jax.clear_caches()  # JAX's coming custom_vjp keeps its traces, and forward is to be seen running
     x = jnp.arange(2.0)
     scale, num_rest, offset, extra = seen
     expected = x * scale + num_rest + offset + sum(kwargs[k] for k in extra)
@@ -273,6 +275,81 @@ def test_A7_a_step_compiles_once():
     for i in range(5):
         w = step(w, jnp.full(3, float(i)))
     assert len(traces) == 1
+
+
+def counting_product(calls):
+    """A Function and the same by hand; `calls` is told which of the user's functions ran."""
+
+    class Product(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            calls.append("forward")
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            calls.append("backward")
+            x, w = ctx.saved_tensors
+            return grad_output * w, grad_output * x
+
+    @jax.custom_vjp
+    def by_hand(x, w):
+        calls.append("forward")
+        return x * w
+
+    def fwd(x, w):
+        calls.append("forward")
+        return x * w, (x, w)
+
+    def bwd(residuals, grad_output):
+        calls.append("backward")
+        x, w = residuals
+        return grad_output * w, grad_output * x
+
+    by_hand.defvjp(fwd, bwd)
+    return Product.apply, by_hand
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(f, (0, 1)), jax.checkpoint, jax.vmap],
+    ids=["grad", "grad of jit", "both arguments", "checkpoint", "vmap"],
+)
+def test_A7_user_code_is_traced_as_often_as_by_hand(derivative):
+    calls = []
+    counts = []
+    for f in counting_product(calls):
+
+        def chain(x, w, f=f):
+            for _ in range(8):
+                x = f(x, w)
+            return x
+
+        x = jnp.ones(3) if derivative is jax.vmap else jnp.ones(())
+        calls.clear()
+        for _ in range(2):  # what is traced again must not grow
+            jax.jit(derivative(lambda x, w, chain=chain: chain(x, w))).trace(x, x)
+        counts.append((calls.count("forward"), calls.count("backward")))
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 0
+
+
+def test_A7_jax_names_the_users_function_and_parameters():
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=rf"function Branching at {re.escape(__file__)}:\d+"):
+        jax.jit(Branching.apply)(jnp.ones(()), 3.0)
+
+
+class Branching(jaxfn.Function):
+    """Looks at the value of an array."""
+
+    @staticmethod
+    def forward(ctx, x, threshold):
+        return x if threshold > 0 else -x
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, None
 
 
 def test_A7_weak_types_are_kept():
