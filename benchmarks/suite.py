@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import calls, networks, steps
-from benchmarks.functions import BY_HAND, TORCH
+from benchmarks.functions import BY_HAND, FORWARD_ALONE, TORCH
 from benchmarks.measure import interleaved
 from benchmarks.results import Row
 
@@ -68,7 +68,7 @@ def run(modules: Mapping[str, ModuleType], effort: Effort) -> Iterator[Row]:
     for workload in WORKLOADS:
         forms = {form: getattr(module, workload.name) for form, module in modules.items()}
         yield from _single_call(workload, forms, effort)
-        in_jax = {form: f for form, f in forms.items() if form != TORCH}
+        in_jax = {form: f for form, f in forms.items() if form not in (FORWARD_ALONE, TORCH)}
         for name in workload.networks:
             yield from _network(workload, name, in_jax, effort)
     yield _hessian({form: m.twice_swish for form, m in modules.items() if hasattr(m, "twice_swish")}, effort)
@@ -79,6 +79,7 @@ def _single_call(workload: Workload, forms: Forms, effort: Effort) -> Iterator[R
     eager = {form: (calls.torch_call if form == TORCH else calls.call)(f, args) for form, f in forms.items()}
     check_same(eager)
     yield Row(workload.name, "call", "eager call", interleaved(eager, effort.calls))
+    forms = {form: f for form, f in forms.items() if form != FORWARD_ALONE}
     both = {
         form: (calls.torch_value_and_grad if form == TORCH else calls.value_and_grad)(f, args)
         for form, f in forms.items()

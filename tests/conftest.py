@@ -29,7 +29,6 @@ NO_REMAT_TRANSPOSE = pytest.mark.xfail(COMING, reason="JAX_REMAT3 cannot transpo
 @pytest.fixture
 def few_objects() -> Iterator[None]:
     """Garbage collection looks at new objects only: JAX's leak checker collects often, and other tests leave much."""
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

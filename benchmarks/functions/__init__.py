@@ -1,6 +1,8 @@
-"""The same Functions in four forms, one module per form, each with the same names.
+"""The same Functions in several forms, one module per form, each with the same names.
 
-`twice_swish`, which is differentiated twice, is in JAX's own forms only."""
+`twice_swish`, which is differentiated twice, is in JAX's own forms only. "forward alone" has no derivative of its own,
+so that only its eager call is measured.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ from types import ModuleType
 import jax
 
 BY_HAND = "by hand"
+FORWARD_ALONE = "forward alone"
 TORCH = "torch"
 
 # What each form needs besides JAX.
 _FORMS = {
     "jaxfn": ("in_jaxfn", None),
     BY_HAND: ("by_hand", None),
+    FORWARD_ALONE: ("forward_alone", None),
     "equinox": ("in_equinox", "equinox"),
     TORCH: ("in_torch", "torch"),
 }
