@@ -11,6 +11,7 @@ import pytest
 
 import jaxfn
 from jaxfn import GradcheckError, gradcheck, gradgradcheck
+from tests.cases import Linear
 from tests.conftest import TRACES_ALWAYS
 
 
@@ -45,28 +46,6 @@ def scaled_sine(factor):
         return factor * grad_output * jnp.cos(x)
 
     return sine
-
-
-class Linear(jaxfn.Function):
-    """The seeds' example."""
-
-    @staticmethod
-    def forward(ctx, input, weight, bias=None):
-        ctx.save_for_backward(input, weight, bias)
-        output = input @ weight.T
-        return output if bias is None else output + bias
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        input, weight, bias = ctx.saved_tensors
-        grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_input = grad_output @ weight
-        if ctx.needs_input_grad[1]:
-            grad_weight = grad_output.T @ input
-        if bias is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad_output.sum(0)
-        return grad_input, grad_weight, grad_bias
 
 
 # G1: torch's calls.
