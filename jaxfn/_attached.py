@@ -79,7 +79,11 @@ def _run_detached(
             return run, outputs, own
         call.methods.saves_intermediates = True
     run, outputs, own = run_forward(call, inputs, perturbed, hooks)
-    run.is_detached = False
+    if call.closes_over_tracers() and not any(call.are_refs):
+        # Only the outputs of a detached run show what derivative they have by what forward closed over.
+        _, outputs, _ = run_forward(call, _detached(call, inputs), perturbed, hooks)
+    else:
+        run.is_detached = False
     return run, outputs, own
 
 

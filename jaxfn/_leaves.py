@@ -10,7 +10,7 @@ import collections
 import enum
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -135,7 +135,11 @@ class Layout:
 
     def hides_arrays(self) -> bool:
         """Whether a static leaf, a closure or an object, holds JAX arrays."""
-        return self is not ARRAY_LAYOUT and any(map(_hides_array, self.leaves))
+        return self is not ARRAY_LAYOUT and any(hides(leaf, _is_jax_type) for leaf in self.leaves)
+
+    def hides_tracers(self) -> bool:
+        """Whether a static leaf holds arrays that JAX traces."""
+        return self is not ARRAY_LAYOUT and any(map(hides_tracers, self.leaves))
 
     def key(self) -> tuple[object, ...]:
         """A hashable value that stands for this layout; `TypeError` where there is none."""
@@ -177,18 +181,23 @@ def value_key(leaf: object) -> tuple[object, ...]:
 _SEARCH_LIMIT = 2000
 
 
-def _hides_array(value: Any) -> bool:
-    """Whether an object leads to a JAX array, by its attributes, items or closure."""
+def hides_tracers(value: Any) -> bool:
+    """Whether an object leads to an array that JAX traces."""
+    return hides(value, lambda kind: issubclass(kind, Tracer))
+
+
+def hides(value: Any, is_wanted: Callable[[type], bool]) -> bool:
+    """Whether an object leads to one of a wanted type, by its attributes, items or closure."""
     seen: set[int] = set()
     pending = [value]
     while pending:
         part = pending.pop()
         if type(part) in _SCALARS or id(part) in seen:
             continue
-        if _is_jax_type(type(part)) or len(seen) > _SEARCH_LIMIT:
+        if is_wanted(type(part)) or len(seen) > _SEARCH_LIMIT:
             return True
         seen.add(id(part))
-        if not isinstance(part, (type, types.ModuleType, np.ndarray, _Array, NoArrays)):
+        if not isinstance(part, (type, types.ModuleType, np.ndarray, jax.Array, _Array, NoArrays)):
             pending += _parts(part)
     return False
 
@@ -245,7 +254,7 @@ def split(value: Any) -> tuple[Sequence[Any], Layout]:
     try:
         leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)
     except ValueError:  # a dict whose keys cannot be sorted
-        if _hides_array(value):
+        if hides(value, _is_jax_type):
             raise
         return (), Layout(None, (value,))
     if len(leaves) == 1 and leaves[0] is value:

@@ -59,6 +59,10 @@ class Call:
                     "outside, or return the value instead of writing it."
                 )
 
+    def closes_over_tracers(self) -> bool:
+        """Whether `forward` sees arrays that JAX traces beside the array leaves."""
+        return self.methods.closes_over_tracers() or any(map(Layout.hides_tracers, self.layouts))
+
     def needs_input_grad(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""
         if self._is_flat:

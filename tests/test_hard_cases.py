@@ -173,6 +173,49 @@ def test_A5_closed_over_values_differentiated_further_out(wrap, save):
     np.testing.assert_allclose(jax.grad(loss(ours))(0.5), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+@pytest.mark.parametrize("kept", ["cell", "default", "object", "static argument"])
+@pytest.mark.parametrize("moves", [False, True], ids=["x fixed", "x moves too"])
+def test_A5_D3_closed_over_values_beside_a_saved_intermediate(wrap, kept, moves):
+    """What the outputs depend on beside the inputs keeps its derivative where the inputs are differentiated too."""
+
+    class Holder:
+        def __init__(self, value):
+            self.value = value
+
+    def ours(c):
+        holder = Holder(c)
+
+        def backward(ctx, g):
+            x, s = ctx.saved_tensors
+            return g * ctx.c * ctx.c * jnp.cos(x * ctx.c) + 0 * s, *[None] * (kept == "static argument")
+
+        def run(ctx, x, c):
+            s = jnp.sin(x * c)
+            ctx.save_for_backward(x, s)
+            ctx.c = c
+            return s * c
+
+        forwards = {
+            "cell": lambda ctx, x: run(ctx, x, c),
+            "default": lambda ctx, x, *, scale=lambda c=c: c: run(ctx, x, scale()),
+            "object": lambda ctx, x: run(ctx, x, holder.value),
+            "static argument": lambda ctx, x, held: run(ctx, x, held.value),
+        }
+        f = jaxfn.autograd_function(forwards[kept], backward)
+        return (lambda x: f(x, holder)) if kept == "static argument" else f
+
+    def loss(f):
+        def total(c, x):
+            value, gradient = jax.value_and_grad(f(c))(jnp.sin(c) if moves else x)
+            return 2 * value + gradient
+
+        return jax.grad(wrap(total), (0, 1))
+
+    expected = loss(lambda c: lambda x: jnp.sin(x * c) * c)(1.3, 0.7)
+    np.testing.assert_allclose(loss(ours)(1.3, 0.7), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("make", [np.full, jnp.full], ids=["numpy", "jax"])
 def test_B4_B8_numpy_outputs_are_known_by_identity(make):
     @jaxfn.function
