@@ -151,7 +151,10 @@ def _transposed(
         try:
             return transpose(values)
         except Exception as error:  # of many kinds, by JAX's transposition rules
-            raise RuntimeError(f"{problem} JAX says: {error}") from error
+            raise RuntimeError(
+                f"{problem} Or it is linear, and JAX has no transpose of something in it, such as a Function with "
+                f"backward alone. JAX says: {error}"
+            ) from error
 
     return apply
 

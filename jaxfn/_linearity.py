@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxfn._compat import make_jaxpr
 from jaxfn._leaves import is_inexact, is_key, is_traced
 
 
@@ -31,15 +32,31 @@ _COMBINING = {
     "add": slice(None),
     "add_any": slice(None),
     "sub": slice(None),
+    "complex": slice(None),
     "select_n": slice(1, None),
     "concatenate": slice(None),
+    "stack": slice(None),
     "pad": slice(None),
     "dynamic_update_slice": slice(0, 2),
     "scatter-add": slice(0, 3, 2),
+    "scatter-sub": slice(0, 3, 2),
     "scatter": slice(0, 3, 2),
 }
-# Zero where all of their operands are.
-_KEEPING_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", "neg", "copy", "pvary"}
+# Linear in each operand where the others are constants.
+_MULTIPLYING = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
+# Linear in one operand where the others are constants, and zero with it.
+_LINEAR_IN = dict.fromkeys(
+    (
+        *("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", "neg", "copy", "pvary"),
+        *("slice", "dynamic_slice", "rev", "split", "unstack", "expand_dims", "real", "imag", "conj", "fft"),
+        *("reduce_sum", "cumsum", "reduce_window_sum", "reduce_precision", "sharding_constraint", "layout_constraint"),
+        *("div", "gather", "scatter-mul", "select_and_scatter_add", "select_and_gather_add"),
+        *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "reduce_scatter", "pbroadcast"),
+    ),
+    0,
+) | {"triangular_solve": 1, "tridiagonal_solve": 3}
+# Each result belongs to the operand in the same place.
+_ONE_BY_ONE = {"attach", "detach", "optimization_barrier", "device_put", "psum", "psum_invariant"}
 
 
 def check_linear(function: Callable[..., Any], like: Sequence[Any], problem: str) -> None:
@@ -52,7 +69,7 @@ def check_linear(function: Callable[..., Any], like: Sequence[Any], problem: str
       like: arrays of the arguments' types.
       problem: the message.
     """
-    closed = jax.make_jaxpr(function)(*like)
+    closed = make_jaxpr(function, *like)
     kinds = _of_closed(closed, [_Kind.LINEAR] * len(like))
     if any(kind in (_Kind.CONSTANT, _Kind.OTHER) for kind in kinds):
         raise RuntimeError(problem)
@@ -91,7 +108,7 @@ def _of_equation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
         return _of_closed(body, operands) if hasattr(body, "consts") else _of_jaxpr(body, [], operands)
     if "body_jaxpr" in params and max(operands, default=_Kind.ZERO) >= _Kind.LINEAR:
         return [_Kind.OTHER] * len(eqn.outvars)  # a while loop, which JAX does not transpose
-    return [_combined(name, operands)] * len(eqn.outvars)
+    return _results(eqn, operands)
 
 
 def _of_scan(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
@@ -124,15 +141,43 @@ def _one_of(kinds: Sequence[_Kind]) -> _Kind:
     return _Kind.OTHER if _Kind.LINEAR in kinds and _Kind.CONSTANT in kinds else max(kinds)
 
 
-def _combined(primitive: str, operands: list[_Kind]) -> _Kind:
-    if primitive in _COMBINING:
-        joined = operands[_COMBINING[primitive]]
-        chosen_by = [kind for i, kind in enumerate(operands) if i not in range(len(operands))[_COMBINING[primitive]]]
-        return _Kind.OTHER if max(chosen_by, default=_Kind.ZERO) >= _Kind.LINEAR else _one_of(joined)
-    most = max(operands, default=_Kind.CONSTANT)
-    return most if most >= _Kind.LINEAR or primitive in _KEEPING_ZERO else _Kind.CONSTANT
+def _results(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+    """The kinds of what one operation returns."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name in _ONE_BY_ONE:
+        return operands[:count]
+    if name == "custom_linear_solve":  # the right-hand sides come last
+        return [_linear_in(operands[-count:], operands[:-count])] * count
+    if name in _COMBINING:
+        joined = operands[_COMBINING[name]]
+        others = [kind for i, kind in enumerate(operands) if i not in range(len(operands))[_COMBINING[name]]]
+        return [_linear_in(joined, others)] * count
+    if name in _MULTIPLYING:
+        factors = sorted(operands)
+        return [_Kind.ZERO if factors[0] is _Kind.ZERO else _linear_in(factors[-1:], factors[:-1])] * count
+    if name in _LINEAR_IN:
+        place = _LINEAR_IN[name]
+        fills = name == "gather" and _is_number(eqn.params["fill_value"])
+        joined = [operands[place], _Kind.CONSTANT] if fills else [operands[place]]
+        return [_linear_in(joined, [*operands[:place], *operands[place + 1 :]])] * count
+    most = max(operands, default=_Kind.ZERO)
+    if most is not _Kind.LINEAR:
+        return [max(most, _Kind.CONSTANT)] * count
+    # JAX transposes few of these, which must not add a constant then.
+    beside = [kind for atom, kind in zip(eqn.invars, operands, strict=True) if is_inexact(atom.aval.dtype)]
+    return [_one_of(beside)] * count
+
+
+def _linear_in(joined: Sequence[_Kind], others: Sequence[_Kind]) -> _Kind:
+    """Of what is linear in the `joined` operands together, where the others are constants."""
+    return _Kind.OTHER if max(others, default=_Kind.ZERO) >= _Kind.LINEAR else _one_of(joined)
+
+
+def _is_number(fill_value: Any) -> bool:
+    """Whether what is read outside of an array is neither zero nor the NaN that shows a mistake."""
+    return fill_value is not None and fill_value != 0 and not np.isnan(fill_value)
 
 
 def _of_value(value: Any) -> _Kind:
-    is_known = not is_traced(value) and not is_key(value)
+    is_known = not is_traced(value) and not (isinstance(value, jax.Array) and is_key(value))
     return _Kind.ZERO if is_known and not np.any(np.asarray(value)) else _Kind.CONSTANT
