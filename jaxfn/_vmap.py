@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -41,6 +41,7 @@ class _Call(Protocol):
     @property
     def layouts(self) -> tuple[Layout, ...]: ...
     def inputs(self, arrays: Sequence[Any]) -> tuple[Any, ...]: ...
+    def closes_over_tracers(self) -> bool: ...
 
 
 def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> Returned:
@@ -49,18 +50,38 @@ def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> R
     if problem is not None:
         return call.methods.forward(ctx, call.form, call.inputs(_refusing_batching(problem)(*arrays)))
 
-    @custom_vmap
-    def forward(*arrays: Any) -> Outputs:
+    def alone(*arrays: Any) -> Outputs:
         returned = call.methods.forward_alone(call.form, call.inputs(arrays))
         return Outputs(returned.arrays, returned.layout)
+
+    forward = custom_vmap(alone)
 
     @forward.def_vmap
     def _(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> tuple[Outputs, Outputs]:
         return _batched_by_user(call, axis_size, in_batched, arrays)
 
-    outputs = forward(*arrays)
+    # A custom_jvp may not close over tracers that are being differentiated.
+    outputs = forward(*arrays) if call.closes_over_tracers() else _with_derivative_of(alone, forward)(*arrays)
     value = outputs.layout.merge(outputs.arrays)
     return call.methods.set_up(ctx, call.inputs(arrays), take_apart(value))
+
+
+def _with_derivative_of(alone: Callable[..., Outputs], forward: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """`forward`, which calls the user's `vmap`, with the derivative of what it computes.
+
+    It is wanted where intermediates are saved, and JAX cannot differentiate a batched custom_vmap twice (0.10.0 to
+    0.12.0).
+    """
+
+    @jax.custom_jvp
+    def differentiable(*arrays: Any) -> Outputs:
+        return forward(*arrays)
+
+    @differentiable.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[Outputs, Outputs]:
+        return differentiable(*primals), jax.jvp(alone, primals, tangents)[1]
+
+    return differentiable
 
 
 def _refusing_batching(problem: str) -> Any:

@@ -295,6 +295,26 @@ class WeightedForward(Weighted):
         ), 0
 
 
+class _SavesAnIntermediate:
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, jnp.tanh(inputs[0] @ inputs[1]))
+
+    @staticmethod
+    def backward(ctx, grads, _):
+        x, w, out = ctx.saved_tensors
+        inner = grads["out"] * (1 - out**2)
+        return inner @ w.T + 2 * x * grads["norm"][..., None], x.reshape(-1, 2).T @ inner.reshape(-1, 2)
+
+
+class Keeping(_SavesAnIntermediate, Weighted):
+    pass
+
+
+class KeepingForward(_SavesAnIntermediate, WeightedForward):
+    pass
+
+
 def weighted(x, w):
     return {"out": jnp.tanh(x @ w), "norm": (x * x).sum(-1)}, (x > 0).sum(-1)
 
@@ -330,17 +350,18 @@ def losses(f: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("function", [Weighted, WeightedForward])
+@pytest.mark.parametrize("function", [Weighted, WeightedForward, Keeping, KeepingForward])
 def test_E3_composes_with_grad_at_every_order(function):
     Weighted.rules = 0
     got, expected = jax.jit(lambda: losses(function.apply))(), jax.jit(lambda: losses(weighted))()
     for name, values in got.items():
         for ours, plain in zip(jax.tree.leaves(values), jax.tree.leaves(expected[name]), strict=True):
             np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5, err_msg=name)
-    assert (Weighted.rules > 5) == (function is Weighted)
+    assert (Weighted.rules > 5) == (function in (Weighted, Keeping))
 
 
-def test_E3_composes_with_forward_mode():
+@pytest.mark.parametrize("function", [WeightedForward, KeepingForward])
+def test_E3_composes_with_forward_mode(function):
     def tangents(f):
         def batched(x, w):
             return jax.vmap(f, (0, None))(x, w)[0]
@@ -353,7 +374,7 @@ def test_E3_composes_with_forward_mode():
             jax.vmap(jax.hessian(lambda x: jnp.sin(f(x, W)[0]["out"]).sum()))(ROWS),
         )
 
-    ours = jax.jit(lambda: tangents(WeightedForward.apply))()
+    ours = jax.jit(lambda: tangents(function.apply))()
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.jit(lambda: tangents(weighted))()), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
