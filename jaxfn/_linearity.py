@@ -45,16 +45,13 @@ _COMBINING = {
 # Linear in each operand where the others are constants.
 _MULTIPLYING = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
 # Linear in one operand where the others are constants, and zero with it.
-_LINEAR_IN = dict.fromkeys(
-    (
-        *("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", "neg", "copy", "pvary"),
-        *("slice", "dynamic_slice", "rev", "split", "unstack", "expand_dims", "real", "imag", "conj", "fft"),
-        *("reduce_sum", "cumsum", "reduce_window_sum", "reduce_precision", "sharding_constraint", "layout_constraint"),
-        *("div", "gather", "scatter-mul", "select_and_scatter_add", "select_and_gather_add"),
-        *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "reduce_scatter", "pbroadcast"),
-    ),
-    0,
-) | {"triangular_solve": 1, "tridiagonal_solve": 3}
+_LINEAR_IN_FIRST = """
+broadcast_in_dim convert_element_type reshape squeeze transpose neg copy pvary slice dynamic_slice rev split unstack
+real imag conj fft reduce_sum cumsum reduce_window_sum reduce_precision sharding_constraint layout_constraint
+div gather scatter-mul select_and_scatter_add select_and_gather_add
+all_gather all_gather_invariant all_to_all ppermute reduce_scatter pbroadcast
+"""
+_LINEAR_IN = dict.fromkeys(_LINEAR_IN_FIRST.split(), 0) | {"triangular_solve": 1, "tridiagonal_solve": 3}
 # Each result belongs to the operand in the same place.
 _ONE_BY_ONE = {"attach", "detach", "optimization_barrier", "device_put", "psum", "psum_invariant"}
 
@@ -146,8 +143,9 @@ def _results(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in _ONE_BY_ONE:
         return operands[:count]
-    if name == "custom_linear_solve":  # the right-hand sides come last
-        return [_linear_in(operands[-count:], operands[:-count])] * count
+    if name in ("linear", "custom_linear_solve"):  # what it is linear in comes last
+        num_others = eqn.params.get("num_residuals", len(operands) - count)
+        return [_linear_in(operands[num_others:], operands[:num_others])] * count
     if name in _COMBINING:
         joined = operands[_COMBINING[name]]
         others = [kind for i, kind in enumerate(operands) if i not in range(len(operands))[_COMBINING[name]]]

@@ -368,6 +368,10 @@ def _plus_one(g):
 _plus_one.defjvp(lambda primals, tangents: (_plus_one(*primals), *tangents))
 
 
+class SquareForward(cases.Square):
+    generate_jvp_rule = True
+
+
 class PlusOne(jaxfn.Function):
     generate_jvp_rule = True
 
@@ -466,6 +470,7 @@ LINEAR = {
     "convolved": lambda g: jnp.convolve(g, X, mode="same"),
     "transformed": lambda g: jnp.fft.fft(g).real,
     "sorted by a constant": lambda g: g[jnp.argsort(X)],
+    "forward mode of a Function": lambda g: jax.jvp(SquareForward.apply, (X,), (g,))[1],
     "derivative of a Function": lambda g: jax.vjp(cases.Square.apply, X)[1](g)[0],
     "maximum's derivative": lambda g: jax.vjp(jnp.max, X)[1](g[0])[0],
     "pooling's derivative": lambda g: jax.vjp(
