@@ -65,7 +65,7 @@ class _Recorded:
     def key(self) -> Hashable:
         # The operations, without the addresses of objects, which 0.10.0 shows and later versions do not.
         text = re.sub("0x[0-9a-f]+", "0x", str(self.jaxpr))
-        return text, self.args_tree, self.tree, *_callables(self.jaxpr)
+        return text, self.args_tree, self.tree, *_left_out(self.jaxpr)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, _Recorded) and self.key == other.key)
@@ -177,13 +177,15 @@ def _inside(equation: Any) -> Iterator[Any]:
                 yield from equations(inner)
 
 
-def _callables(jaxpr: Any) -> Iterator[Hashable]:
-    """What the text leaves out: which Python functions are called back."""
+def _left_out(jaxpr: Any) -> Iterator[Hashable]:
+    """What the text leaves out: which Python functions are called back, and which objects that only equal themselves."""
     for equation in equations(jaxpr):
         if equation.primitive.name not in _HAVE_RULES:
             for value in equation.params.values():
-                if callable(value):
-                    yield _by_value(value)
+                for item in value if isinstance(value, (tuple, list)) else (value,):
+                    is_program = hasattr(getattr(item, "jaxpr", item), "eqns")
+                    if not is_program and (callable(item) or type(item).__eq__ is object.__eq__):
+                        yield _by_value(item)
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
