@@ -100,7 +100,7 @@ def _of_equation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
         return _of_scan(eqn, operands)
     if name == "cond":
         return _of_branches(params["branches"], operands)
-    body = params.get("jaxpr", params.get("call_jaxpr"))
+    body = next((params[key] for key in ("jaxpr", "call_jaxpr", "callee") if key in params), None)
     if body is not None and len(getattr(body, "jaxpr", body).invars) == len(operands):
         return _of_closed(body, operands) if hasattr(body, "consts") else _of_jaxpr(body, [], operands)
     if "body_jaxpr" in params and max(operands, default=_Kind.ZERO) >= _Kind.LINEAR:
@@ -144,7 +144,7 @@ def _results(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
     if name in _ONE_BY_ONE:
         return operands[:count]
     if name in ("linear", "custom_linear_solve"):  # what it is linear in comes last
-        num_others = eqn.params.get("num_residuals", len(operands) - count)
+        num_others = eqn.params["num_residuals"] if name == "linear" else sum(eqn.params["const_lengths"])
         return [_linear_in(operands[num_others:], operands[:num_others])] * count
     if name in _COMBINING:
         joined = operands[_COMBINING[name]]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.custom_derivatives import linear_call
 
 import jaxfn
 from jaxfn import _tangents
@@ -467,6 +468,9 @@ LINEAR = {
     "divided": lambda g: g / X,
     "complex": lambda g: (jax.lax.complex(g, 2 * g) * (1 + 1j)).real,
     "equations": lambda g: jnp.linalg.solve(jnp.array([[2.0, 1.0], [1.0, 3.0]]), g),
+    "equations with another result": lambda g: jax.lax.custom_linear_solve(
+        lambda x: X * x, g, *[lambda matvec, b: (b / X, jnp.float32(0))] * 2, has_aux=True
+    )[0],
     "convolved": lambda g: jnp.convolve(g, X, mode="same"),
     "transformed": lambda g: jnp.fft.fft(g).real,
     "sorted by a constant": lambda g: g[jnp.argsort(X)],
@@ -491,6 +495,17 @@ def test_D5_what_is_linear_is_not_refused(rule):
     f.Function.generate_jvp_rule = True
     for transform in (lambda f: f, jax.jit):
         np.testing.assert_allclose(jax.jacfwd(transform(f))(X), jax.jacrev(f)(X), rtol=1e-2, atol=1e-6)
+
+
+def test_D5_what_is_said_to_be_linear_is_looked_into():
+    def tangent(rule):
+        f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: linear_call(rule, lambda r, v: v * r, X, g))
+        f.Function.generate_jvp_rule = True
+        return jax.jvp(f, (X,), (2 * X,))[1]
+
+    np.testing.assert_allclose(tangent(lambda r, v: v * r), 2 * X * X, rtol=1e-6)
+    with pytest.raises(RuntimeError, match="backward is not linear in its gradients"):
+        tangent(lambda r, v: v + r)
 
 
 def test_D5_generate_jvp_rule_and_a_jvp():

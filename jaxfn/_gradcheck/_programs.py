@@ -178,7 +178,7 @@ def _inside(equation: Any) -> Iterator[Any]:
 
 
 def _left_out(jaxpr: Any) -> Iterator[Hashable]:
-    """What the text leaves out: which Python functions are called back, and which objects that only equal themselves."""
+    """What the text leaves out: Python functions that are called back, and objects that only equal themselves."""
     for equation in equations(jaxpr):
         if equation.primitive.name not in _HAVE_RULES:
             for value in equation.params.values():
