@@ -21,6 +21,7 @@ __all__ = [
     "ad",
     "batching",
     "compile_quickly",
+    "current_trace",
     "is_ref",
     "is_reverse_only",
     "make_jaxpr",
@@ -33,14 +34,20 @@ __all__ = [
     "zeros_of",
 ]
 
+
+def current_trace() -> object:
+    """Something that is equal wherever JAX is tracing, or not tracing, the same in this thread (0.10.0 to 0.12.0)."""
+    return get_opaque_trace_state()
+
+
 with jax.ensure_compile_time_eval():
     # Taken here, inside ensure_compile_time_eval, so that importing jaxfn under a trace is harmless.
-    _EAGER = get_opaque_trace_state()
+    _EAGER = current_trace()
 
 
 def is_eager() -> bool:
     """Whether nothing is being traced or differentiated in this thread (0.10.0 to 0.12.0)."""
-    return get_opaque_trace_state() == _EAGER
+    return current_trace() == _EAGER
 
 
 def stages_constants() -> bool:

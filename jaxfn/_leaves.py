@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxfn._compat import is_ref
+from jaxfn._compat import is_ref, partial_eval
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 # NumPy arrays of these kinds (objects, text, dates) cannot be JAX arrays, so they stay static.
@@ -135,11 +135,11 @@ class Layout:
 
     def hides_arrays(self) -> bool:
         """Whether a static leaf, a closure or an object, holds JAX arrays."""
-        return self is not ARRAY_LAYOUT and any(hides(leaf, _is_jax_type) for leaf in self.leaves)
+        return self is not ARRAY_LAYOUT and any(True for leaf in self.leaves for _ in _hidden(leaf, _is_jax_type))
 
-    def hides_tracers(self) -> bool:
-        """Whether a static leaf holds arrays that JAX traces."""
-        return self is not ARRAY_LAYOUT and any(map(hides_tracers, self.leaves))
+    def hidden_tracers(self) -> Iterator[object]:
+        """The arrays in static leaves that JAX traces."""
+        return (tracer for leaf in self.leaves for tracer in hidden_tracers(leaf))
 
     def key(self) -> tuple[object, ...]:
         """A hashable value that stands for this layout; `TypeError` where there is none."""
@@ -181,25 +181,35 @@ def value_key(leaf: object) -> tuple[object, ...]:
 _SEARCH_LIMIT = 2000
 
 
-def hides_tracers(value: Any) -> bool:
-    """Whether an object leads to an array that JAX traces."""
-    return hides(value, lambda kind: issubclass(kind, Tracer))
+def hidden_tracers(value: Any) -> Iterator[object]:
+    """The arrays that JAX traces and that an object leads to."""
+    return _hidden(value, lambda kind: issubclass(kind, Tracer))
 
 
-def hides(value: Any, is_wanted: Callable[[type], bool]) -> bool:
-    """Whether an object leads to one of a wanted type, by its attributes, items or closure."""
+def is_staged(array: object) -> bool:
+    """Whether an array stands for a value in a program that JAX is writing down."""
+    return isinstance(array, partial_eval.DynamicJaxprTracer)
+
+
+def _hidden(value: Any, is_wanted: Callable[[type], bool]) -> Iterator[object]:
+    """What an object leads to of a wanted type, by its attributes, items or closure.
+
+    The object itself, where there is too much to look through.
+    """
     seen: set[int] = set()
     pending = [value]
     while pending:
         part = pending.pop()
         if type(part) in _SCALARS or id(part) in seen:
             continue
-        if is_wanted(type(part)) or len(seen) > _SEARCH_LIMIT:
-            return True
+        if len(seen) > _SEARCH_LIMIT:
+            yield value
+            return
         seen.add(id(part))
-        if not isinstance(part, (type, types.ModuleType, np.ndarray, jax.Array, _Array, NoArrays)):
+        if is_wanted(type(part)):
+            yield part
+        elif not isinstance(part, (type, types.ModuleType, np.ndarray, jax.Array, _Array, NoArrays)):
             pending += _parts(part)
-    return False
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -254,7 +264,7 @@ def split(value: Any) -> tuple[Sequence[Any], Layout]:
     try:
         leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)
     except ValueError:  # a dict whose keys cannot be sorted
-        if hides(value, _is_jax_type):
+        if any(True for _ in _hidden(value, _is_jax_type)):
             raise
         return (), Layout(None, (value,))
     if len(leaves) == 1 and leaves[0] is value:

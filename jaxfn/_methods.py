@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from jaxfn._arguments import Form, Parameters
 from jaxfn._context import FunctionCtx, state_of
-from jaxfn._leaves import hides_tracers
+from jaxfn._leaves import hidden_tracers
 from jaxfn._marks import warn_of_dirty
 from jaxfn._outputs import Returned, take_apart
 
@@ -76,9 +77,9 @@ class Methods:
         """Whether the class still has what this looked up."""
         return _looked_up(self._function) == self._looked_up
 
-    def closes_over_tracers(self) -> bool:
-        """Whether `forward` sees arrays that JAX traces and that are no arguments."""
-        return hides_tracers(self._forward) or hides_tracers(self._setup_context)
+    def closed_over_tracers(self) -> Iterator[object]:
+        """The arrays that JAX traces and that `forward` sees beside its arguments."""
+        return chain(hidden_tracers(self._forward), hidden_tracers(self._setup_context))
 
     def why_vmap_is_refused(self) -> str | None:
         """What is wrong with the class's `vmap`, if anything; said where a call is batched."""

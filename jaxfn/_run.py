@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxfn._arguments import Form
+from jaxfn._compat import current_trace
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by, show_saved_for_forward
 from jaxfn._gradients import input_cotangents
 from jaxfn._hooks import Hooks
-from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_inexact, is_traced, split_saved
+from jaxfn._leaves import ARRAY_LAYOUT, Layout, as_array, is_inexact, is_staged, is_traced, split_saved
 from jaxfn._marks import check_dirty, non_differentiable_positions
 from jaxfn._methods import Methods
 from jaxfn._outputs import Returned
@@ -59,9 +60,13 @@ class Call:
                     "outside, or return the value instead of writing it."
                 )
 
+    def closed_over_tracers(self) -> Iterator[object]:
+        """The arrays that JAX traces and that `forward` sees beside the array leaves."""
+        return chain(self.methods.closed_over_tracers(), *(layout.hidden_tracers() for layout in self.layouts))
+
     def closes_over_tracers(self) -> bool:
-        """Whether `forward` sees arrays that JAX traces beside the array leaves."""
-        return self.methods.closes_over_tracers() or any(map(Layout.hides_tracers, self.layouts))
+        """Whether there are any."""
+        return any(True for _ in self.closed_over_tracers())
 
     def needs_input_grad(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""
@@ -179,6 +184,7 @@ class Run:
         self._packed: list[tuple[slice, Layout]] = []  # under hooks, for each residual, where what is kept of it is
         # An array inside a closure or an object is an intermediate too, though no residual.
         self.hides_arrays = any(map(Layout.hides_arrays, saved.layouts))
+        self._program = current_trace() if self.hides_arrays and self._hides_staged() else None
         self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in own)
         self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_reverse`
         self.outputs = returned.layout
@@ -187,6 +193,12 @@ class Run:
         self.output_avals = [jax.typeof(x) for x in returned.arrays]
         # Whether only one pattern of perturbed inputs is possible.
         self.has_one_pattern = [is_inexact(aval.dtype) for aval in self.input_avals].count(True) == 1
+
+    def _hides_staged(self) -> bool:
+        """Whether hidden arrays belong to the program that forward is being written into, which alone can use them."""
+        from_outside = set(map(id, self.call.closed_over_tracers()))
+        tracers = (tracer for layout in self.saved.layouts for tracer in layout.hidden_tracers())
+        return any(is_staged(tracer) and id(tracer) not in from_outside for tracer in tracers)
 
     def with_perturbed(self, perturbed: tuple[bool, ...]) -> Run:
         """The same run, as if other inputs had been perturbed."""
@@ -219,6 +231,12 @@ class Run:
 
     def _ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx]:
         """The ctx as `forward` left it."""
+        if self._program is not None and self._program != current_trace():
+            raise NotImplementedError(
+                f"{self.call.name}.forward keeps a JAX array inside a closure or an object on ctx, and JAX has traced "
+                "it into another program than backward, as it does in jit, scan and checkpoint. Save the array itself: "
+                "ctx.save_for_backward(array), or ctx.name = array."
+            )
         if self.hooks is not None:
             residuals = self._unpack(self.hooks, residuals)
         state = ContextState(self.call.form, self.needs_input_grad)

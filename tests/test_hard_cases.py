@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.conftest import COMING
 from tests.test_c_backward import MESSAGE, once
 
 
@@ -125,6 +126,42 @@ def test_B6_arrays_hidden_in_closures_and_objects_keep_their_derivative(kind, wr
     f = jaxfn.autograd_function(forward, lambda ctx, g: backward_of(kind, ctx.hidden, g))
     assert wrap(jax.grad(f))(3.0) == 6.0
     assert wrap(jax.grad(jax.grad(f)))(3.0) == 2.0
+
+
+@pytest.mark.parametrize("kind", HIDING)
+@pytest.mark.parametrize("inner", [jax.jit, jax.checkpoint, lambda f: lambda x: jax.lax.map(f, x[None])[0]])
+def test_B6_arrays_hidden_from_another_trace_are_refused(kind, inner):
+    """JAX loses them on the way to backward, and a second derivative through them was zero in silence."""
+
+    def forward(ctx, x):
+        ctx.hidden = HIDING[kind](x * 1)
+        return x * x
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: backward_of(kind, ctx.hidden, g))
+    twice = jax.jit(jax.grad(jax.jit(jax.grad(inner(f)))))
+    refusal, message = NotImplementedError, "forward keeps a JAX array inside a closure or an object on ctx"
+    if COMING and inner is jax.checkpoint:  # which notices by itself
+        refusal, message = jax.errors.UnexpectedTracerError, "unexpected tracer"
+    for derivative in (jax.grad(inner(f)), twice):
+        with pytest.raises(refusal, match=message):
+            derivative(3.0)
+
+
+def test_B6_an_object_from_outside_may_hold_traced_arrays():
+    """As a module that is handed to the Function, with parameters of an outer trace."""
+
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x * module.value
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: (g * ctx.module.value, None))
+
+    @jax.jit
+    def gradient(x, w):
+        module = Holder(w)
+        return jax.grad(lambda x: jax.vmap(lambda c: f(c, module))(x).sum())(x)
+
+    np.testing.assert_allclose(gradient(jnp.ones(2), 3.0), [3.0, 3.0])
 
 
 def test_C14_a_closure_on_ctx():
