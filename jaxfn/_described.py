@@ -32,7 +32,9 @@ _POSITIONAL = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSIT
 
 
 def describe(rule: Rule, primal: Callable[..., Any], *derived: Callable[..., Any]) -> None:
-    """Makes JAX's messages name the user's Function, its file and its parameters in place of jaxfn's.
+    """Makes JAX's messages name the user's Function and its file in place of jaxfn's.
+
+    And its parameters, which JAX's coming custom_vjp shows.
 
     Args:
       rule: whose functions these are.

@@ -60,8 +60,10 @@ def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> R
     def _(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> tuple[Outputs, Outputs]:
         return _batched_by_user(call, axis_size, in_batched, arrays)
 
-    # A custom_jvp may not close over tracers that are being differentiated.
-    outputs = forward(*arrays) if call.closes_over_tracers() else _with_derivative_of(alone, forward)(*arrays)
+    # Without intermediates it is never differentiated; and a custom_jvp may not close over what is.
+    if call.methods.saves_intermediates and not call.closes_over_tracers():
+        forward = _with_derivative_of(alone, forward)
+    outputs = forward(*arrays)
     value = outputs.layout.merge(outputs.arrays)
     return call.methods.set_up(ctx, call.inputs(arrays), take_apart(value))
 
@@ -69,8 +71,7 @@ def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> R
 def _with_derivative_of(alone: Callable[..., Outputs], forward: Callable[..., Outputs]) -> Callable[..., Outputs]:
     """`forward`, which calls the user's `vmap`, with the derivative of what it computes.
 
-    It is wanted where intermediates are saved, and JAX cannot differentiate a batched custom_vmap twice (0.10.0 to
-    0.12.0).
+    JAX cannot differentiate a batched custom_vmap twice (0.10.0 to 0.12.0).
     """
 
     @jax.custom_jvp

@@ -12,7 +12,7 @@ import pytest
 
 import jaxfn
 from tests.cases import MulConstant, Square
-from tests.conftest import RUNS_PRIMAL_TOO
+from tests.conftest import COMING, RUNS_PRIMAL_TOO
 
 
 class Keywords(jaxfn.Function):
@@ -336,8 +336,12 @@ def test_A7_user_code_is_traced_as_often_as_by_hand(derivative):
 
 
 def test_A7_jax_names_the_users_function_and_parameters():
-    with pytest.raises(jax.errors.TracerBoolConversionError, match=rf"function Branching at {re.escape(__file__)}:\d+"):
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match=rf"function Branching at {re.escape(__file__)}:\d+"
+    ) as e:
         jax.jit(Branching.apply)(jnp.ones(()), 3.0)
+    # Today's custom_vjp does not say which argument.
+    assert ("argument threshold" if COMING else "argument unknown") in str(e.value)
 
 
 class Branching(jaxfn.Function):

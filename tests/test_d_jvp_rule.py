@@ -480,7 +480,7 @@ LINEAR = {
     "pooling's derivative": lambda g: jax.vjp(
         lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2,), (1,), "SAME"), X
     )[1](g)[0],
-    "normalization's derivative": lambda g: jax.vjp(lambda x: (x - x.mean()) / x.std(), X)[1](g)[0],
+    "normalization's derivative": lambda g: jax.vjp(lambda x: x / jnp.sqrt((x * x).sum()), X)[1](g)[0],
     "softmax's derivative": lambda g: jax.vjp(jax.nn.log_softmax, X)[1](g)[0],
     "sort's derivative": lambda g: jax.vjp(jnp.sort, X)[1](g)[0],
 }
@@ -494,7 +494,7 @@ def test_D5_what_is_linear_is_not_refused(rule):
     f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: LINEAR[rule](g))
     f.Function.generate_jvp_rule = True
     for transform in (lambda f: f, jax.jit):
-        np.testing.assert_allclose(jax.jacfwd(transform(f))(X), jax.jacrev(f)(X), rtol=1e-2, atol=1e-6)
+        np.testing.assert_allclose(jax.jacfwd(transform(f))(X), jax.jacrev(f)(X), rtol=1e-2)
 
 
 def test_D5_what_is_said_to_be_linear_is_looked_into():

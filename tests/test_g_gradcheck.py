@@ -54,22 +54,13 @@ def test_G2_another_forward_mode_of_the_same_name_is_checked_anew(factors, gener
     """As when a rule is mended in a notebook and checked again."""
 
     def scaled(factor):
-        class Sine(jaxfn.Function):
-            generate_jvp_rule = generated
-
-            @staticmethod
-            def forward(ctx, x):
-                ctx.save_for_backward(x)
-                return jnp.sin(x)
-
-            @staticmethod
-            def backward(ctx, grad_output):
-                (x,) = ctx.saved_tensors
-                return (factor if generated else 1.0) * grad_output * jnp.cos(x)
-
-        if not generated:
-            Sine.jvp = staticmethod(lambda ctx, tangent: factor * tangent * jnp.cos(ctx.saved_tensors[0]))
-        return Sine.apply
+        if generated:
+            sine = scaled_sine(factor)
+            sine.Function.generate_jvp_rule = True
+        else:
+            sine = scaled_sine(1.0)
+            sine.jvp(lambda ctx, tangent: factor * tangent * jnp.cos(ctx.saved_tensors[0]))
+        return sine
 
     for factor in factors:
         right = gradcheck(scaled(factor), normal(3), check_forward_ad=True, raise_exception=False)

@@ -216,10 +216,6 @@ def test_A5_closed_over_values_differentiated_further_out(wrap, save):
 def test_A5_D3_closed_over_values_beside_a_saved_intermediate(wrap, kept, moves):
     """What the outputs depend on beside the inputs keeps its derivative where the inputs are differentiated too."""
 
-    class Holder:
-        def __init__(self, value):
-            self.value = value
-
     def ours(c):
         holder = Holder(c)
 

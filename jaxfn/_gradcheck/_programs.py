@@ -170,22 +170,28 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def _inside(equation: Any) -> Iterator[Any]:
     """The equations of the programs that one equation runs."""
+    for item in _parameters(equation):
+        if _is_program(item):
+            yield from equations(getattr(item, "jaxpr", item))
+
+
+def _parameters(equation: Any) -> Iterator[Any]:
+    """The parameters of one equation, those in tuples and lists one by one."""
     for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(item, "jaxpr", item)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+        yield from value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _is_program(parameter: Any) -> bool:
+    return hasattr(getattr(parameter, "jaxpr", parameter), "eqns")
 
 
 def _left_out(jaxpr: Any) -> Iterator[Hashable]:
     """What the text leaves out: Python functions that are called back, and objects that only equal themselves."""
     for equation in equations(jaxpr):
         if equation.primitive.name not in _HAVE_RULES:
-            for value in equation.params.values():
-                for item in value if isinstance(value, (tuple, list)) else (value,):
-                    is_program = hasattr(getattr(item, "jaxpr", item), "eqns")
-                    if not is_program and (callable(item) or type(item).__eq__ is object.__eq__):
-                        yield _by_value(item)
+            for item in _parameters(equation):
+                if not _is_program(item) and (callable(item) or type(item).__eq__ is object.__eq__):
+                    yield _by_value(item)
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
