@@ -5,7 +5,7 @@ Every entry says which versions it was checked on. Nothing here reaches into `ja
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,10 @@ __all__ = [
     "SymbolicZero",
     "ad",
     "batching",
+    "carry_out",
     "compile_quickly",
     "current_trace",
+    "equation_of",
     "is_ref",
     "is_reverse_only",
     "make_jaxpr",
@@ -30,6 +32,8 @@ __all__ = [
     "partial_eval",
     "stages_constants",
     "state_debug_info",
+    "under_batches",
+    "variable_of",
     "varying_axes",
     "zeros_of",
 ]
@@ -58,6 +62,42 @@ def stages_constants() -> bool:
 def is_ref(value: Any) -> bool:
     """Whether an array leaf is a mutable reference, concrete or traced (0.10.0 to 0.12.0)."""
     return isinstance(jax.typeof(value), AbstractRef)  # quicker than isinstance(value, jax.Ref)
+
+
+def under_batches(array: Any) -> Any:
+    """The array that a `jax.vmap` tracer stands for, all of its batches included (0.10.0 to 0.12.0)."""
+    while isinstance(array, Tracer) and not isinstance(array, partial_eval.DynamicJaxprTracer):
+        value = getattr(array, "val", None)
+        if value is None:
+            return array
+        array = value
+    return array
+
+
+def equation_of(tracer: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The equation that made a value of a program being written down, and its operands (0.10.0 to 0.12.0).
+
+    Returns:
+      The equation, with `primitive`, `params` and `outvars`, and its operands as tracers; `None` for an argument of the
+      program or a constant, of which `Tracer.full_lower` gives the value.
+    """
+    equation = tracer.parent
+    return None if equation is None else (equation, equation.in_tracers)
+
+
+def variable_of(tracer: Any) -> int:
+    """The identity of the variable that a value of a program being written down is (0.10.0 to 0.12.0)."""
+    return id(tracer.val)
+
+
+def carry_out(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of one equation, of a jaxpr or of a program being written down (0.10.0 to 0.12.0).
+
+    As `jax.core.eval_jaxpr` computes them, which takes whole jaxprs only.
+    """
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return results if equation.primitive.multiple_results else [results]
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

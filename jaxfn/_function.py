@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar, cast
 
@@ -11,7 +11,7 @@ from jaxfn._attached import CallRule
 from jaxfn._compat import stages_constants
 from jaxfn._differentiable import differentiable
 from jaxfn._hooks import hooks_in_force
-from jaxfn._leaves import Layout, as_array, is_traced, split
+from jaxfn._leaves import Layout, Opaque, as_array, is_traced, split
 from jaxfn._methods import Methods, undefined
 from jaxfn._rules import Differentiable, Site
 from jaxfn._run import Call
@@ -148,12 +148,16 @@ def _make_apply(function: type[Function]) -> Callable[..., Any]:
     return apply
 
 
-class _Entry:
+class _Entry(Opaque):
     """Where calls of one Function come in."""
 
     def __init__(self, function: type[Function]) -> None:
         self._function = function
         self._prepared: tuple[Methods, _Prepare] | None = None
+
+    def visible_parts(self) -> Sequence[object]:
+        """What a call runs; derivatives are no part of what another Function that calls this one closes over."""
+        return self._function.forward, self._function.setup_context
 
     def prepared(self) -> tuple[Methods, _Prepare]:
         """The class's methods, looked up again where they were replaced, and the calls prepared for them."""
@@ -189,7 +193,10 @@ class _Entry:
             # A forward that closes over somebody's tracer goes the full way, to get JAX's own error.
             if not any(map(is_traced, returned.arrays)):
                 return returned.value
-        outputs = rule(Site(hooks_in_force()), *arrays)
+        closed_over = call.closed_over_operands()
+        if closed_over:
+            rule = differentiable(CallRule(call, closed_over))
+        outputs = rule(Site(hooks_in_force()), *arrays, *closed_over)
         return outputs.layout.merge(outputs.arrays)
 
 

@@ -98,6 +98,14 @@ class NoArrays:
     """Base of jaxfn's own objects that hold no JAX arrays, so that nothing needs to look for one in them."""
 
 
+class Opaque:
+    """Base of jaxfn's own objects of which only some parts are to be looked through for arrays."""
+
+    def visible_parts(self) -> Sequence[object]:
+        """Those parts."""
+        return ()
+
+
 class Layout:
     """A value with its array leaves taken out: what kind of tree it is and its static leaves.
 
@@ -127,6 +135,10 @@ class Layout:
         leaves = [next(arrays) if isinstance(leaf, _Array) else None for leaf in self.leaves]
         return leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, leaves)
 
+    def __repr__(self) -> str:
+        value = self.leaves[0] if self.treedef is None else jax.tree_util.tree_unflatten(self.treedef, self.leaves)
+        return repr(value)
+
     @property
     def container(self) -> type | None:
         """The type of the pytree's topmost node; `None` where the value is a single leaf."""
@@ -139,6 +151,8 @@ class Layout:
 
     def hidden_tracers(self) -> Iterator[object]:
         """The arrays in static leaves that JAX traces."""
+        if self is ARRAY_LAYOUT:
+            return iter(())
         return (tracer for leaf in self.leaves for tracer in hidden_tracers(leaf))
 
     def key(self) -> tuple[object, ...]:
@@ -212,8 +226,16 @@ def _hidden(value: Any, is_wanted: Callable[[type], bool]) -> Iterator[object]:
             pending += _parts(part)
 
 
+def is_plain_function(value: object) -> bool:
+    """Whether a value is a function that holds nothing: no closure and no defaults."""
+    is_function = isinstance(value, types.FunctionType)
+    return is_function and not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+
+
 def _parts(value: Any) -> Iterable[Any]:
     """What an object holds, as far as it can be seen without running its code."""
+    if isinstance(value, Opaque):
+        return value.visible_parts()
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

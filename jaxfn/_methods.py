@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from jaxfn._arguments import Form, Parameters
 from jaxfn._context import FunctionCtx, state_of
-from jaxfn._leaves import hidden_tracers
+from jaxfn._leaves import hidden_tracers, is_plain_function
 from jaxfn._marks import warn_of_dirty
 from jaxfn._outputs import Returned, take_apart
 
@@ -45,18 +45,19 @@ class Methods:
       parameters: what `forward` takes besides the ctx.
       has_backward, has_jvp: whether it defines `backward` (or `vjp`), and `jvp`.
       has_forward_mode: whether forward mode is to work, by `jvp` or by `generate_jvp_rule`.
-      saves_intermediates: whether a run of `forward` has saved an array that is neither input nor output, and may be
-        differentiated; see `_reverse`.
+      hides_arrays: whether a run of `forward` has kept an array inside a closure or an object on ctx; see `_attached`.
     """
 
     def __init__(self, function: Any) -> None:
         self.name: str = function.__name__
-        self.saves_intermediates = False
+        self.hides_arrays = False
         self._function = function
         self._looked_up = _looked_up(function)
         self._forward = function.forward
         self._setup_context = function.setup_context
         self._is_separate = _is_defined(self._setup_context)
+        methods = (self._forward, self._setup_context) if self._is_separate else (self._forward,)
+        self._with_closures = [method for method in methods if not is_plain_function(method)]
         self._warned_of_dirty = False
         if not _is_defined(self._forward):
             raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
@@ -79,7 +80,7 @@ class Methods:
 
     def closed_over_tracers(self) -> Iterator[object]:
         """The arrays that JAX traces and that `forward` sees beside its arguments."""
-        return chain(hidden_tracers(self._forward), hidden_tracers(self._setup_context))
+        return chain.from_iterable(map(hidden_tracers, self._with_closures))
 
     def why_vmap_is_refused(self) -> str | None:
         """What is wrong with the class's `vmap`, if anything; said where a call is batched."""

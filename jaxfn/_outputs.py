@@ -36,6 +36,11 @@ class OutputLayout:
     def __hash__(self) -> int:
         return hash((self.container, self.non_differentiable, len(self.layouts)))
 
+    def __repr__(self) -> str:
+        """For JAX's messages, where the structure of outputs differs from run to run."""
+        outputs = ", ".join(map(repr, self.layouts))
+        return outputs if self.container is None else f"{self.container.__name__}({outputs})"
+
     def merge(self, arrays: Sequence[jax.Array]) -> Any:
         """The outputs as the caller gets them."""
         stopped = iter(self.without_derivatives(arrays))
@@ -96,6 +101,9 @@ class Outputs:
     def __init__(self, arrays: Sequence[Any], layout: OutputLayout) -> None:
         self.arrays = arrays
         self.layout = layout
+
+    def __repr__(self) -> str:
+        return repr(self.layout)
 
 
 jax.tree_util.register_pytree_node(Outputs, lambda o: (o.arrays, o.layout), lambda layout, a: Outputs(a, layout))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxfn import _compat
 from jaxfn._arguments import Form
 from jaxfn._compat import current_trace
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by, show_saved_for_forward
@@ -19,6 +20,7 @@ from jaxfn._marks import check_dirty, non_differentiable_positions
 from jaxfn._methods import Methods
 from jaxfn._outputs import Returned
 from jaxfn._packing import pack, unpack
+from jaxfn._provenance import Fingerprint
 from jaxfn._tangents import input_tangents, output_tangents
 from jaxfn._vmap import forward_with_vmap
 
@@ -67,6 +69,11 @@ class Call:
     def closes_over_tracers(self) -> bool:
         """Whether there are any."""
         return any(True for _ in self.closed_over_tracers())
+
+    def closed_over_operands(self) -> list[Any]:
+        """Those of them that are no references, each once."""
+        tracers = {id(x): x for x in self.closed_over_tracers() if is_traced(x)}
+        return [x for x in tracers.values() if not _compat.is_ref(x)]
 
     def needs_input_grad(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""
@@ -167,6 +174,7 @@ class Run:
         self,
         call: Call,
         perturbed: tuple[bool, ...],
+        expected: tuple[bool, ...],
         state: ContextState,
         hooks: Hooks | None,
         saved: Saved,
@@ -176,7 +184,8 @@ class Run:
     ) -> None:
         self.call = call
         self.perturbed = perturbed
-        self.needs_input_grad = state.needs_input_grad
+        self.expected = expected  # what forward was told of `perturbed`, and of derivatives further out
+        self.needs_input_grad = call.needs_input_grad(perturbed)
         self.read_needs_input_grad = state.read_needs_input_grad
         self.materialize_grads = state.materialize_grads
         self.hooks = hooks
@@ -186,13 +195,19 @@ class Run:
         self.hides_arrays = any(map(Layout.hides_arrays, saved.layouts))
         self._program = current_trace() if self.hides_arrays and self._hides_staged() else None
         self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in own)
-        self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_reverse`
+        self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_attached`
+        self.fingerprint: Fingerprint | None = None  # of what forward computed, where it may have to run again
         self.outputs = returned.layout
         # Types only: a closure over the arrays themselves would leak their tracers into backward.
         self.input_avals = [jax.typeof(x) for x in inputs]
         self.output_avals = [jax.typeof(x) for x in returned.arrays]
         # Whether only one pattern of perturbed inputs is possible.
         self.has_one_pattern = [is_inexact(aval.dtype) for aval in self.input_avals].count(True) == 1
+
+    @property
+    def hides_staged(self) -> bool:
+        """Whether it hides arrays that belong to the program that forward was written into."""
+        return self._program is not None
 
     def _hides_staged(self) -> bool:
         """Whether hidden arrays belong to the program that forward is being written into, which alone can use them."""
@@ -280,7 +295,11 @@ class Run:
 
 
 def run_forward(
-    call: Call, inputs: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None
+    call: Call,
+    inputs: Sequence[Any],
+    perturbed: tuple[bool, ...],
+    hooks: Hooks | None,
+    expected: tuple[bool, ...] | None = None,
 ) -> tuple[Run, list[Any], list[Any]]:
     """Runs forward.
 
@@ -289,10 +308,12 @@ def run_forward(
       inputs: its array leaves.
       perturbed: which of them are being differentiated.
       hooks: the saved-tensor hooks that were in force where the Function was applied.
+      expected: which of them forward is told are being differentiated, `perturbed` and more.
 
     Returns:
       The run, the outputs' array leaves, and the intermediates that were saved.
     """
-    state, ctx, returned = call.forward(inputs, perturbed)
+    expected = perturbed if expected is None else expected
+    state, ctx, returned = call.forward(inputs, expected)
     saved, own = _save(ctx, inputs, returned.originals, hooks)
-    return Run(call, perturbed, state, hooks, saved, own, inputs, returned), returned.arrays, own
+    return Run(call, perturbed, expected, state, hooks, saved, own, inputs, returned), returned.arrays, own

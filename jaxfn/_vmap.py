@@ -60,8 +60,7 @@ def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> R
     def _(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> tuple[Outputs, Outputs]:
         return _batched_by_user(call, axis_size, in_batched, arrays)
 
-    # Without intermediates it is never differentiated; and a custom_jvp may not close over what is.
-    if call.methods.saves_intermediates and not call.closes_over_tracers():
+    if not call.closes_over_tracers():  # which a custom_jvp must not, where they are differentiated
         forward = _with_derivative_of(alone, forward)
     outputs = forward(*arrays)
     value = outputs.layout.merge(outputs.arrays)

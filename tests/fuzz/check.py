@@ -1,0 +1,148 @@
+"""Runs a program with Functions and with their twins, and says how the two compare."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.fuzz.evaluate import evaluate
+from tests.fuzz.operations import OPERATIONS
+from tests.fuzz.program import COMPILED, TRACED, Operation, Program, walk
+from tests.fuzz.source import write
+from tests.fuzz.types import FLOATS
+
+AGREED, DISCARDED, REFUSED, WRONG = "agreed", "discarded", "refused", "wrong"
+_REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)
+_TOLERANCES = {"float32": 5e-4, "bfloat16": 0.1}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program went.
+
+    Attributes:
+      kind: the two sides agreed; the twins raise, so that the program means nothing; jaxfn refused it by name; or
+        what jaxfn did is wrong.
+      message: what was refused, or is wrong, without the names and numbers of this one program.
+      comparisons: how many arrays and counts were compared.
+    """
+
+    kind: str
+    message: str = ""
+    comparisons: int = 0
+
+    @property
+    def sort(self) -> str:
+        """What stays the same while a program is shrunk: the kind, and how the message begins."""
+        beginning, _, detail = self.message.partition(": ")
+        return f"{self.kind} {beginning} {'' if 'often' in beginning else detail[:24]}".strip()
+
+
+def check(program: Program) -> Outcome:
+    """Runs both sides of a program; what NumPy finds wrong is looked at again in the compiled program."""
+    outcome = _checked(program)
+    if outcome.kind == WRONG and program.measure.how == TRACED:
+        return _checked(replace(program, measure=replace(program.measure, how=COMPILED)))
+    return outcome
+
+
+def _checked(program: Program) -> Outcome:
+    namespace: dict[str, Any] = {"__name__": "fuzzed"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(write(program), "<fuzzed program>", "exec"), namespace)
+        measure = _counted if program.stateful else partial(_computed, program.measure.how)
+        try:
+            wanted = measure(namespace, "TWINS")
+        except Exception as error:
+            return Outcome(DISCARDED, normalized(error))
+        try:
+            got = measure(namespace, "FUNCTIONS")
+        except Exception as error:
+            kind = REFUSED if is_refusal(error) else WRONG
+            return Outcome(kind, normalized(error))
+    compare = _compare_counts if program.stateful else _compare
+    return compare(got, wanted, tolerance_of(program))
+
+
+def tolerance_of(program: Program) -> float:
+    """How much results may differ, relative to the largest."""
+    dtypes = {argument.dtype for argument in program.arguments}
+    names = {s.name for s in walk(program.block) if isinstance(s, Operation)}
+    is_coarse = "bfloat16" in dtypes or any("bfloat16" in OPERATIONS[name].source for name in names)
+    return _TOLERANCES[FLOATS[is_coarse]]
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an exception is jaxfn's own, in words that name the Function."""
+    return type(error) in _REFUSALS and bool(re.search(r"\bF\d+\b", str(error))) and _is_raised_in_jaxfn(error)
+
+
+def _is_raised_in_jaxfn(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and "/jaxfn/" in frames[-1].f_code.co_filename
+
+
+def normalized(error: BaseException) -> str:
+    """The type and the first sentences of an error, without names and numbers of the program."""
+    text = str(error).partition("\n")[0]
+    text = re.sub(r"\b([FT]\d+|make_[FT]\d+)\b(_backward|_bwd|_fwd)?", "F", text)
+    text = re.sub(r"\b[vpbx]\d+\b", "v", text)
+    text = re.sub(r"(int|float|bfloat|complex)\d+(\[[\d,]*\])?|\(\d[\d, ]*,?\)|\d+", "N", text)
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _computed(how: str, namespace: dict[str, Any], side: str) -> Any:
+    measured = namespace["measured"](namespace["program"](*namespace[side]))
+    evaluated = evaluate(measured, namespace["ARGUMENTS"]) if how == TRACED else None
+    return jax.block_until_ready(measured(*namespace["ARGUMENTS"])) if evaluated is None else evaluated
+
+
+def _counted(namespace: dict[str, Any], side: str) -> tuple[Any, Any, list[int]]:
+    """The result, the argument, and how often forward had run after one call and after two."""
+    run, (argument,), runs = namespace["program"](*namespace[side]), namespace["ARGUMENTS"], namespace.get("RUNS", {})
+    runs["count"] = 0
+    measured, counts = namespace["measured"](run), []
+    for _ in range(2):
+        result = jax.block_until_ready(measured(argument))
+        jax.effects_barrier()
+        counts.append(runs["count"])
+    return result, argument, counts
+
+
+def _compare(got: Any, wanted: Any, tolerance: float) -> Outcome:
+    if jax.tree.structure(got) != jax.tree.structure(wanted):
+        return Outcome(WRONG, "structures differ")
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
+    if any((ours.shape, ours.dtype) != (theirs.shape, theirs.dtype) for ours, theirs in pairs):
+        return Outcome(WRONG, "shapes or dtypes differ", len(pairs))
+    numbers = [(_float64(ours), _float64(theirs)) for ours, theirs in pairs]
+    scale = max([1, *(np.abs(b[np.isfinite(b)]).max(initial=0) for _, b in numbers)])
+    if all(np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True) for a, b in numbers):
+        return Outcome(AGREED, comparisons=len(pairs))
+    return Outcome(WRONG, "values differ", len(pairs))
+
+
+def _compare_counts(got: Any, wanted: Any, tolerance: float) -> Outcome:
+    """Forward runs as often as by hand; and as the programs are linear, loss = gradient . argument for one draw."""
+    (result, argument, counts), (_, _, counts_by_hand) = got, wanted
+    if counts != counts_by_hand:
+        compared = "more" if counts > counts_by_hand else "less"
+        return Outcome(WRONG, f"forward runs {compared} often than by hand: {counts}, not {counts_by_hand}", 2)
+    if isinstance(result, tuple):
+        loss, gradient = map(_float64, result)
+        of_same_draw = np.vdot(gradient, _float64(argument))
+        if not np.allclose(loss, of_same_draw, rtol=tolerance, atol=tolerance):
+            return Outcome(WRONG, "the gradient belongs to another draw than the output", 3)
+    return Outcome(AGREED, comparisons=3)
+
+
+def _float64(x: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(x, np.float64)

@@ -1,0 +1,293 @@
+"""The ways of writing a Function down: source of a formula's Function, and of what stands beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.fuzz.formulas import FORMULAS, Formula, Saving
+
+STYLES = ("combined", "separate", "decorator", "decorator separate", "by name")
+KEEPINGS = ("positional", "named", "attributes")
+MODES = ("reverse", "both", "generated", "forward")
+VMAP_RULES = ("", "first", "last")
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A Function.
+
+    Attributes:
+      formula: a name in `FORMULAS`.
+      saving: a name among the formula's savings.
+      style: one of `STYLES`.
+      keeping: by which means things are saved, one of `KEEPINGS`.
+      modes: `backward`, `backward` and `jvp`, `backward` and `generate_jvp_rule`, or `jvp`.
+      guards: whether `backward` looks at `needs_input_grad`.
+      materialize: whether missing gradients come as zeros.
+      vmap_rule: where a `vmap` of its own puts the batch, "" for none.
+      packed: whether the parameters come in one dict.
+      passes_statics: whether static arguments are given in the call, and not left to their defaults.
+    """
+
+    formula: str
+    saving: str
+    style: str = "combined"
+    keeping: str = "positional"
+    modes: str = "reverse"
+    guards: bool = False
+    materialize: bool = True
+    vmap_rule: str = ""
+    packed: bool = False
+    passes_statics: bool = False
+
+    @property
+    def mathematics(self) -> Formula:
+        """The formula itself."""
+        return FORMULAS[self.formula]
+
+    @property
+    def rules(self) -> Saving:
+        """What is saved, and the rules made of it."""
+        return self.mathematics.savings[self.saving]
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether forward takes no ctx."""
+        return self.style.endswith("separate")
+
+    @property
+    def has_forward_mode(self) -> bool:
+        """Whether `jax.jvp` works."""
+        return self.modes != "reverse"
+
+    def is_possible(self) -> bool:
+        """Whether these choices go together."""
+        formula, saved = self.mathematics, set(self.rules.names)
+        steps = {name for name, _ in formula.steps}
+        is_class = self.style in ("combined", "separate")
+        return not (
+            (self.vmap_rule and (not self.is_separate or formula.closed or self.packed))
+            or (self.packed and (not is_class or not self.materialize or formula.statics))
+            or (self.modes == "generated" and not is_class)
+            or (self.modes != "reverse" and self.style == "by name")
+            or (self.keeping == "positional" and "factor" in saved)  # a Python number
+            or (self.passes_statics and not formula.statics)
+            or (formula.stateful and self.is_separate and steps & saved)  # setup_context would draw again
+        )
+
+
+def write_function(spec: FunctionSpec, name: str) -> list[str]:
+    """Lines that define the Function under this name."""
+    if spec.style in ("combined", "separate"):
+        lines = [f"class {name}(jaxfn.Function):"]
+        if spec.modes == "generated":
+            lines += ["    generate_jvp_rule = True", ""]
+        for method in _methods(spec, name, f"{name}.forward"):
+            lines += ["    @staticmethod", *_indented(method), ""]
+        return lines[:-1]
+    if spec.style == "by name":
+        forward, backward = _methods(spec, name, "")
+        return [
+            *_renamed(forward, name), "", *_renamed(backward, f"{name}_backward"), "",
+            f"{name} = jaxfn.autograd_function(forward={name}, backward={name}_backward)",
+        ]  # fmt: skip
+    forward, *rules = _methods(spec, name, f"{name}.Function.forward")
+    lines = ["@jaxfn.function", *_renamed(forward, name)]
+    for rule in rules:
+        lines += ["", f"@{name}.{_name_of(rule)}", *_renamed(rule, "_")]
+    return lines
+
+
+def write_twin(spec: FunctionSpec, name: str) -> list[str]:
+    """Lines that define plain JAX with the Function's derivatives at every order."""
+    formula = spec.mathematics
+    outputs = [f"y{i}" for i in range(len(formula.outputs))]
+    lines = [f"return {', '.join(formula.twin or outputs)}"]
+    for made, expression in reversed([*formula.steps, *zip(outputs, formula.outputs, strict=True)]):
+        if re.search(rf"\b{made}\b", "\n".join(lines)):
+            lines.insert(0, f"{made} = {expression}")
+    return [f"def {name}({_signature(spec)}):", *_indented([*_unpacked_dict(spec), *lines])]
+
+
+def write_by_hand(spec: FunctionSpec, name: str) -> list[str]:
+    """Lines that define the `jax.custom_vjp` that a JAX user would write."""
+    formula, rules = spec.mathematics, spec.rules
+    outputs = [f"y{i} = {expression}" for i, expression in enumerate(formula.outputs)]
+    body = [*_unpacked_dict(spec), *_steps(formula), *outputs]
+    results = ", ".join(f"y{i}" for i in range(len(formula.outputs)))
+    grads = [str(grad) for grad in rules.grads]
+    returned = _dict(formula.parameters, grads) if spec.packed else ", ".join(grads)
+    unpacked = [f"{_tuple(rules.names)} = residuals"] if rules.names else []
+    return [
+        "@jax.custom_vjp", f"def {name}({_signature(spec)}):", *_indented([*body, f"return {results}"]), "",
+        f"def {name}_fwd({_signature(spec)}):",
+        *_indented([*body, f"return ({results}), {_tuple(rules.names)}"]), "",
+        f"def {name}_bwd(residuals, g0):", *_indented([*unpacked, f"return ({returned},)"]), "",
+        f"{name}.defvjp({name}_fwd, {name}_bwd)",
+    ]  # fmt: skip
+
+
+def write_factory(lines: Sequence[str], spec: FunctionSpec, name: str, value: str) -> list[str]:
+    """Lines that define `make_<name>`, which makes the function for what it closes over, or the lines themselves."""
+    closed = spec.mathematics.closed
+    if not closed:
+        return list(lines)
+    return [f"def make_{name}({', '.join(closed)}):", *_indented(lines), f"    return {value}"]
+
+
+def value_of(spec: FunctionSpec, name: str) -> str:
+    """The expression that is called."""
+    return f"{name}.apply" if spec.style in ("combined", "separate") else name
+
+
+def arguments_of(spec: FunctionSpec, inputs: Sequence[str]) -> str:
+    """What stands between the parentheses of a call."""
+    formula = spec.mathematics
+    if spec.packed:
+        return _dict(formula.parameters, inputs)
+    statics = [value for _, value in formula.statics] if spec.passes_statics else []
+    return ", ".join([*inputs, *statics])
+
+
+def _methods(spec: FunctionSpec, name: str, forward: str) -> list[list[str]]:
+    """The methods as functions, each its lines; `forward` is how `vmap` calls forward."""
+    methods = [_forward(spec)]
+    if spec.is_separate:
+        methods.append(_setup_context(spec))
+    if spec.modes != "forward":
+        methods.append(_backward(spec))
+    if spec.modes in ("both", "forward"):
+        methods.append(_jvp(spec))
+    if spec.vmap_rule:
+        methods.append(_vmap(spec, forward))
+    return methods
+
+
+def _forward(spec: FunctionSpec) -> list[str]:
+    formula = spec.mathematics
+    outputs = [f"y{i}" for i in range(len(formula.outputs))]
+    ctx = [] if spec.is_separate else ["ctx"]
+    lines = [*_unpacked_dict(spec), *_steps(formula)]
+    lines += [f"{y} = {expression}" for y, expression in zip(outputs, formula.outputs, strict=True)]
+    if not spec.is_separate:
+        lines += _saves(spec)
+    return [
+        f"def forward({', '.join([*ctx, _signature(spec)])}):",
+        *_indented([*lines, f"return {', '.join(outputs)}"]),
+    ]
+
+
+def _setup_context(spec: FunctionSpec) -> list[str]:
+    formula = spec.mathematics
+    inputs = ["packed"] if spec.packed else [*formula.parameters, *(name for name, _ in formula.statics)]
+    outputs = [f"y{i}" for i in range(len(formula.outputs))]
+    lines = [f"{_tuple(inputs)} = inputs", *_unpacked_dict(spec)]
+    lines.append(f"{', '.join(outputs)} = output")
+    if {name for name, _ in formula.steps}.intersection(spec.rules.names):
+        lines += _steps(formula)
+    return ["def setup_context(ctx, inputs, output):", *_indented([*lines, *_saves(spec)])]
+
+
+def _saves(spec: FunctionSpec) -> list[str]:
+    """What puts things on ctx."""
+    formula, names = spec.mathematics, spec.rules.names
+    lines = [f"ctx.mark_non_differentiable({', '.join(f'y{i}' for i in formula.marked)})"] if formula.marked else []
+    if not spec.materialize:
+        outputs = [f"y{i}" for i in range(len(formula.outputs))]
+        lines.append("ctx.set_materialize_grads(False)")
+        for kind, values in (("inputs", formula.parameters), ("outputs", outputs)):
+            lines.append(f"ctx.of_{kind} = {_tuple([f'({v}.shape, str({v}.dtype))' for v in values])}")
+    if spec.keeping == "attributes":
+        return [*lines, *(f"ctx.{name} = {name}" for name in names)]
+    if names and spec.keeping == "named":
+        lines.append(f"ctx.save_for_backward({', '.join(f'{name}={name}' for name in names)})")
+    elif names:
+        lines.append(f"ctx.save_for_backward({', '.join(names)})")
+    return lines
+
+
+def _unpacked_saves(spec: FunctionSpec) -> list[str]:
+    names = spec.rules.names
+    if spec.keeping == "attributes":
+        return [f"{name} = ctx.{name}" for name in names]
+    if spec.keeping == "named":
+        return [f"{name} = ctx.saved_variables.{name}" for name in names]
+    return [f"{_tuple(names)} = ctx.saved_tensors"] if names else []
+
+
+def _backward(spec: FunctionSpec) -> list[str]:
+    formula = spec.mathematics
+    outputs = [f"g{i}" for i in range(len(formula.outputs))]
+    lines = _unpacked_saves(spec)
+    if not spec.materialize:
+        lines += [f"{g} = jnp.zeros(*ctx.of_outputs[{i}]) if {g} is None else {g}" for i, g in enumerate(outputs)]
+    grads = []
+    for i, (parameter, grad) in enumerate(zip(formula.parameters, spec.rules.grads, strict=True)):
+        guard = f" if ctx.needs_input_grad[{0 if spec.packed else i}] else None"
+        lines.append(f"g_{parameter} = {grad}{guard if spec.guards and grad else ''}")
+        grads.append(f"g_{parameter}")
+    if spec.packed or spec.style == "by name":
+        returned = _dict(formula.parameters, grads)
+    else:
+        returned = ", ".join([*grads, *("None" for _ in formula.statics)])
+    return [f"def backward(ctx, {', '.join(outputs)}):", *_indented([*lines, f"return {returned}"])]
+
+
+def _jvp(spec: FunctionSpec) -> list[str]:
+    formula = spec.mathematics
+    tangents = [f"d{parameter}" for parameter in formula.parameters]
+    lines = _unpacked_saves(spec)
+    if spec.packed:
+        lines = [*lines, *(f'd{parameter} = packed["{parameter}"]' for parameter in formula.parameters)]
+    if not spec.materialize:
+        lines += [f"{d} = jnp.zeros(*ctx.of_inputs[{i}]) if {d} is None else {d}" for i, d in enumerate(tangents)]
+    given = ["packed"] if spec.packed else [*tangents, *(f"d{name}" for name, _ in formula.statics)]
+    returned = ", ".join(str(tangent) for tangent in spec.rules.tangents)
+    return [f"def jvp(ctx, {', '.join(given)}):", *_indented([*lines, f"return {returned}"])]
+
+
+def _vmap(spec: FunctionSpec, forward: str) -> list[str]:
+    formula = spec.mathematics
+    names = [*formula.parameters, *(name for name, _ in formula.statics)]
+    axis = {"first": "0", "last": "-1"}[spec.vmap_rule]
+    axes = axis if len(formula.outputs) == 1 else _tuple([axis] * len(formula.outputs))
+    return [
+        f"def vmap(info, in_dims, {', '.join(names)}):",
+        f"    return jax.vmap({forward}, in_dims, {axes})({', '.join(names)}), {axes}",
+    ]
+
+
+def _signature(spec: FunctionSpec) -> str:
+    formula = spec.mathematics
+    parameters = ["packed"] if spec.packed else formula.parameters
+    return ", ".join([*parameters, *(f"{name}={value}" for name, value in formula.statics)])
+
+
+def _unpacked_dict(spec: FunctionSpec) -> list[str]:
+    return [f'{name} = packed["{name}"]' for name in spec.mathematics.parameters] if spec.packed else []
+
+
+def _steps(formula: Formula) -> list[str]:
+    return [f"{name} = {expression}" for name, expression in formula.steps]
+
+
+def _name_of(function: Sequence[str]) -> str:
+    return function[0].removeprefix("def ").partition("(")[0]
+
+
+def _renamed(function: Sequence[str], name: str) -> list[str]:
+    return [function[0].replace(f"def {_name_of(function)}(", f"def {name}(", 1), *function[1:]]
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" if line else line for line in lines]
+
+
+def _tuple(items: Sequence[str]) -> str:
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+
+def _dict(names: Sequence[str], values: Sequence[str]) -> str:
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in zip(names, values, strict=True)) + "}"

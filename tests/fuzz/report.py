@@ -1,0 +1,142 @@
+"""Runs many programs, and says what came of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import jax
+
+from tests.fuzz.check import AGREED, DISCARDED, REFUSED, WRONG, Outcome, check, tolerance_of
+from tests.fuzz.draw import draw
+from tests.fuzz.program import EAGER, Call, Program, Wrap, walk
+from tests.fuzz.shrink import shrink
+from tests.fuzz.source import write_alone
+
+_PROGRAMS_BETWEEN_CLEARINGS = 400
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A program that goes wrong, shrunk, and how."""
+
+    seed: int
+    outcome: Outcome
+    program: Program
+
+    @property
+    def source(self) -> str:
+        """Python that runs by itself and shows it."""
+        return write_alone(self.program, tolerance_of(self.program))
+
+    @property
+    def features(self) -> str:
+        """What the shrunken program is made of: alike in programs that go wrong for the same reason."""
+        statements = list(walk(self.program.block))
+        wraps = [s.kind for s in statements if isinstance(s, Wrap)]
+        functions = [_described(s) for s in statements if isinstance(s, Call)]
+        measure = self.program.measure
+        how = "eager" if measure.how == EAGER else "jit"
+        return f"{self.outcome.sort}; {how} {measure.name}; {' '.join(wraps) or 'no transformation'}; " + ", ".join(
+            sorted(set(functions))
+        )
+
+
+def _described(call: Call) -> str:
+    spec = call.function
+    rule = " with a vmap rule" if spec.vmap_rule else ""
+    closing = " closing over a value" if call.closed else ""
+    return f"{spec.modes} mode saving {spec.saving}{rule}{closing}"
+
+
+@dataclass
+class Report:
+    """What came of a number of programs.
+
+    Attributes:
+      kinds: how many there were of each kind of outcome.
+      refusals: how many of each message.
+      discarded: likewise, of the twins.
+      comparisons: how many arrays and counts were compared.
+      disagreements: those that were shrunk.
+      seconds: how long it took.
+      seconds_shrinking: how much of that went into shrinking.
+    """
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    discarded: Counter[str] = field(default_factory=Counter)
+    comparisons: int = 0
+    disagreements: list[Disagreement] = field(default_factory=list)
+    seconds: float = 0
+    seconds_shrinking: float = 0
+
+    def add(self, outcome: Outcome) -> None:
+        """Counts an outcome."""
+        self.kinds[outcome.kind] += 1
+        self.comparisons += outcome.comparisons
+        if outcome.kind == REFUSED:
+            self.refusals[outcome.message] += 1
+        elif outcome.kind == DISCARDED:
+            self.discarded[outcome.message] += 1
+
+    def text(self) -> str:
+        """The report to print."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        total = sum(self.kinds.values())
+        shrinking = self.seconds_shrinking
+        seconds = self.seconds - shrinking
+        rate = total / max(seconds, 1e-9)
+        yield f"{total} programs in {seconds:.0f} s, {rate:.1f} per second, and {shrinking:.0f} s of shrinking"
+        yield f"{self.comparisons} comparisons; {self.kinds[AGREED]} programs agree"
+        for title, counter in (("refused", self.refusals), ("discarded, as the twins raise", self.discarded)):
+            yield f"{sum(counter.values())} {title}"
+            for message, count in counter.most_common():
+                yield f"  {count:5} {message}"
+        yield f"{self.kinds[WRONG]} disagreements"
+        seen: Counter[str] = Counter()
+        for found in self.disagreements:
+            seen[found.features] += 1
+            if seen[found.features] == 1:
+                yield f"\n{'#' * 30} seed {found.seed}: {found.outcome.message}\n# {found.features}\n{found.source}"
+        for features, count in seen.most_common():
+            yield f"{count:5} {features}"
+
+
+def fuzz(
+    seeds: range,
+    seconds: float = float("inf"),
+    shrinking: float = 20,
+    checked: Callable[[Program], Outcome] = check,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Draws and checks the programs of these seeds.
+
+    Args:
+      seeds: one per program.
+      seconds: after which no further program is begun.
+      shrinking: seconds for each disagreement; 0 for none.
+      checked: what says how a program goes.
+      say: is told of every disagreement as soon as it is found.
+    """
+    report, start = Report(), time.monotonic()
+    for done, seed in enumerate(seeds):
+        if time.monotonic() - start > seconds:
+            break
+        program = draw(seed)
+        outcome = checked(program)
+        report.add(outcome)
+        if outcome.kind == WRONG:
+            found = time.monotonic()
+            small = shrink(program, outcome, shrinking, checked) if shrinking else program
+            report.seconds_shrinking += time.monotonic() - found
+            report.disagreements.append(Disagreement(seed, outcome, small))
+            say(f"seed {seed}: {outcome.message}")
+        if done % _PROGRAMS_BETWEEN_CLEARINGS == _PROGRAMS_BETWEEN_CLEARINGS - 1:
+            jax.clear_caches()  # every compiled program is kept otherwise
+    report.seconds = time.monotonic() - start
+    return report

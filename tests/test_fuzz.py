@@ -1,0 +1,159 @@
+"""Random programs, of Functions and of their twins in plain JAX; and that the fuzzer is not blind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.fuzz import check as checking
+from tests.fuzz.check import REFUSED, WRONG, Outcome, check
+from tests.fuzz.draw import draw
+from tests.fuzz.formulas import FORMULAS, Saving
+from tests.fuzz.functions import FunctionSpec
+from tests.fuzz.program import TRACED, Argument, Block, Call, Measure, Operation, Options, Program, Wrap
+from tests.fuzz.report import Disagreement, Report, fuzz
+from tests.fuzz.shrink import shrink
+from tests.fuzz.source import write_alone
+
+SQUARE = FunctionSpec("square", "input")
+DROPS = FunctionSpec("drops by numpy", "intermediate")
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_E1_D1_programs_agree_with_their_twins(first):
+    report = fuzz(range(first, first + 10), shrinking=5)
+    assert not report.disagreements, report.text()
+    assert report.kinds["agreed"] > 5 and report.comparisons > 5
+
+
+def test_a_seed_is_a_program():
+    assert [draw(seed) for seed in range(30)] == [draw(seed) for seed in range(30)]
+    assert len({draw(seed) for seed in range(30)}) == 30
+
+
+def long_program(spec: FunctionSpec, stateful: bool = False) -> Program:
+    """The Function between other operations, in a vmap over the last axis, in a jit."""
+    inner = Block(
+        ("p1", "p2"),
+        (Operation("half", ("p1",), "v1"), Call(spec, ("v1",), ("v2",)), Operation("flip", ("v2",), "v3")),
+        ("v3",),
+    )
+    mapped = Wrap("vmap", "b1", inner, ("p3", "p3"), ("v4",), Options(in_axes=(-1, None), out_axes=(1,)))
+    outer = Wrap("jit", "b2", Block(("p3",), (mapped, Operation("negate", ("v4",), "v5")), ("v5",)), ("x0",), ("v6",))
+    block = Block(("x0",), (outer, Operation("sum first", ("v6",), "v7")), ("v7",))
+    measure = Measure("value_and_grad", (0,)) if stateful else Measure("grad of grad", (0,), TRACED)
+    return Program((Argument((3, 2), "float32", 1),), block, measure, stateful)
+
+
+def outcome_of_running(source: str) -> subprocess.CompletedProcess[str]:
+    """Runs a printed program in a process of its own."""
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+
+
+def shrunk(program: Program) -> Disagreement:
+    """The program, which goes wrong, shrunk: the Function alone is left."""
+    outcome = check(program)
+    assert outcome.kind == WRONG
+    small = shrink(program, outcome, seconds=20)
+    assert [type(statement) for statement in small.block.statements] == [Call]
+    return Disagreement(0, outcome, small)
+
+
+def test_programs_that_are_right_are_found_right():
+    assert check(long_program(SQUARE)).kind == "agreed"
+    assert check(long_program(DROPS, stateful=True)).kind == "agreed"
+
+
+def test_a_wrong_rule_is_found_shrunk_and_printed(monkeypatch):
+    wrong = {"input": Saving(("x",), ("g0 * 0.5 * x",), ("dx * 0.6 * x",))}
+    monkeypatch.setitem(FORMULAS, "square", replace(FORMULAS["square"], savings=wrong))
+    found = shrunk(long_program(SQUARE))
+    assert found.outcome.message == "values differ"
+    assert found.program.measure.name == "grad"
+    report = Report(disagreements=[found])
+    report.add(found.outcome)
+    assert found.source in report.text() and "\n1 disagreements" in report.text()
+    ran = outcome_of_running(found.source)
+    assert ran.returncode == 1 and "Not equal to tolerance" in ran.stderr, ran
+
+
+def test_a_second_derivative_that_is_wrong_is_found(monkeypatch):
+    wrong = {"input": Saving(("x",), ("g0 * 0.6 * stop_gradient(x)",), ("dx * 0.6 * x",))}
+    monkeypatch.setitem(FORMULAS, "square", replace(FORMULAS["square"], savings=wrong))
+    assert shrunk(long_program(SQUARE)).program.measure.name == "grad of grad"
+
+
+def test_a_forward_that_runs_twice_is_found_shrunk_and_printed(monkeypatch):
+    def twice(spec, name):
+        return [line.replace("drawn_by_numpy", "drawn_twice") for line in write_function(spec, name)]
+
+    from tests.fuzz import measures, source
+
+    write_function = source.write_function
+    helper = "\ndef drawn_twice(shape):\n    drawn_by_numpy(shape)\n    return drawn_by_numpy(shape)\n"
+    monkeypatch.setattr(source, "write_function", twice)
+    monkeypatch.setitem(measures.HELPERS, "drawn_twice", helper)
+    found = shrunk(long_program(DROPS, stateful=True))
+    assert found.outcome.message.startswith("forward runs more often than by hand")
+    ran = outcome_of_running(found.source)
+    assert ran.returncode == 1 and "AssertionError" in ran.stderr and "forward ran [2, 4] times" in ran.stdout, ran
+
+
+def test_a_gradient_of_another_draw_is_found(monkeypatch):
+    formula = FORMULAS["drops by numpy"]
+    steps = (*formula.steps, ("y0", "x * m"), ("m", "drawn_by_numpy(x.shape)"))
+    monkeypatch.setitem(FORMULAS, "drops by numpy", replace(formula, steps=steps, outputs=("y0",)))
+    assert shrunk(long_program(DROPS, stateful=True)).outcome.message.startswith("the gradient belongs to another draw")
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        ("raise AssertionError", WRONG),
+        ("raise KeyError('F0')", WRONG),
+        ("raise ValueError('this names nothing')", WRONG),
+        ("raise ValueError('F0 is not from jaxfn')", WRONG),
+    ],
+)
+def test_errors_that_are_no_refusals_are_found(monkeypatch, raised, kind):
+    def raising(spec, name):
+        return [line.replace("return y0", raised) for line in write_function(spec, name)]
+
+    from tests.fuzz import source
+
+    write_function = source.write_function
+    monkeypatch.setattr(source, "write_function", raising)
+    assert check(long_program(SQUARE)).kind == kind
+
+
+def test_a_refusal_is_counted_by_its_message(monkeypatch):
+    spec = FunctionSpec("square", "input", style="separate", modes="generated")
+    nonlinear = {"input": Saving(("x",), ("g0 * g0 * 0.6 * x",), ("dx",))}
+    monkeypatch.setitem(FORMULAS, "square", replace(FORMULAS["square"], savings=nonlinear))
+    program = replace(long_program(spec), measure=Measure("jvp", (0,)))
+    outcome = check(program)
+    assert outcome.kind == REFUSED and outcome.message.startswith("RuntimeError: F.backward is not linear"), outcome
+    report = fuzz(range(2), checked=lambda _: outcome)
+    assert report.refusals == {outcome.message: 2} and not report.disagreements
+
+
+def test_what_numpy_alone_finds_wrong_is_not_reported(monkeypatch):
+    calls = []
+
+    def doubtful(function, args):
+        calls.append(function)
+        return None if len(calls) % 2 else 0.0
+
+    monkeypatch.setattr(checking, "evaluate", doubtful)
+    assert check(long_program(SQUARE)) == Outcome("agreed", comparisons=1)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_printed_programs_run_by_themselves(seed):
+    program = draw(seed)
+    ran = outcome_of_running(write_alone(program, 1e-3))
+    assert ran.returncode == 0 and ran.stdout, ran
