@@ -90,6 +90,17 @@ class _Attachment:
         return _Attachment(rule, self.num_made, self.num_kept, self.made_is_detached, self.is_uniform)
 
 
+class _Settling:
+    """How arrays are settled; compared by identity. See `settle`."""
+
+    __slots__ = ("is_uniform", "num_made", "unbatched")
+
+    def __init__(self, num_made: int, is_uniform: bool, unbatched: set[int]) -> None:
+        self.num_made = num_made
+        self.is_uniform = is_uniform
+        self.unbatched = unbatched
+
+
 attach_p = Primitive("attach")
 attach_p.multiple_results = True
 
@@ -130,7 +141,9 @@ def detach(arrays: Sequence[Any], gate: Gate = _SHUT) -> list[Any]:
     return detach_p.bind(*arrays, gate=gate)
 
 
-def settle(made: Sequence[Any], inputs: Sequence[Any], *, is_uniform: bool = False) -> list[Any]:
+def settle(
+    made: Sequence[Any], inputs: Sequence[Any], *, is_uniform: bool = False, unbatched: set[int] | None = None
+) -> list[Any]:
     """The arrays as they are, with the batch at axis 0 where `jax.vmap` is applied.
 
     # Note: primal and rule must leave the batch in the same place
@@ -150,8 +163,10 @@ def settle(made: Sequence[Any], inputs: Sequence[Any], *, is_uniform: bool = Fal
       inputs: what they were made from.
       is_uniform: whether all of them have the batch where any of the inputs has it: for a forward that has looked at
         `ctx.needs_input_grad`, whose outputs may depend on the batch on one side and not on the other.
+      unbatched: where to note which of them had no batch although others, or inputs, had one.
     """
-    return settle_p.bind(*made, *(inputs if is_uniform else ()), num_made=len(made))
+    settling = _Settling(len(made), is_uniform, set() if unbatched is None else unbatched)
+    return settle_p.bind(*made, *inputs, settling=settling)
 
 
 def _settled(operands: Sequence[Any], dims: Sequence[Any], size: int, num_made: int, is_uniform: bool) -> list[Any]:
@@ -277,23 +292,26 @@ ad.primitive_jvps[detach_p] = _detach_jvp
 batching.primitive_batchers[detach_p] = _detach_batch
 
 
-def _settle_impl(*operands: Any, num_made: int) -> list[Any]:
-    return list(operands[:num_made])
+def _settle_impl(*operands: Any, settling: _Settling) -> list[Any]:
+    return list(operands[: settling.num_made])
 
 
-def _settle_lowering(ctx: Any, *operands: Any, num_made: int) -> list[Any]:
-    return list(operands[:num_made])
+def _settle_lowering(ctx: Any, *operands: Any, settling: _Settling) -> list[Any]:
+    return list(operands[: settling.num_made])
 
 
-def _settle_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, num_made: int) -> Any:
-    return settle_p.bind(*primals, num_made=num_made), list(tangents[:num_made])
+def _settle_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, settling: _Settling) -> Any:
+    return settle_p.bind(*primals, settling=settling), list(tangents[: settling.num_made])
 
 
-def _settle_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, num_made: int) -> Any:
-    is_uniform = len(operands) > num_made and any(d is not None for d in dims)
-    axes = _axes(dims, num_made, is_uniform)
-    moved = _settled(operands, dims, axis.size, num_made, is_uniform)
-    return settle_p.bind(*moved, num_made=num_made), axes[:num_made]
+def _settle_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, settling: _Settling) -> Any:
+    num_made = settling.num_made
+    if all(d is None for d in dims):  # JAX asks even so
+        return settle_p.bind(*operands, settling=settling), [None] * num_made
+    settling.unbatched |= {i for i, d in enumerate(dims[:num_made]) if d is None}
+    axes = _axes(dims, num_made, settling.is_uniform)
+    moved = _settled(operands, dims, axis.size, num_made, settling.is_uniform)
+    return settle_p.bind(*moved, settling=settling), axes[:num_made]
 
 
 def _settle_dce(used: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
@@ -301,15 +319,17 @@ def _settle_dce(used: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
     eqn = args[-1]  # 0.12 gives which operands are live before it
     if not any(used):
         return [False] * len(eqn.invars), None
-    wanted = [*used, *[True] * (len(eqn.invars) - len(used))]
+    settling = eqn.params["settling"]
+    wanted = [*used, *[settling.is_uniform] * (len(eqn.invars) - len(used))]
     invars = [atom for atom, is_wanted in zip(eqn.invars, wanted, strict=True) if is_wanted]
     outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
-    return wanted, eqn.replace(invars=invars, outvars=outvars, params={"num_made": len(outvars)})
+    fewer = _Settling(len(outvars), settling.is_uniform, set())
+    return wanted, eqn.replace(invars=invars, outvars=outvars, params={"settling": fewer})
 
 
 settle_p.def_impl(_settle_impl)
 settle_p.def_abstract_eval(_settle_impl)
-mlir.register_lowering(settle_p, _settle_lowering)
+mlir.register_lowering(settle_p, _settle_lowering, cacheable=False)
 ad.primitive_jvps[settle_p] = _settle_jvp
 batching.fancy_primitive_batchers[settle_p] = _settle_batch
 partial_eval.dce_rules[settle_p] = _settle_dce

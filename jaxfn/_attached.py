@@ -50,7 +50,7 @@ class CallRule(Rule):
         inputs = tuple(name for name, layout in names for _ in range(layout.num_arrays))
         return inputs + tuple(f"closed over {i}" for i in range(len(self._closed_over)))
 
-    def primal(self, operands: Sequence[Any]) -> Outputs:
+    def primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         inputs = operands[: self._num_inputs]
         done = None
         if not any(self.call.are_refs) and _needs_record(inputs, Gate(), self._stand_ins(operands)):
@@ -59,7 +59,8 @@ class CallRule(Rule):
             )
         run, outputs, _ = done or run_forward(self.call, inputs, self.call.unperturbed, None)
         if any(map(is_traced, outputs)):
-            outputs = settle(outputs, self.call.without_refs(inputs), is_uniform=run.read_needs_input_grad)
+            arrays = self.call.without_refs(inputs)
+            outputs = settle(outputs, arrays, is_uniform=run.read_needs_input_grad, unbatched=site.unbatched)
         return Outputs(outputs, run.outputs)
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
@@ -287,7 +288,7 @@ class _OutputsRule(Rule):
         """The differentiable function. It is made where something differentiates it, which is seldom."""
         return list(differentiable(self)(Site(self._run.hooks), *operands).arrays)
 
-    def primal(self, operands: Sequence[Any]) -> Outputs:
+    def primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         return Outputs(operands[: self._num_outputs], self._run.outputs)
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:

@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxfn._compat import Primitive, ad, batching, mlir, zeros_of
+from jaxfn._compat import Primitive, ad, batching, is_batched, mlir, zeros_of
 from jaxfn._described import describe
 from jaxfn._gradients import widened
-from jaxfn._leaves import as_array, is_inexact
-from jaxfn._linearity import check_linear
+from jaxfn._leaves import as_array, is_inexact, is_staged, is_traced
+from jaxfn._linearity import is_linear, is_zero
 from jaxfn._outputs import Outputs
-from jaxfn._rules import Differentiable, Rule, Site
+from jaxfn._rules import NOT_MAPPED, Differentiable, Rule, Site
 from jaxfn._run import Run
 
 Cotangents = Sequence[jax.Array | None]
@@ -30,7 +31,7 @@ def both_modes(rule: Rule) -> Differentiable:
     """The rule's function, differentiable in forward and in reverse mode, at every order and in every mix."""
 
     def primal(site: Site, *operands: Any) -> Outputs:
-        return rule.primal([as_array(x) for x in operands])
+        return rule.primal(site, [as_array(x) for x in operands])
 
     def jvp(primals: Any, tangents: Any) -> tuple[Outputs, Outputs]:
         site, *operands = primals
@@ -39,7 +40,10 @@ def both_modes(rule: Rule) -> Differentiable:
         perturbed = tuple(t is not None and is_inexact(x.dtype) for t, x in zip(of_operands, operands, strict=True))
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
         of_inputs = rule.of_inputs([t if p else None for t, p in zip(of_operands, perturbed, strict=True)])
-        return outputs, Outputs(_output_tangents(run, residuals, of_inputs, outputs), outputs.layout)
+        of_outputs = _output_tangents(run, residuals, of_inputs, outputs)
+        if any(is_batched(of_outputs[i]) and not is_batched(outputs.arrays[i]) for i in site.unbatched):
+            raise NotImplementedError(NOT_MAPPED.format(name=rule.call.name))
+        return outputs, Outputs(of_outputs, outputs.layout)
 
     describe(rule, primal, jvp)
     differentiable = jax.custom_jvp(primal)
@@ -136,6 +140,10 @@ class _OfRun(_Linear):
         return [zeros_of(self._run.input_avals[i].to_tangent_aval()) for i in self._perturbed]
 
 
+class _NotLinearError(RuntimeError):
+    """User code cannot be transposed."""
+
+
 def _transposed(
     function: Callable[..., Any], like: Sequence[Any], method: str, what_for: str, arguments: str
 ) -> Callable[..., Any]:
@@ -144,19 +152,70 @@ def _transposed(
         f"{method} is not linear in its {arguments}, so {what_for}, which transposes it, cannot be had. Define the "
         "other rule by hand, or take the nonlinear part out of the Function."
     )
-    check_linear(function, like, problem)
+    if not is_linear(function, like):
+        raise _NotLinearError(problem)
     transpose = jax.linear_transpose(function, *like)
 
     def apply(values: Any) -> Any:
         try:
             return transpose(values)
         except Exception as error:  # of many kinds, by JAX's transposition rules
-            raise RuntimeError(
+            raise _NotLinearError(
                 f"{problem} Or it is linear, and JAX has no transpose of something in it, such as a Function with "
                 f"backward alone. JAX says: {error}"
             ) from error
 
     return apply
+
+
+class _Part(_Linear):
+    """Some results of a linear function."""
+
+    def __init__(self, linear: _Linear, results: list[int]) -> None:
+        self._linear = linear
+        self._results = results
+        self.avals = [linear.avals[i] for i in results]
+
+    def __repr__(self) -> str:
+        return repr(self._linear)
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+        pushed = self._linear.push(residuals, tangents)
+        return [pushed[i] for i in self._results]
+
+    def pull(self, residuals: Sequence[Any], cotangents: Cotangents) -> list[jax.Array | None]:
+        given = dict(zip(self._results, cotangents, strict=True))
+        return self._linear.pull(residuals, [given.get(i) for i in range(len(self._linear.avals))])
+
+
+class _Unbatched(_Part):
+    """The results that depend on no batch; of the tangents that have one it is given an example.
+
+    Args:
+      linear: the whole function.
+      results: which of its results these are.
+      examples: which tangents are examples, so that their cotangents can only be zero.
+    """
+
+    def __init__(self, linear: _Linear, results: list[int], examples: list[int]) -> None:
+        super().__init__(linear, results)
+        self._examples = examples
+
+    def pull(self, residuals: Sequence[Any], cotangents: Cotangents) -> list[jax.Array | None]:
+        pull = super().pull
+        given = [i for i, ct in enumerate(cotangents) if ct is not None]
+
+        def of_examples(*values: Any) -> list[Any]:
+            cts: list[Any] = [None] * len(cotangents)
+            for i, value in zip(given, values, strict=True):
+                cts[i] = value
+            pulled = pull(residuals, cts)
+            return [pulled[i] for i in self._examples if pulled[i] is not None]
+
+        if not is_zero(of_examples, [zeros_of(self.avals[i]) for i in given]):
+            raise NotImplementedError(NOT_MAPPED.format(name=self))
+        pulled = pull(residuals, cotangents)
+        return [None if i in self._examples else ct for i, ct in enumerate(pulled)]
 
 
 class _Batched(_Linear):
@@ -229,23 +288,63 @@ def _linear_transpose(cotangents: Sequence[Any], *operands: Any, linear: _Linear
 def _linear_batch(
     axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, linear: _Linear, num_residuals: int
 ) -> Any:
-    residuals = operands[:num_residuals]
+    """Results that depend on no batch have none.
+
+    # Note: the transpose of what has no batch
+
+    For `y, z = sin(x), cos(w)` over three rows of `x` and one `w`, JAX's rule for the primal says that `z` has no
+    batch, so its tangent must have none either. Were it computed for each row, as that of `y` is, the transpose would
+    sum the same cotangent of `z` over three rows: a gradient three times too large, in silence. So what has no batch is
+    a linear function of its own, from the tangents that have none.
+    """
+    residuals, tangents = list(operands[:num_residuals]), list(operands[num_residuals:])
+    residual_dims, tangent_dims = list(dims[:num_residuals]), list(dims[num_residuals:])
     if all(d is None for d in dims):  # JAX asks even so
-        results = _bind(linear, residuals, operands[num_residuals:])
-        return results, [None] * len(results)
-    residual_dims = list(dims[:num_residuals])
-    tangents = [
-        batching.bdim_at_front(t, d, axis.size)
-        for t, d in zip(operands[num_residuals:], dims[num_residuals:], strict=True)
-    ]
+        return _bind(linear, residuals, tangents), [None] * len(linear.avals)
+    depends, avals = _batched_results(linear, axis, operands, dims, num_residuals)
+    with_batch = [i for i, is_batched in enumerate(depends) if is_batched]
+    without_batch = [i for i, is_batched in enumerate(depends) if not is_batched]
+    results: dict[int, Any] = {}
+    if with_batch:
+        part = _Part(linear, with_batch) if without_batch else linear
+        moved = [batching.bdim_at_front(t, d, axis.size) for t, d in zip(tangents, tangent_dims, strict=True)]
+        batched = _Batched(part, axis, residual_dims, [avals[i] for i in with_batch])
+        results |= zip(with_batch, _bind(batched, residuals, moved), strict=True)
+    if without_batch:
+        unbatched = _Unbatched(linear, without_batch, [i for i, d in enumerate(tangent_dims) if d is not None])
+        examples = [_example(x, d) for x, d in zip(operands, dims, strict=True)]
+        bound = _bind(unbatched, examples[:num_residuals], examples[num_residuals:])
+        results |= zip(without_batch, bound, strict=True)
+    return [results[i] for i in range(len(depends))], [0 if is_batched else None for is_batched in depends]
 
-    def like_results(*_: Any) -> list[Any]:
-        return [zeros_of(aval) for aval in linear.avals]
 
-    in_axes = (*residual_dims, *[0] * len(tangents))
-    batched = jax.make_jaxpr(_vmap(like_results, axis, in_axes))(*residuals, *tangents)
-    results = _bind(_Batched(linear, axis, residual_dims, list(batched.out_avals)), residuals, tangents)
-    return results, [0] * len(results)
+def _batched_results(
+    linear: _Linear, axis: Any, operands: Sequence[Any], dims: Sequence[Any], num_residuals: int
+) -> tuple[list[bool], list[Any]]:
+    """For each result, whether it depends on the batch, and its type with the batch at axis 0."""
+    depends = [True] * len(linear.avals)
+
+    def push(*operands: Any) -> list[Any]:
+        try:
+            results = linear.push(operands[:num_residuals], operands[num_residuals:])
+        except _NotLinearError:
+            if any(d is None for d in dims):
+                raise
+            return [zeros_of(aval) for aval in linear.avals]  # reverse mode does without
+        depends[:] = [is_traced(x) and not is_staged(x) for x in results]
+        return results
+
+    program = jax.make_jaxpr(_vmap(push, axis, tuple(dims)))(*operands)
+    return depends, list(program.out_avals)
+
+
+def _example(array: Any, axis: int | None) -> Any:
+    """One example of a batch, where it does not matter which."""
+    if axis is None:
+        return array
+    if array.shape[axis] == 0:
+        return jnp.zeros([size for i, size in enumerate(array.shape) if i != axis], array.dtype)
+    return jax.lax.index_in_dim(array, 0, axis, keepdims=False)
 
 
 linear_p.def_impl(_linear_impl)

@@ -24,6 +24,7 @@ __all__ = [
     "compile_quickly",
     "current_trace",
     "equation_of",
+    "is_batched",
     "is_ref",
     "is_reverse_only",
     "make_jaxpr",
@@ -33,6 +34,7 @@ __all__ = [
     "stages_constants",
     "state_debug_info",
     "under_batches",
+    "used_operands",
     "variable_of",
     "varying_axes",
     "zeros_of",
@@ -74,6 +76,11 @@ def under_batches(array: Any) -> Any:
     return array
 
 
+def is_batched(array: Any) -> bool:
+    """Whether `jax.vmap` is mapping over an axis of an array (0.10.0 to 0.12.0)."""
+    return under_batches(array) is not array
+
+
 def equation_of(tracer: Any) -> tuple[Any, Sequence[Any]] | None:
     """The equation that made a value of a program being written down, and its operands (0.10.0 to 0.12.0).
 
@@ -83,6 +90,20 @@ def equation_of(tracer: Any) -> tuple[Any, Sequence[Any]] | None:
     """
     equation = tracer.parent
     return None if equation is None else (equation, equation.in_tracers)
+
+
+def used_operands(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands that the results of an equation depend on, as far as that is seen.
+
+    A call with a custom derivative may have operands that only its derivative uses (0.10.0 to 0.12.0 keep what it
+    computes as `call_jaxpr`).
+    """
+    body = equation.params.get("call_jaxpr")
+    inner = getattr(body, "jaxpr", None)
+    if inner is None or len(inner.invars) != len(operands):
+        return list(operands)
+    used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))[1]
+    return [x for x, is_used in zip(operands, used, strict=True) if is_used]
 
 
 def variable_of(tracer: Any) -> int:

@@ -56,20 +56,25 @@ _LINEAR_IN = dict.fromkeys(_LINEAR_IN_FIRST.split(), 0) | {"triangular_solve": 1
 _ONE_BY_ONE = {"attach", "detach", "settle", "optimization_barrier", "device_put", "psum", "psum_invariant"}
 
 
-def check_linear(function: Callable[..., Any], like: Sequence[Any], problem: str) -> None:
-    """Raises `RuntimeError(problem)` where the function is seen not to be linear.
+def is_linear(function: Callable[..., Any], like: Sequence[Any]) -> bool:
+    """Whether nothing is seen in a function that is not linear.
 
     What is not seen here, JAX refuses to transpose.
 
     Args:
       function: takes arrays, returns a list of arrays.
       like: arrays of the arguments' types.
-      problem: the message.
     """
-    closed = make_jaxpr(function, *like)
-    kinds = _of_closed(closed, [_Kind.LINEAR] * len(like))
-    if any(kind in (_Kind.CONSTANT, _Kind.OTHER) for kind in kinds):
-        raise RuntimeError(problem)
+    return all(kind in (_Kind.ZERO, _Kind.LINEAR) for kind in _kinds_of_results(function, like))
+
+
+def is_zero(function: Callable[..., Any], like: Sequence[Any]) -> bool:
+    """Whether a function of arrays of these types is seen to be zero wherever it is linear."""
+    return all(kind is _Kind.ZERO for kind in _kinds_of_results(function, like))
+
+
+def _kinds_of_results(function: Callable[..., Any], like: Sequence[Any]) -> list[_Kind]:
+    return _of_closed(make_jaxpr(function, *like), [_Kind.LINEAR] * len(like))
 
 
 def _of_closed(closed: Any, arguments: Sequence[_Kind]) -> list[_Kind]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._attach import detach
-from jaxfn._compat import carry_out, equation_of, under_batches, variable_of
+from jaxfn._compat import carry_out, equation_of, is_batched, under_batches, used_operands, variable_of
 from jaxfn._leaves import double, is_inexact, is_key, is_staged, is_traced
 
 
@@ -36,7 +36,7 @@ def closed_over_origins(arrays: Sequence[Any], inputs: Sequence[Any]) -> list[An
         seen.add(id(array))
         made_by = equation_of(array) if is_staged(array) else None
         if made_by is not None:
-            pending += made_by[1]
+            pending += used_operands(*made_by)
         elif is_traced(array.full_lower()):
             origins.append(array)
     return origins
@@ -103,8 +103,8 @@ class Fingerprint:
         self._operations: list[str] = []
         self.constants: collections.Counter[str] = collections.Counter()
         results = [self._named(under_batches(x)) for x in arrays]
-        is_batched = any(under_batches(x) is not x for x in (*arrays, *inputs))
-        self.operations = None if is_batched else [*self._operations, str(results)]
+        is_mapped = any(map(is_batched, (*arrays, *inputs)))
+        self.operations = None if is_mapped else [*self._operations, str(results)]
         del self._names, self._kept, self._operations
 
     def agrees_with(self, other: Fingerprint) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfn._compat import carry_out
+from jaxfn._compat import carry_out, used_operands
 
 
 class Performance(NamedTuple):
@@ -86,7 +86,8 @@ class Record:
         for equation in reversed(self._jaxpr.eqns):
             if not needed.isdisjoint(equation.outvars):
                 equations.append(equation)
-                needed |= {atom for atom in equation.invars if not hasattr(atom, "val")}
+                operands = equation.invars if equation.effects else used_operands(equation, equation.invars)
+                needed |= {atom for atom in operands if not hasattr(atom, "val")}
         return equations[::-1], needed
 
     def _arguments(self, arrays: Sequence[Any]) -> dict[Any, Any]:

@@ -10,6 +10,7 @@ pytree nodes, never through a closure: JAX may cache a trace and not run the fun
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,10 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxfn._compat import SymbolicZero, is_batched, zeros_of
 from jaxfn._described import describe
 from jaxfn._leaves import as_array, is_inexact
+from jaxfn._linearity import is_zero
 from jaxfn._outputs import Outputs
-from jaxfn._rules import Differentiable, Rule, Site
+from jaxfn._rules import NOT_MAPPED, Differentiable, Rule, Site
 from jaxfn._run import Run
 
 
@@ -28,23 +31,56 @@ def reverse_mode(rule: Rule) -> Differentiable:
     """The rule's function, differentiable in reverse mode, at every order."""
 
     def primal(site: Site, *operands: Any) -> Outputs:
-        return rule.primal([as_array(x) for x in operands])
+        return rule.primal(site, [as_array(x) for x in operands])
 
     def fwd(site: Site, *primals: Any) -> tuple[Outputs, Residuals]:
         operands = [as_array(p.value) for p in primals]
         # JAX's coming checkpoint says of integers too that they are perturbed.
         perturbed = tuple(p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, operands, strict=True))
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
-        return outputs, _kept(site, run, residuals)
+        return outputs, _kept(site, _mapped(site, run, outputs.arrays, rule.of_inputs(operands)), residuals)
 
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
-        of_inputs = residuals.run.backward(residuals.arrays, cotangents.arrays)
+        run = residuals.run
+        if run.unmapped_outputs:
+            _refuse_sums(run, residuals.arrays, cotangents.arrays)
+        of_inputs = run.backward(residuals.arrays, cotangents.arrays)
         return None, *rule.of_operands(of_inputs)
 
     describe(rule, primal, fwd, bwd)
     differentiable = jax.custom_vjp(primal)
     differentiable.defvjp(fwd, bwd, symbolic_zeros=True)
     return differentiable
+
+
+def _mapped(site: Site, run: Run, outputs: Sequence[Any], inputs: Sequence[Any]) -> Run:
+    """The run, knowing which outputs have no batch beside mapped inputs, where a mapped call is differentiated."""
+    suspects = range(len(outputs)) if site.is_mapped else site.unbatched
+    if not suspects or not any(map(is_batched, inputs)):
+        return run
+    run = copy.copy(run)
+    run.unmapped_outputs = [i for i in suspects if not is_batched(outputs[i])]
+    run.mapped_inputs = [i for i, x in enumerate(inputs) if run.perturbed[i] and is_batched(x)]
+    return run
+
+
+def _refuse_sums(run: Run, residuals: Sequence[Any], cotangents: Sequence[Any]) -> None:
+    """Raises where mapped inputs would get a gradient by an output without a batch.
+
+    JAX has summed that output's cotangent over the batch (0.10.0 to 0.12.0), so no example's own is left.
+    """
+    zeros = [SymbolicZero(aval.to_tangent_aval()) for aval in run.output_avals]
+    given = [i for i in run.unmapped_outputs if not isinstance(cotangents[i], SymbolicZero)]
+    given = [i for i in given if is_inexact(run.output_avals[i].dtype)]
+
+    def of_mapped_inputs(*values: Any) -> list[Any]:
+        of_inputs = run.backward(
+            residuals, [dict(zip(given, values, strict=True)).get(i, z) for i, z in enumerate(zeros)]
+        )
+        return [of_inputs[i] for i in run.mapped_inputs if of_inputs[i] is not None]
+
+    if given and not is_zero(of_mapped_inputs, [zeros_of(run.output_avals[i]) for i in given]):
+        raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
 
 
 class Residuals:

@@ -21,15 +21,19 @@ class Site:
 
     Attributes:
       hooks: the saved-tensor hooks in force at the call. (JAX may run what differentiates it later, out of the block.)
+      is_mapped: whether `jax.vmap` maps the arguments themselves, so that the derivative too is of the mapped call.
+      unbatched: the outputs that did not depend on the batch where the call was mapped as part of a program.
       runs: the runs of `forward` there; see `_reverse`.
     """
 
-    def __init__(self, hooks: Hooks | None) -> None:
+    def __init__(self, hooks: Hooks | None, is_mapped: bool = False) -> None:
         self.hooks = hooks
+        self.is_mapped = is_mapped
+        self.unbatched: set[int] = set()
         self.runs: list[Run] = []
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Site) and self.hooks is other.hooks
+        return isinstance(other, Site) and self.hooks is other.hooks and self.is_mapped == other.is_mapped
 
     def __hash__(self) -> int:
         return hash(id(self.hooks))
@@ -57,7 +61,7 @@ class Rule(ABC):
         return None
 
     @abstractmethod
-    def primal(self, operands: Sequence[Any]) -> Outputs:
+    def primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         """The function itself."""
 
     @abstractmethod
@@ -75,3 +79,10 @@ class Rule(ABC):
 
 Differentiable = Callable[..., Outputs]
 """A function of a `Site` and a rule's operands."""
+
+
+NOT_MAPPED = (
+    "{name} was mapped by jax.vmap and has an output that does not depend on the mapped inputs, although its rule "
+    "gives them a derivative by that output: it would be that of the sum over the batch. Make the output depend on "
+    "those inputs, such as by adding 0 * input."
+)

@@ -702,15 +702,15 @@ def closing(custom_vjp, y, *, in_fwd):
 
 def over_every_tracer(g):
     transformed = [jax.vmap(g), jax.jit(jax.vmap(g)), jax.vmap(jax.jit(g))]
-    return [jax.jit(g)(2.0), jax.grad(g)(2.0), jax.jit(jax.grad(g))(2.0), *(h(X) for h in transformed)]
+    return [jax.jit(g)(2.0), jax.grad(g)(2.0), *(h(X) for h in transformed)]
 
 
-@behaviour([8.0, 12.0, 12.0, X**3, X**3, X**3])
+@behaviour([8.0, 12.0, X**3, X**3, X**3])
 def bwd_closes_over_what_is_traced(custom_vjp):
     return over_every_tracer(lambda y: closing(custom_vjp, y, in_fwd=False))
 
 
-@behaviour([8.0, 12.0, 12.0, X**3, X**3, X**3], uncompared=coming("refuses in vmap"))
+@behaviour([8.0, 12.0, X**3, X**3, X**3], uncompared=coming("refuses in vmap"))
 def fwd_closes_over_what_is_traced(custom_vjp):
     return over_every_tracer(lambda y: closing(custom_vjp, y, in_fwd=True))
 
@@ -1301,3 +1301,12 @@ def test_behaves_as_custom_vjp(row):
     check(theirs, row.expected if row.in_jax is SAME else row.in_jax)
     if not isinstance(ours, Exception) and not isinstance(theirs, Exception):
         assert list(map(aval, jax.tree.leaves(ours))) == list(map(aval, jax.tree.leaves(theirs)))
+
+
+def test_A9_a_fwd_that_applies_the_function_and_closes_over_what_is_differentiated_under_jit():
+    """JAX takes it; a Function's forward that calls itself counts as depending on all that it closes over."""
+    gradient = jax.jit(jax.grad(lambda y: closing(custom_vjp, y, in_fwd=True)))
+    with pytest.raises(NotImplementedError, match="forward closes over a value .* Pass the value to"):
+        gradient(2.0)
+    assert jax.jit(jax.grad(lambda y: closing(jax.custom_vjp, y, in_fwd=True)))(2.0) == 12.0
+    assert jax.jit(jax.grad(lambda y: closing(custom_vjp, y, in_fwd=False)))(2.0) == 12.0
