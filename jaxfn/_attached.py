@@ -51,17 +51,17 @@ class CallRule(Rule):
         return inputs + tuple(f"closed over {i}" for i in range(len(self._closed_over)))
 
     def primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
-        inputs = operands[: self._num_inputs]
+        inputs, stand_ins = operands[: self._num_inputs], self._stand_ins(operands)
         done = None
-        if not any(self.call.are_refs) and _needs_record(inputs, Gate(), self._stand_ins(operands)):
-            done = _recorded(
-                self.call, inputs, inputs, self.call.unperturbed, None, stand_ins=self._stand_ins(operands)
-            )
+        if not any(self.call.are_refs) and _needs_record(inputs, Gate(), stand_ins):
+            done = _recorded(self.call, inputs, inputs, self.call.unperturbed, None, stand_ins=stand_ins)
         run, outputs, _ = done or run_forward(self.call, inputs, self.call.unperturbed, None)
-        if any(map(is_traced, outputs)):
-            arrays = self.call.without_refs(inputs)
-            outputs = settle(outputs, arrays, is_uniform=run.read_needs_input_grad, unbatched=site.unbatched)
-        return Outputs(outputs, run.outputs)
+        return Outputs(_settled(run, outputs, inputs, site), run.outputs)
+
+    def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
+        inputs = operands[: self._num_inputs]
+        run, outputs, own = _run_once(self.call, inputs, self.call.unperturbed, site.hooks, self._stand_ins(operands))
+        return Outputs(_settled(run, _attached(run, outputs, own, inputs), inputs, site), run.outputs)
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
         inputs, perturbed_inputs = operands[: self._num_inputs], perturbed[: self._num_inputs]
@@ -275,6 +275,14 @@ def _attached(run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequ
     return run.outputs.without_derivatives(outputs)
 
 
+def _settled(run: Run, outputs: Sequence[Any], inputs: Sequence[Any], site: Site) -> Sequence[Any]:
+    """The outputs of a primal."""
+    if not any(map(is_traced, outputs)):
+        return outputs
+    arrays = run.call.without_refs(inputs)
+    return settle(outputs, arrays, is_uniform=run.read_needs_input_grad, unbatched=site.unbatched)
+
+
 class _OutputsRule(Rule):
     """Returns the outputs among (outputs..., intermediates..., inputs...); their derivative is the user's."""
 
@@ -290,6 +298,10 @@ class _OutputsRule(Rule):
 
     def primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         return Outputs(operands[: self._num_outputs], self._run.outputs)
+
+    def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
+        outputs, own = operands[: self._num_outputs], operands[self._num_outputs : self._num_before]
+        return Outputs(_attached(self._run, outputs, own, self.of_inputs(operands)), self._run.outputs)
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
         inputs = self.of_inputs(operands)

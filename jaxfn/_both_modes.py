@@ -31,7 +31,8 @@ def both_modes(rule: Rule) -> Differentiable:
     """The rule's function, differentiable in forward and in reverse mode, at every order and in every mix."""
 
     def primal(site: Site, *operands: Any) -> Outputs:
-        return rule.primal(site, [as_array(x) for x in operands])
+        # JAX 0.10 forgets a custom_jvp inside of another Function's forward in a scan, and differentiates its primal.
+        return rule.attached_primal(site, [as_array(x) for x in operands])
 
     def jvp(primals: Any, tangents: Any) -> tuple[Outputs, Outputs]:
         site, *operands = primals

@@ -25,12 +25,14 @@ __all__ = [
     "current_trace",
     "equation_of",
     "is_batched",
+    "is_out_of_reach",
     "is_ref",
     "is_reverse_only",
     "make_jaxpr",
     "memory_space",
     "mlir",
     "partial_eval",
+    "refuses_symbolic_zeros",
     "stages_constants",
     "state_debug_info",
     "under_batches",
@@ -79,6 +81,28 @@ def under_batches(array: Any) -> Any:
 def is_batched(array: Any) -> bool:
     """Whether `jax.vmap` is mapping over an axis of an array (0.10.0 to 0.12.0)."""
     return under_batches(array) is not array
+
+
+def is_out_of_reach(tracer: Any) -> bool:
+    """Whether a traced value belongs to a program that JAX is not writing down here (0.10.0 to 0.12.0)."""
+    if not tracer._trace.is_valid():
+        return True
+    inner = under_batches(tracer)
+    if not isinstance(inner, partial_eval.DynamicJaxprTracer):
+        return False
+    constant: Any = jax.lax.full((), 0)
+    trace = getattr(constant, "_trace", None)
+    while trace is not None and trace is not inner._trace:
+        trace = getattr(trace, "parent_trace", None)
+    return trace is None
+
+
+def refuses_symbolic_zeros(error: NotImplementedError) -> bool:
+    """Whether JAX says that it cannot call a custom_vjp of this kind in an eager `shard_map` (0.10.0 to 0.12.0).
+
+    Nothing is differentiated there, so that the primal alone will do.
+    """
+    return "symbolic_zeros support with shard_map" in str(error)
 
 
 def equation_of(tracer: Any) -> tuple[Any, Sequence[Any]] | None:

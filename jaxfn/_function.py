@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 from jaxfn._arguments import Form
 from jaxfn._attached import CallRule
-from jaxfn._compat import is_batched, stages_constants
+from jaxfn._compat import is_batched, refuses_symbolic_zeros, stages_constants
 from jaxfn._differentiable import differentiable
 from jaxfn._hooks import hooks_in_force
 from jaxfn._leaves import Layout, Opaque, as_array, is_traced, split
@@ -196,7 +196,12 @@ class _Entry(Opaque):
         closed_over = call.closed_over_operands()
         if closed_over:
             rule = differentiable(CallRule(call, closed_over))
-        outputs = rule(Site(hooks_in_force(), any(map(is_batched, arrays))), *arrays, *closed_over)
+        try:
+            outputs = rule(Site(hooks_in_force(), any(map(is_batched, arrays))), *arrays, *closed_over)
+        except NotImplementedError as error:
+            if refuses_symbolic_zeros(error):
+                return call.undecorated(arrays)
+            raise
         return outputs.layout.merge(outputs.arrays)
 
 

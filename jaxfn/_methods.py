@@ -8,8 +8,9 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from jaxfn._arguments import Form, Parameters
+from jaxfn._compat import is_out_of_reach
 from jaxfn._context import FunctionCtx, state_of
-from jaxfn._leaves import hidden_tracers, is_plain_function
+from jaxfn._leaves import hidden_tracers, is_plain_function, is_traced
 from jaxfn._marks import warn_of_dirty
 from jaxfn._outputs import Returned, take_apart
 
@@ -130,11 +131,25 @@ class Methods:
                 "only implement one of them."
             )
         backward = self._function.vjp if has_vjp else self._function.backward
+        self._refuse_out_of_reach(backward, "backward")
         return backward(ctx, grad_outputs) if self._function.boxed_grads_call else backward(ctx, *grad_outputs)
 
     def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
         """Calls `jvp`."""
+        self._refuse_out_of_reach(self._function.jvp, "jvp")
         return self._function.jvp(ctx, *tangents)
+
+    def out_of_reach(self, method: str) -> Exception:
+        """What is raised where a method uses a traced value that does not belong to the program at hand."""
+        return NotImplementedError(
+            f"{self.name}.{method} closes over a value that JAX traces in another program than the one that {method} "
+            "is called in, as it is in jit, vmap, scan and checkpoint. Pass that value to "
+            f"{self.name} as an argument, and save it on ctx where backward needs it."
+        )
+
+    def _refuse_out_of_reach(self, rule: Callable[..., Any], method: str) -> None:
+        if not is_plain_function(rule) and any(is_traced(x) and is_out_of_reach(x) for x in hidden_tracers(rule)):
+            raise self.out_of_reach(method)
 
     def warn_of_dirty(self) -> None:
         """Warns, the first time, that `mark_dirty` leaves the caller's array alone."""

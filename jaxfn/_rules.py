@@ -65,6 +65,10 @@ class Rule(ABC):
         """The function itself."""
 
     @abstractmethod
+    def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
+        """The function itself, with its derivative wherever JAX differentiates its operations all the same."""
+
+    @abstractmethod
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
         """The same where these operands are being differentiated."""
 

@@ -91,10 +91,15 @@ class Call:
         """Runs the user's forward with these arrays in their places: the ctx that it filled and its outputs."""
         state = ContextState(self.form, self.needs_input_grad(perturbed))
         ctx = FunctionCtx(state)
-        if self.methods.vmap is not None and any(map(is_traced, arrays)):
-            returned = forward_with_vmap(self, ctx, arrays)
-        else:
-            returned = self.methods.forward(ctx, self.form, self.inputs(arrays))
+        try:
+            if self.methods.vmap is not None and any(map(is_traced, arrays)):
+                returned = forward_with_vmap(self, ctx, arrays)
+            else:
+                returned = self.methods.forward(ctx, self.form, self.inputs(arrays))
+        except jax.errors.UnexpectedTracerError as error:
+            if self.closes_over_tracers():
+                raise self.methods.out_of_reach("forward") from error
+            raise
         if state.dirty and check_dirty(self.name, state, arrays, returned.arrays):
             self.methods.warn_of_dirty()
         if state.non_differentiable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxfn._arguments import Form
+from jaxfn._attach import attach, detach
 from jaxfn._context import FunctionCtx
-from jaxfn._leaves import Layout, is_array_leaf, is_none
+from jaxfn._leaves import Layout, is_array_leaf, is_inexact, is_none
 from jaxfn._methods import Methods
-from jaxfn._outputs import Outputs, Returned, take_apart
+from jaxfn._outputs import OutputLayout, Outputs, Returned, take_apart
+from jaxfn._record import Record
 
 
 class VmapInfo(NamedTuple):
@@ -40,8 +43,9 @@ class _Call(Protocol):
     def form(self) -> Form: ...
     @property
     def layouts(self) -> tuple[Layout, ...]: ...
+    @property
+    def are_refs(self) -> tuple[bool, ...]: ...
     def inputs(self, arrays: Sequence[Any]) -> tuple[Any, ...]: ...
-    def closes_over_tracers(self) -> bool: ...
 
 
 def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> Returned:
@@ -50,9 +54,17 @@ def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> R
     if problem is not None:
         return call.methods.forward(ctx, call.form, call.inputs(_refusing_batching(problem)(*arrays)))
 
-    def alone(*arrays: Any) -> Outputs:
+    layouts: list[OutputLayout] = []
+
+    def program(*arrays: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         returned = call.methods.forward_alone(call.form, call.inputs(arrays))
-        return Outputs(returned.arrays, returned.layout)
+        layouts.append(returned.layout)
+        return returned.arrays, ()
+
+    record = Record(program, arrays, ())  # so that a derivative does not run forward again
+
+    def alone(*arrays: Any) -> Outputs:
+        return Outputs(record.perform(arrays).first, layouts[0])
 
     forward = custom_vmap(alone)
 
@@ -60,28 +72,34 @@ def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> R
     def _(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> tuple[Outputs, Outputs]:
         return _batched_by_user(call, axis_size, in_batched, arrays)
 
-    if not call.closes_over_tracers():  # which a custom_jvp must not, where they are differentiated
-        forward = _with_derivative_of(alone, forward)
-    outputs = forward(*arrays)
+    has_derivative = any(is_inexact(x.dtype) for x in arrays) and not any(call.are_refs)
+    outputs = forward(*(detach(arrays) if has_derivative else arrays))
+    if has_derivative:
+        rule = partial(_with_derivative_of, alone, len(outputs.arrays))
+        outputs = Outputs(attach(outputs.arrays, (), arrays, rule, made_is_detached=True), outputs.layout)
     value = outputs.layout.merge(outputs.arrays)
     return call.methods.set_up(ctx, call.inputs(arrays), take_apart(value))
 
 
-def _with_derivative_of(alone: Callable[..., Outputs], forward: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    """`forward`, which calls the user's `vmap`, with the derivative of what it computes.
+def _with_derivative_of(function: Callable[..., Outputs], num_made: int, *operands: Any) -> Sequence[Any]:
+    """A rule for `attach`: what the user's `vmap` made has the derivative of what it stands for.
 
-    JAX cannot differentiate a batched custom_vmap twice (0.10.0 to 0.12.0).
+    JAX cannot differentiate a batched custom_vmap twice (0.10.0 to 0.12.0), and forgets a custom_jvp around it in a
+    scan (0.10.0 to 0.10.2).
     """
+    rule = partial(_with_derivative_of, function, num_made)
 
     @jax.custom_jvp
-    def differentiable(*arrays: Any) -> Outputs:
-        return forward(*arrays)
+    def differentiable(made: Sequence[Any], arrays: Sequence[Any]) -> Sequence[Any]:
+        return made
 
     @differentiable.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[Outputs, Outputs]:
-        return differentiable(*primals), jax.jvp(alone, primals, tangents)[1]
+    def _(primals: Any, tangents: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        (made, arrays), (_, of_arrays) = primals, tangents
+        pushed = jax.jvp(lambda *arrays: function(*arrays).arrays, arrays, of_arrays)[1]
+        return attach(made, (), arrays, rule, made_is_detached=True), pushed
 
-    return differentiable
+    return differentiable(operands[:num_made], operands[num_made:])
 
 
 def _refusing_batching(problem: str) -> Any:

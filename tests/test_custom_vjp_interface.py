@@ -691,7 +691,7 @@ def fun_closes_over_what_jit_traces(custom_vjp):
     return [g(2.0, 3.0), [right_or_refused(*each) for each in gradients]]
 
 
-def closing(custom_vjp, y, *, in_fwd):
+def closing(custom_vjp_interface.custom_vjp, y, *, in_fwd):
     f = custom_vjp(lambda x: 2 * x)
     if in_fwd:
         f.defvjp(lambda x: (f(x), y), lambda kept, g: (kept**3 * g,))
@@ -707,12 +707,12 @@ def over_every_tracer(g):
 
 @behaviour([8.0, 12.0, X**3, X**3, X**3])
 def bwd_closes_over_what_is_traced(custom_vjp):
-    return over_every_tracer(lambda y: closing(custom_vjp, y, in_fwd=False))
+    return over_every_tracer(lambda y: closing(custom_vjp_interface.custom_vjp, y, in_fwd=False))
 
 
 @behaviour([8.0, 12.0, X**3, X**3, X**3], uncompared=coming("refuses in vmap"))
 def fwd_closes_over_what_is_traced(custom_vjp):
-    return over_every_tracer(lambda y: closing(custom_vjp, y, in_fwd=True))
+    return over_every_tracer(lambda y: closing(custom_vjp_interface.custom_vjp, y, in_fwd=True))
 
 
 # --- Residuals ---
@@ -1305,8 +1305,8 @@ def test_behaves_as_custom_vjp(row):
 
 def test_A9_a_fwd_that_applies_the_function_and_closes_over_what_is_differentiated_under_jit():
     """JAX takes it; a Function's forward that calls itself counts as depending on all that it closes over."""
-    gradient = jax.jit(jax.grad(lambda y: closing(custom_vjp, y, in_fwd=True)))
+    gradient = jax.jit(jax.grad(lambda y: closing(custom_vjp_interface.custom_vjp, y, in_fwd=True)))
     with pytest.raises(NotImplementedError, match="forward closes over a value .* Pass the value to"):
         gradient(2.0)
     assert jax.jit(jax.grad(lambda y: closing(jax.custom_vjp, y, in_fwd=True)))(2.0) == 12.0
-    assert jax.jit(jax.grad(lambda y: closing(custom_vjp, y, in_fwd=False)))(2.0) == 12.0
+    assert jax.jit(jax.grad(lambda y: closing(custom_vjp_interface.custom_vjp, y, in_fwd=False)))(2.0) == 12.0
