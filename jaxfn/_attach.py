@@ -18,20 +18,12 @@ from typing import Any
 import jax
 
 from jaxfn._compat import Primitive, ad, batching, mlir, partial_eval
+from jaxfn._leaves import is_inexact
+from jaxfn._refusal import Refusal, refused_tangent
 
 # A differentiable function of (made..., kept..., inputs...) that returns its first operands, `made`. Only the inputs
-# have a derivative by it; `kept` is what it needs besides.
-Rule = Callable[..., Sequence[jax.Array]]
-
-
-class Refusal:
-    """A `Rule` for a derivative that cannot be had: it raises, where something asks for it."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-    def __call__(self, *operands: Any) -> Sequence[jax.Array]:
-        raise NotImplementedError(self.message)
+# have a derivative by it; `kept` is what it needs besides. A `Refusal` is for a derivative that cannot be had.
+Rule = Callable[..., Sequence[jax.Array]] | Refusal
 
 
 class Gate:
@@ -192,22 +184,26 @@ def _attach_lowering(ctx: Any, *operands: Any, attachment: _Attachment) -> list[
 
 def _attach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, attachment: _Attachment) -> Any:
     # jax.jvp of a custom_vjp is what reverse mode transposes; its `perturbed` flags are then exactly the tangents here.
-    num_made = attachment.num_made
+    num_made, rule = attachment.num_made, attachment.rule
     first_input = num_made + attachment.num_kept
     perturbed = [i for i, t in enumerate(tangents) if i >= first_input and not isinstance(t, ad.Zero)]
 
-    def of_perturbed(*values: Any) -> Sequence[jax.Array]:
-        operands = list(primals)
-        for i, value in zip(perturbed, values, strict=True):
-            operands[i] = value
-        return attachment.rule(*operands)
-
-    if perturbed:
-        given = [primals[i] for i in perturbed], [tangents[i] for i in perturbed]
-        outputs, by_rule = jax.jvp(of_perturbed, *given)
-    else:
+    moving = [tangents[i] for i in perturbed]
+    if not perturbed or isinstance(rule, Refusal):
         outputs = attach_p.bind(*primals, attachment=attachment)
-        by_rule = [None] * num_made
+        by_rule: Sequence[Any] = [None] * num_made
+        if isinstance(rule, Refusal) and perturbed:
+            avals = [jax.typeof(y).to_tangent_aval() for y in outputs]
+            by_rule = [refused_tangent(a, moving, rule) if is_inexact(a.dtype) else None for a in avals]
+    else:
+
+        def of_perturbed(*values: Any) -> Sequence[jax.Array]:
+            operands = list(primals)
+            for i, value in zip(perturbed, values, strict=True):
+                operands[i] = value
+            return rule(*operands)
+
+        outputs, by_rule = jax.jvp(of_perturbed, [primals[i] for i in perturbed], moving)
     closed_over = tangents[:num_made] if attachment.made_is_detached or not perturbed else [None] * num_made
     return outputs, [_sum(y, a, b) for y, a, b in zip(outputs, by_rule, closed_over, strict=True)]
 
@@ -227,15 +223,17 @@ def _attach_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, at
         return attach_p.bind(*operands, attachment=attachment), [None] * num_made
     moved = _settled(operands, dims, axis.size, num_made, attachment.is_uniform)
     axes = _axes(dims, num_made, attachment.is_uniform)
-    batched = jax.vmap(
-        attachment.rule,
-        in_axes=tuple(axes),
-        out_axes=axes[:num_made],
-        axis_name=axis.name,
-        axis_size=axis.size,
-        spmd_axis_name=axis.spmd_name,
-    )
-    return attach_p.bind(*moved, attachment=attachment.with_rule(batched)), axes[:num_made]
+    if not isinstance(attachment.rule, Refusal):
+        batched = jax.vmap(
+            attachment.rule,
+            in_axes=tuple(axes),
+            out_axes=axes[:num_made],
+            axis_name=axis.name,
+            axis_size=axis.size,
+            spmd_axis_name=axis.spmd_name,
+        )
+        attachment = attachment.with_rule(batched)
+    return attach_p.bind(*moved, attachment=attachment), axes[:num_made]
 
 
 def _attach_partial_eval(

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxfn._attach import Gate, Refusal, attach, detach, settle
+from jaxfn._attach import Gate, attach, detach, settle
 from jaxfn._compat import under_batches
 from jaxfn._differentiable import differentiable
 from jaxfn._hooks import Hooks
@@ -19,6 +19,7 @@ from jaxfn._leaves import is_inexact, is_staged, is_traced
 from jaxfn._outputs import Outputs
 from jaxfn._provenance import Fingerprint, agree, closed_over_origins, computed_again, is_written_down
 from jaxfn._record import Record
+from jaxfn._refusal import Refusal
 from jaxfn._rules import Linearized, Rule, Site
 from jaxfn._run import Call, Run, run_forward
 
@@ -161,7 +162,7 @@ def _run_once(
     run.is_detached = False
     if closed_over:
         what = _HIDDEN if run.hides_arrays else "an array that is neither an input nor an output"
-        refusal = Refusal(_CLOSED_OVER_FURTHER_OUT.format(name=call.name, what=what))
+        refusal = Refusal(NotImplementedError, _CLOSED_OVER_FURTHER_OUT.format(name=call.name, what=what))
         outputs = attach(outputs, (), closed_over, refusal, made_is_detached=True)
     return run, outputs, own
 
@@ -248,8 +249,9 @@ def _refused(run: Run, own: Sequence[Any], inputs: Sequence[Any]) -> Sequence[An
             "cannot be had. Save the array itself: ctx.save_for_backward(array)."
         )
     refusal = Refusal(
+        NotImplementedError,
         f"{name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be "
-        "differentiated twice: forward would have to write twice. Save inputs or outputs instead."
+        "differentiated twice: forward would have to write twice. Save inputs or outputs instead.",
     )
     return attach(own, (), run.call.without_refs(inputs), refusal, made_is_detached=True)
 

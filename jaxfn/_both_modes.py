@@ -32,7 +32,9 @@ def both_modes(rule: Rule) -> Differentiable:
 
     def primal(site: Site, *operands: Any) -> Outputs:
         # JAX 0.10 forgets a custom_jvp inside of another Function's forward in a scan, and differentiates its primal.
-        return rule.attached_primal(site, [as_array(x) for x in operands])
+        outputs = rule.attached_primal(site, [as_array(x) for x in operands])
+        site.outputs = outputs.layout
+        return outputs
 
     def jvp(primals: Any, tangents: Any) -> tuple[Outputs, Outputs]:
         site, *operands = primals
@@ -40,6 +42,7 @@ def both_modes(rule: Rule) -> Differentiable:
         of_operands = [None if isinstance(t, SymbolicZero) else t for t in tangents[1:]]
         perturbed = tuple(t is not None and is_inexact(x.dtype) for t, x in zip(of_operands, operands, strict=True))
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
+        site.check_outputs(run)
         of_inputs = rule.of_inputs([t if p else None for t, p in zip(of_operands, perturbed, strict=True)])
         of_outputs = _output_tangents(run, residuals, of_inputs, outputs)
         if any(is_batched(of_outputs[i]) and not is_batched(outputs.arrays[i]) for i in site.unbatched):

@@ -5,6 +5,7 @@ Every entry says which versions it was checked on. Nothing here reaches into `ja
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,16 +86,19 @@ def is_batched(array: Any) -> bool:
 
 def is_out_of_reach(tracer: Any) -> bool:
     """Whether a traced value belongs to a program that JAX is not writing down here (0.10.0 to 0.12.0)."""
-    if not tracer._trace.is_valid():
-        return True
     inner = under_batches(tracer)
+    sought, trace = _trace_of(inner), _trace_of(jax.lax.full((), 0))
+    if not _trace_of(tracer).is_valid():
+        return True
     if not isinstance(inner, partial_eval.DynamicJaxprTracer):
         return False
-    constant: Any = jax.lax.full((), 0)
-    trace = getattr(constant, "_trace", None)
-    while trace is not None and trace is not inner._trace:
+    while trace is not None and trace is not sought:
         trace = getattr(trace, "parent_trace", None)
     return trace is None
+
+
+def _trace_of(value: Any) -> Any:
+    return getattr(value, "_trace", None)
 
 
 def refuses_symbolic_zeros(error: NotImplementedError) -> bool:
@@ -212,5 +216,6 @@ def compile_quickly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
             return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError:  # an option that this XLA does not know
-            _QUICK.remove(options)
+            with contextlib.suppress(ValueError):  # another thread may have removed it meanwhile
+                _QUICK.remove(options)
     return lowered.compile()

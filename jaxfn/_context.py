@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -83,6 +83,7 @@ class ContextState:
     non_differentiable: tuple[Any, ...] = ()
     dirty: tuple[Any, ...] = ()
     materialize_grads: bool = True
+    numbers: Sequence[Any] = ()  # inputs that are Python numbers, and would be arrays were they differentiated
 
     def __init__(self, form: Form, needs_input_grad: tuple[bool, ...]) -> None:
         self.form = form
@@ -155,7 +156,7 @@ class FunctionCtx:
 
         Torch counterpart: `ctx.save_for_backward`; the named form is R torch's.
         """
-        _check_saved("save_for_backward", tensors)
+        _check_saved("save_for_backward", tensors, self._jaxfn.numbers)
         self._jaxfn.tensors = tensors
         self._jaxfn.named = named
 
@@ -187,7 +188,7 @@ class FunctionCtx:
 
         Torch counterpart: `ctx.save_for_forward`.
         """
-        _check_saved("save_for_forward", tensors)
+        _check_saved("save_for_forward", tensors, self._jaxfn.numbers)
         self._jaxfn.for_forward = tensors
 
     @property
@@ -246,9 +247,9 @@ class FunctionCtx:
         self._jaxfn.materialize_grads = value
 
 
-def _check_saved(method: str, tensors: tuple[Any, ...]) -> None:
+def _check_saved(method: str, tensors: tuple[Any, ...], numbers: Sequence[Any]) -> None:
     for position, tensor in enumerate(tensors):
-        if tensor is not None and not is_array_leaf(tensor):
+        if tensor is not None and not is_array_leaf(tensor) and not any(tensor is number for number in numbers):
             by_name = " or save it by name (ctx.save_for_backward(name=value))" if method == "save_for_backward" else ""
             raise TypeError(
                 f"{method} can only save arrays or None, but argument {position} is of type {type(tensor).__name__}. "

@@ -11,7 +11,7 @@ from jaxfn._attached import CallRule
 from jaxfn._compat import is_batched, refuses_symbolic_zeros, stages_constants
 from jaxfn._differentiable import differentiable
 from jaxfn._hooks import hooks_in_force
-from jaxfn._leaves import Layout, Opaque, as_array, is_traced, split
+from jaxfn._leaves import ARRAY_LAYOUT, Layout, Opaque, as_array, is_traced, split
 from jaxfn._methods import Methods, undefined
 from jaxfn._rules import Differentiable, Site
 from jaxfn._run import Call
@@ -176,8 +176,10 @@ class _Entry(Opaque):
         form, values = methods.parameters.bind(args, kwargs)
         arrays: list[Any] = []
         layouts: list[Layout] = []
-        for value in values:
+        for position, value in enumerate(values):
             leaves, layout = split(value)
+            if layout is not ARRAY_LAYOUT:
+                layout.refuse_torch(lambda: f"{methods.name}: {form.describe(position)}")
             arrays += map(as_array, leaves)
             layouts.append(layout)
         try:

@@ -21,6 +21,7 @@ from jax.core import Tracer
 
 from jaxfn._compat import is_ref, partial_eval
 
+_NUMBERS = frozenset({int, float, complex})
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 # NumPy arrays of these kinds (objects, text, dates) cannot be JAX arrays, so they stay static.
 _STATIC_KINDS = frozenset("OSUMm")
@@ -49,6 +50,11 @@ def _is_array_type(kind: type) -> bool:
     # JAX hands Python numbers on as subclasses of int, float and complex, its own ones, that have a dtype.
     is_typed_scalar = issubclass(kind, (int, float, complex)) and kind.__module__.partition(".")[0] == "jax"
     return _is_jax_type(kind) or is_typed_scalar or hasattr(kind, "__jax_array__")
+
+
+@lru_cache(maxsize=4096)
+def _is_torch_tensor_type(kind: type) -> bool:
+    return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
 
 
 @lru_cache(maxsize=4096)
@@ -144,6 +150,19 @@ class Layout:
         """The type of the pytree's topmost node; `None` where the value is a single leaf."""
         node = None if self.treedef is None else self.treedef.node_data()
         return None if node is None else node[0]
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the value is a Python number."""
+        return self.treedef is None and type(self.leaves[0]) in _NUMBERS
+
+    def refuse_torch(self, where: Callable[[], str]) -> None:
+        """Raises where a static leaf is a torch tensor."""
+        if self is not ARRAY_LAYOUT and any(_is_torch_tensor_type(type(leaf)) for leaf in self.leaves):
+            raise TypeError(
+                f"{where()} is a torch tensor. A Function takes JAX and NumPy arrays: pass tensor.numpy(), or adopt "
+                "torch code with jaxfn.from_torch."
+            )
 
     def hides_arrays(self) -> bool:
         """Whether a static leaf, a closure or an object, holds JAX arrays."""

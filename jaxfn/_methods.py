@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar
+
+import jax
 
 from jaxfn._arguments import Form, Parameters
 from jaxfn._compat import is_out_of_reach
@@ -13,6 +16,8 @@ from jaxfn._context import FunctionCtx, state_of
 from jaxfn._leaves import hidden_tracers, is_plain_function, is_traced
 from jaxfn._marks import warn_of_dirty
 from jaxfn._outputs import Returned, take_apart
+from jaxfn._provenance import closed_over_origins
+from jaxfn._source import place_without_return
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MARK = "_jaxfn_undefined"
@@ -60,6 +65,7 @@ class Methods:
         methods = (self._forward, self._setup_context) if self._is_separate else (self._forward,)
         self._with_closures = [method for method in methods if not is_plain_function(method)]
         self._warned_of_dirty = False
+        self._warned_of_no_return = False
         if not _is_defined(self._forward):
             raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
         code = getattr(inspect.unwrap(self._forward), "__code__", None)
@@ -131,13 +137,14 @@ class Methods:
                 "only implement one of them."
             )
         backward = self._function.vjp if has_vjp else self._function.backward
-        self._refuse_out_of_reach(backward, "backward")
-        return backward(ctx, grad_outputs) if self._function.boxed_grads_call else backward(ctx, *grad_outputs)
+        returned = self._within_reach("backward", backward, ctx, grad_outputs)
+        if returned is None and not self._warned_of_no_return:
+            self._warn_of_no_return(backward)
+        return returned
 
     def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
         """Calls `jvp`."""
-        self._refuse_out_of_reach(self._function.jvp, "jvp")
-        return self._function.jvp(ctx, *tangents)
+        return self._within_reach("jvp", self._function.jvp, ctx, tangents)
 
     def out_of_reach(self, method: str) -> Exception:
         """What is raised where a method uses a traced value that does not belong to the program at hand."""
@@ -147,9 +154,34 @@ class Methods:
             f"{self.name} as an argument, and save it on ctx where backward needs it."
         )
 
-    def _refuse_out_of_reach(self, rule: Callable[..., Any], method: str) -> None:
-        if not is_plain_function(rule) and any(is_traced(x) and is_out_of_reach(x) for x in hidden_tracers(rule)):
-            raise self.out_of_reach(method)
+    def _warn_of_no_return(self, backward: Callable[..., Any]) -> None:
+        """Warns, the first time, where `backward` has no return statement at all."""
+        self._warned_of_no_return = True
+        place = place_without_return(backward)
+        if place is not None:
+            warnings.warn(
+                f"{self.name}.backward returned nothing, so its gradients are zero: there is no return statement in it "
+                f"({place}). Return the gradients, or write return None where there are none.",
+                stacklevel=2,
+            )
+
+    def _within_reach(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, given: Sequence[Any]) -> Any:
+        """What a rule returns, refused where it depends on a traced value that does not belong to this program."""
+        arguments = (list(given),) if method == "backward" and self._function.boxed_grads_call else given
+        if is_plain_function(rule):
+            return rule(ctx, *arguments)
+        lost = [x for x in hidden_tracers(rule) if is_traced(x) and is_out_of_reach(x)]
+        try:
+            returned = rule(ctx, *arguments)
+        except jax.errors.UnexpectedTracerError as error:
+            if lost:
+                raise self.out_of_reach(method) from error
+            raise
+        if lost:
+            origins = closed_over_origins(jax.tree_util.tree_leaves(returned), ())
+            if not {id(x.full_lower()) for x in origins}.isdisjoint(map(id, lost)):
+                raise self.out_of_reach(method)
+        return returned
 
     def warn_of_dirty(self) -> None:
         """Warns, the first time, that `mark_dirty` leaves the caller's array alone."""

@@ -10,7 +10,8 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._context import FunctionCtx, saved_by
-from jaxfn._leaves import is_array_leaf
+from jaxfn._leaves import is_array_leaf, is_inexact
+from jaxfn._refusal import Refusal, refused_tangent
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,12 +70,18 @@ def _barrier(name: str) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any
     def barrier(gradients: Sequence[Any], sources: Sequence[Any]) -> Sequence[Any]:
         return gradients
 
+    message = f"{name}: trying to differentiate twice a function that was marked with @once_differentiable"
+    refusal = Refusal(RuntimeError, message)
+
     def refuse(primals: Any, tangents: Any) -> Any:
-        if all(isinstance(t, SymbolicZero) for t in jax.tree_util.tree_leaves(tangents)):
+        moving = [t for t in jax.tree_util.tree_leaves(tangents) if not isinstance(t, SymbolicZero)]
+        if not moving:
             return primals[0], tangents[0]
-        raise RuntimeError(
-            f"{name}: trying to differentiate twice a function that was marked with @once_differentiable"
-        )
+        gradients = barrier(*primals)  # again, for whatever differentiates further out
+        return gradients, [
+            refused_tangent(zero.aval, moving, refusal) if is_inexact(x.dtype) else zero
+            for x, zero in ((x, SymbolicZero(jax.typeof(x).to_tangent_aval())) for x in gradients)
+        ]
 
     barrier.defjvp(refuse, symbolic_zeros=True)
     return barrier

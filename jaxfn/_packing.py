@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from jaxfn._attach import Refusal, attach, detach
+from jaxfn._attach import attach, detach
 from jaxfn._compat import memory_space
 from jaxfn._hooks import Hooks
 from jaxfn._leaves import Layout, as_array, is_array_leaf, is_inexact, is_traced, split
+from jaxfn._refusal import Refusal
 
 
 def pack(owner: str, hooks: Hooks, array: Any) -> tuple[list[Any], Layout]:
@@ -47,9 +48,10 @@ def _carrying(made: list[Any], sources: Sequence[Any], owner: str) -> list[Any]:
         return made
     alike = len(made) == len(sources) == 1 and is_inexact(made[0].dtype) and made[0].shape == sources[0].shape
     refusal = Refusal(
+        NotImplementedError,
         f"{owner}: a second derivative goes through an array that saved_tensors_hooks packed into something other than "
         "one floating array of its shape, which has no derivative. Differentiate twice without the hooks, or let "
-        "pack_hook return such an array."
+        "pack_hook return such an array.",
     )
     return attach(made, (), sources, _same_but_for_dtype if alike else refusal, made_is_detached=True)
 

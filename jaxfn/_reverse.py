@@ -31,13 +31,16 @@ def reverse_mode(rule: Rule) -> Differentiable:
     """The rule's function, differentiable in reverse mode, at every order."""
 
     def primal(site: Site, *operands: Any) -> Outputs:
-        return rule.primal(site, [as_array(x) for x in operands])
+        outputs = rule.primal(site, [as_array(x) for x in operands])
+        site.outputs = outputs.layout
+        return outputs
 
     def fwd(site: Site, *primals: Any) -> tuple[Outputs, Residuals]:
         operands = [as_array(p.value) for p in primals]
         # JAX's coming checkpoint says of integers too that they are perturbed.
         perturbed = tuple(p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, operands, strict=True))
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
+        site.check_outputs(run)
         return outputs, _kept(site, _mapped(site, run, outputs.arrays, rule.of_inputs(operands)), residuals)
 
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxfn._hooks import Hooks
-from jaxfn._outputs import Outputs
+from jaxfn._outputs import OutputLayout, Outputs
 from jaxfn._run import Call, Run
 
 
@@ -22,6 +22,7 @@ class Site:
     Attributes:
       hooks: the saved-tensor hooks in force at the call. (JAX may run what differentiates it later, out of the block.)
       is_mapped: whether `jax.vmap` maps the arguments themselves, so that the derivative too is of the mapped call.
+      outputs: the structure of what the primal returned, where it ran.
       unbatched: the outputs that did not depend on the batch where the call was mapped as part of a program.
       runs: the runs of `forward` there; see `_reverse`.
     """
@@ -30,7 +31,17 @@ class Site:
         self.hooks = hooks
         self.is_mapped = is_mapped
         self.unbatched: set[int] = set()
+        self.outputs: OutputLayout | None = None
         self.runs: list[Run] = []
+
+    def check_outputs(self, run: Run) -> None:
+        """Raises where forward returned another structure than the primal, which JAX cannot put together."""
+        if self.outputs is not None and self.outputs != run.outputs:
+            raise RuntimeError(
+                f"{run.call.name}.forward returned {run.outputs!r} when ctx.needs_input_grad was "
+                f"{run.needs_input_grad}, and {self.outputs!r} when nothing was differentiated. What forward returns, "
+                "and marks as non-differentiable, must not depend on ctx.needs_input_grad."
+            )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Site) and self.hooks is other.hooks and self.is_mapped == other.is_mapped

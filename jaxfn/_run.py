@@ -36,6 +36,7 @@ class Call:
         self.are_refs = tuple(flag for layout in layouts for flag in layout.are_refs)  # one for each array leaf
         self.unperturbed = (False,) * len(self.are_refs)
         self._has_refs = any(self.are_refs)
+        self._numbers = [layout.leaves[0] for layout in layouts if layout.is_number]
         self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
     def without_refs(self, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -91,6 +92,8 @@ class Call:
         """Runs the user's forward with these arrays in their places: the ctx that it filled and its outputs."""
         state = ContextState(self.form, self.needs_input_grad(perturbed))
         ctx = FunctionCtx(state)
+        if self._numbers and not any(perturbed):
+            state.numbers = self._numbers
         try:
             if self.methods.vmap is not None and any(map(is_traced, arrays)):
                 returned = forward_with_vmap(self, ctx, arrays)

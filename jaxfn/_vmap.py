@@ -96,7 +96,7 @@ def _with_derivative_of(function: Callable[..., Outputs], num_made: int, *operan
     @differentiable.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         (made, arrays), (_, of_arrays) = primals, tangents
-        pushed = jax.jvp(lambda *arrays: function(*arrays).arrays, arrays, of_arrays)[1]
+        pushed = jax.jvp(function, arrays, of_arrays)[1].arrays
         return attach(made, (), arrays, rule, made_is_detached=True), pushed
 
     return differentiable(operands[:num_made], operands[num_made:])

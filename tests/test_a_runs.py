@@ -1,0 +1,431 @@
+"""Contract row A8: how often user code runs, draws and has effects, beside the same as a hand-written custom_vjp.
+
+No number is written down here: what is expected is what the hand-written function does, in the same program. Where it
+raises (JAX loses a traced key that both of its sides change), the numbers must be right or the refusal must name the
+Function.
+
+Every draw `m` makes outputs and derivatives that tell it: `m * sin(x)` and `m * cos(x)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import jaxfn
+
+
+class Keys:
+    """A stateful random source, as many libraries have them."""
+
+    def __init__(self, key):
+        self.key = key
+
+    def draw(self):
+        self.key, b = jax.random.split(self.key)
+        return jax.random.uniform(b, (), jnp.float32, 0.5, 1.5)
+
+
+class World:
+    """What user code reads and changes beside its arguments, with counts of it."""
+
+    def __init__(self):
+        self.counts = {"python": 0, "draws": 0, "host": 0}
+        self.generator = np.random.default_rng(0)
+        self.on_host = np.random.default_rng(0)
+        self.counter = 0
+
+    def of_keys(self, keys):
+        self.counts["draws"] += 1
+        return keys.draw()
+
+    def of_numpy(self, _):
+        self.counts["draws"] += 1
+        return jnp.float32(self.generator.uniform(0.5, 1.5))
+
+    def of_counter(self, _):
+        self.counter += 1
+        return jnp.float32(1 + 0.1 * self.counter)
+
+    def of_io_callback(self, _):
+        return io_callback(self._draw_on_host, jax.ShapeDtypeStruct((), jnp.float32), ordered=False)
+
+    def _draw_on_host(self):
+        self.counts["host"] += 1
+        return np.float32(self.on_host.uniform(0.5, 1.5))
+
+    def of_debug_callback(self, _):
+        jax.debug.callback(self._draw_on_host)
+        return jnp.float32(0.7)
+
+    def of_nothing(self, _):
+        return jnp.float32(0.7)
+
+    def drawing(self, source: str) -> Callable[[Any], Any]:
+        draw = getattr(self, f"of_{source}")
+
+        def counted(keys):
+            self.counts["python"] += 1
+            return draw(keys)
+
+        return counted
+
+    def since(self, before):
+        jax.effects_barrier()
+        return {name: count - before[name] for name, count in self.counts.items()}
+
+
+Draw = Callable[[Any], Any]
+STYLES: dict[str, Callable[[Draw], tuple[Any, Any]]] = {}
+
+
+def style(make):
+    """Registers what makes, for a way of drawing, a Function of (x, keys), and a custom_vjp's fwd and bwd."""
+    STYLES[make.__name__] = make
+    return make
+
+
+@style
+def saves_nothing(draw):
+    def forward(ctx, x, keys):
+        return x + draw(keys)
+
+    def backward(ctx, g):
+        return g, None
+
+    return _function(forward, backward), (lambda x, keys: (x + draw(keys), None), lambda _, g: g)
+
+
+@style
+def saves_input(draw):
+    def forward(ctx, x, keys):
+        ctx.save_for_backward(x)
+        return jnp.sin(x) + draw(keys)
+
+    def backward(ctx, g):
+        return g * jnp.cos(ctx.saved_tensors[0]), None
+
+    return _function(forward, backward), (
+        lambda x, keys: (jnp.sin(x) + draw(keys), x),
+        lambda x, g: g * jnp.cos(x),
+    )
+
+
+@style
+def saves_output(draw):
+    def forward(ctx, x, keys):
+        y = draw(keys) * jnp.exp(x)
+        ctx.save_for_backward(y)
+        return y
+
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0], None
+
+    return _function(forward, backward), (
+        lambda x, keys: (draw(keys) * jnp.exp(x),) * 2,
+        lambda y, g: g * y,
+    )
+
+
+def _sine(x, m):
+    return m * jnp.sin(x), m * jnp.cos(x)
+
+
+def _sine_by_hand(draw):
+    return lambda x, keys: _sine(x, draw(keys)), lambda c, g: g * c
+
+
+def _forward_of_intermediate(draw):
+    def forward(ctx, x, keys):
+        y, c = _sine(x, draw(keys))
+        ctx.save_for_backward(c)
+        return y
+
+    return forward
+
+
+def _backward_of_intermediate(ctx, g):
+    return g * ctx.saved_tensors[0], None
+
+
+@style
+def saves_intermediate(draw):
+    return _function(_forward_of_intermediate(draw), _backward_of_intermediate), _sine_by_hand(draw)
+
+
+@style
+def saves_mask(draw):
+    def forward(ctx, x, keys):
+        mask = draw(keys) > 0.9
+        ctx.save_for_backward(mask, x)
+        return jnp.where(mask, jnp.sin(x), 0.0)
+
+    def backward(ctx, g):
+        mask, x = ctx.saved_tensors
+        return jnp.where(mask, g * jnp.cos(x), 0.0), None
+
+    def fwd(x, keys):
+        mask = draw(keys) > 0.9
+        return jnp.where(mask, jnp.sin(x), 0.0), (mask, x)
+
+    return _function(forward, backward), (fwd, lambda r, g: jnp.where(r[0], g * jnp.cos(r[1]), 0.0))
+
+
+@style
+def keeps_attribute(draw):
+    def forward(ctx, x, keys):
+        y, c = _sine(x, draw(keys))
+        ctx.kept = {"slope": [c]}
+        return y
+
+    def backward(ctx, g):
+        return g * ctx.kept["slope"][0], None
+
+    return _function(forward, backward), _sine_by_hand(draw)
+
+
+@style
+def keeps_closure(draw):
+    def forward(ctx, x, keys):
+        y, c = _sine(x, draw(keys))
+        ctx.pull = lambda g: g * c
+        return y
+
+    def backward(ctx, g):
+        return ctx.pull(g), None
+
+    return _function(forward, backward), _sine_by_hand(draw)
+
+
+@style
+def sets_up_context(draw):
+    """Its slope is a second output, which differentiates by the Function's own rule."""
+
+    class Drawn(jaxfn.Function):
+        @staticmethod
+        def forward(x, keys):
+            return _sine(x, draw(keys))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*output)
+
+        @staticmethod
+        def backward(ctx, g, of_slope):
+            y, c = ctx.saved_tensors
+            return g * c - of_slope * y, None
+
+    return (lambda x, keys: Drawn.apply(x, keys)[0]), _sine_by_hand(draw)
+
+
+@style
+def has_jvp_too(draw):
+    def jvp(ctx, tangent, _):
+        return tangent * ctx.saved_tensors[0]
+
+    return _function(_forward_of_intermediate(draw), _backward_of_intermediate, jvp=jvp), _sine_by_hand(draw)
+
+
+@style
+def generates_jvp_rule(draw):
+    made = _function(_forward_of_intermediate(draw), _backward_of_intermediate, generate_jvp_rule=True)
+    return made, _sine_by_hand(draw)
+
+
+def _function(forward, backward, *, jvp=None, **attributes):
+    attributes |= {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    if jvp is not None:
+        attributes["jvp"] = staticmethod(jvp)
+    return type("Drawn", (jaxfn.Function,), attributes).apply
+
+
+def by_function(name, draw):
+    return STYLES[name](draw)[0]
+
+
+def by_hand(name, draw):
+    """As a JAX user would write it; an object is no argument of a custom_vjp, so it is closed over."""
+    fwd, bwd = STYLES[name](draw)[1]
+
+    def call(x, keys):
+        made = jax.custom_vjp(lambda x: fwd(x, keys)[0])
+        made.defvjp(lambda x: fwd(x, keys), lambda residuals, g: (bwd(residuals, g),))
+        return made(x)
+
+    return call
+
+
+def plainly(name, draw):
+    """Without a rule: JAX differentiates the function itself."""
+    fwd = STYLES[name](draw)[1][0]
+    return lambda x, keys: fwd(x, keys)[0]
+
+
+def check_one_draw(name, x, y, slope, curvature=None, calls=2):
+    """That a sum of calls at one x and its derivatives, as far as they are there, are of the same draws."""
+    sin, cos = np.sin(x), np.cos(x)
+    if name == "saves_nothing":
+        holds = [(slope, calls * np.ones_like(x)), (curvature, 0.0)]
+    elif name == "saves_input":
+        holds = [(slope, calls * cos), (curvature, -calls * sin)]
+    elif name == "saves_output":
+        holds = [(slope, y), (curvature, y)]
+    else:
+        holds = [(slope * sin, None if y is None else y * cos), (curvature, None if y is None else -y)]
+    for got, expected in holds:
+        if got is not None and expected is not None:
+            np.testing.assert_allclose(got, np.broadcast_to(expected, np.shape(got)), rtol=2e-5, atol=2e-6)
+
+
+# Each takes a function of (x, key), and makes one of (x, key) that returns values and derivatives as far as it has
+# them; made anew for each program, so that JAX traces again.
+TRANSFORMATIONS: dict[str, Callable[..., Any]] = {}
+X, BATCH = 0.6, 3
+
+
+def transformation(make):
+    TRANSFORMATIONS[make.__name__] = make
+    return make
+
+
+def over_batch(f):
+    return lambda x, key: jax.vmap(f)(x + 0.1 * jnp.arange(BATCH), jax.random.split(key, BATCH))
+
+
+@transformation
+def eager(f):
+    return lambda x, key: (f(x, key), None)
+
+
+@transformation
+def jit(f):
+    return jax.jit(lambda x, key: (f(x, key), None))
+
+
+@transformation
+def grad(f):
+    slope = jax.grad(lambda x, key: f(x, key))
+    return lambda x, key: (None, slope(x, key))
+
+
+@transformation
+def value_and_grad(f):
+    return jax.value_and_grad(lambda x, key: f(x, key))
+
+
+@transformation
+def jit_of_grad(f):
+    return jax.jit(jax.value_and_grad(lambda x, key: f(x, key)))
+
+
+@transformation
+def grad_of_jit(f):
+    return jax.value_and_grad(jax.jit(lambda x, key: f(x, key)))
+
+
+@transformation
+def vjp(f):
+    def both(x, key):
+        y, pull = jax.vjp(lambda x: f(x, key), x)
+        return y, pull(jnp.float32(1))[0]
+
+    return both
+
+
+@transformation
+def vmap_of_grad(f):
+    return over_batch(jax.value_and_grad(lambda x, key: f(x, key)))
+
+
+@transformation
+def grad_of_vmap(f):
+    def both(x, key):
+        xs = x + 0.1 * jnp.arange(BATCH)
+        y, pull = jax.vjp(lambda xs: jax.vmap(f)(xs, jax.random.split(key, BATCH)), xs)
+        return y, pull(jnp.ones(BATCH, jnp.float32))[0]
+
+    return both
+
+
+@transformation
+def jit_of_vmap_of_grad(f):
+    return jax.jit(vmap_of_grad(f))
+
+
+@transformation
+def scan(f):
+    """The x of every step is the same, so that all steps together are as one."""
+
+    def total(x, key):
+        body = lambda total, key: (total + f(x, key), None)  # noqa: E731
+        return jax.lax.scan(body, jnp.float32(0), jax.random.split(key, BATCH))[0]
+
+    return jax.jit(jax.value_and_grad(total))
+
+
+@transformation
+def checkpoint(f):
+    return jax.jit(jax.value_and_grad(jax.checkpoint(lambda x, key: f(x, key))))
+
+
+@transformation
+def cond(f):
+    chosen = lambda x, key: jax.lax.cond(x > 0, f, lambda x, key: x, x, key)  # noqa: E731
+    return jax.jit(jax.value_and_grad(chosen))
+
+
+MAPPED = ("vmap_of_grad", "grad_of_vmap", "jit_of_vmap_of_grad")
+KEY = jax.random.key(7)
+
+
+def calling(f, times):
+    """Calls, which have different draws, of one stateful source."""
+
+    def program(x, key):
+        keys = Keys(key)
+        return sum(f(x, keys) for _ in range(times))
+
+    return program
+
+
+def history(make, name, source, transform, closes_over, times=2):
+    """What two programs return, each called twice, and what had run after every call."""
+    world = World()
+    draw = world.drawing(source)
+    if closes_over:
+        program = calling(lambda x, keys: make(name, lambda _: draw(keys))(x, None), times)
+    else:
+        program = calling(make(name, draw), times)
+    results, counts = [], []
+    for _ in range(2):
+        transformed = TRANSFORMATIONS[transform](lambda x, key: program(x, key))
+        for _ in range(2):
+            before = dict(world.counts)
+            results.append(jax.device_get(transformed(jnp.float32(X), KEY)))
+            counts.append(world.since(before))
+    return results, counts
+
+
+SOURCES = {"keys": (False, 1), "keys2": (False,2), "keys_closed_over": (True, 1), "numpy": (False,2), "io_callback": (False,2), "debug_callback": (False,2)}
+if __name__ == "__main__":
+    import collections, sys
+    src = sys.argv[1].split(",")
+    for source, (closes,times) in SOURCES.items():
+        if source not in src: continue
+        for t in TRANSFORMATIONS:
+            for name in sys.argv[2:] or STYLES:
+                out = []
+                for make in (by_hand, by_function):
+                    try:
+                        out.append(history(make, name, source.removesuffix("_closed_over").removesuffix("2"), t, closes, times))
+                    except Exception as e:
+                        out.append((f"{type(e).__name__} {str(e).strip()[:100]}", None))
+                (hr, hc), (fr, fc) = out
+                same = hc == fc and hc is not None and np.allclose(jax.tree.leaves(hr), jax.tree.leaves(fr))
+                print(source, t, name, "same" if same else ("DIFF", hr if hc is None else "", hc, fr if fc is None else "", fc))
