@@ -1,0 +1,142 @@
+"""Row A9: what forward and backward close over is right, or refused by name; never a zero."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.cases import stop_gradient
+
+WRAPS: dict[str, Callable] = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda w, x: jax.lax.scan(lambda c, _: (f(w, c), None), x, None, length=2)[0],
+    "cond": lambda f: lambda w, x: jax.lax.cond(x > -9, f, lambda w, x: x, w, x),
+    "vmap": lambda f: lambda w, x: jax.vmap(f, in_axes=(None, 0))(w, jnp.asarray(x)[None])[0],
+}
+MODES = ("reverse", "both")
+
+
+def scaled(w, mode, save):
+    """w·sin(x), whose forward closes over w."""
+
+    def forward(ctx, x):
+        s = jnp.sin(x)
+        if save == "intermediate":
+            ctx.save_for_backward(x, s)
+        else:
+            ctx.save_for_backward(x)
+        ctx.w = w
+        return w * s
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.w * jnp.cos(ctx.saved_tensors[0]))
+    if mode == "both":
+        f.jvp(lambda ctx, t: t * ctx.w * jnp.cos(ctx.saved_tensors[0]))
+    return f
+
+
+def ours(mode, save):
+    return lambda w, x: scaled(w, mode, save)(x)
+
+
+def plain(w, x):
+    return w * jnp.sin(x)
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["", "in jit"])
+@pytest.mark.parametrize("save", ["input", "intermediate"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_A9_a_value_that_is_not_differentiated(wrap, mode, save, outer):
+    """By hand JAX raises in some of these, as the tracer in the closure is of another program."""
+    wrapped = WRAPS[wrap]
+    for order in (lambda f: jax.grad(f, 1), lambda f: jax.grad(jax.grad(f, 1), 1)):
+        got, expected = (outer(order(wrapped(f)))(1.3, 0.7) for f in (ours(mode, save), plain))
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["", "in jit"])
+@pytest.mark.parametrize("argnums", [0, (0, 1)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_A9_a_value_that_is_differentiated_is_refused(wrap, mode, argnums, outer):
+    with pytest.raises(NotImplementedError, match="forward closes over a value .*argument"):
+        outer(jax.grad(WRAPS[wrap](ours(mode, "input")), argnums))(1.3, 0.7)
+
+
+@pytest.mark.parametrize("save", ["input", "intermediate"])
+@pytest.mark.parametrize("wrap", ["eager", "jit", "checkpoint"])
+def test_A9_differentiated_further_out(wrap, save):
+    """The gradient by x is a function of w like any other."""
+
+    def mixed(f):
+        return jax.grad(WRAPS[wrap](lambda w, x: jax.grad(lambda x: f(w, x))(x) * x), (0, 1))
+
+    np.testing.assert_allclose(mixed(ours("reverse", save))(1.3, 0.7), mixed(plain)(1.3, 0.7), rtol=1e-5)
+
+
+def test_A9_a_global_and_an_array_that_is_not_needed():
+    """What the outputs do not depend on may be differentiated."""
+
+    def loss(w, x):
+        f = jaxfn.autograd_function(lambda ctx, x: (w, 2 * x)[1], lambda ctx, g: 2 * g)
+        return f(x) * w
+
+    np.testing.assert_allclose(jax.grad(loss, (0, 1))(3.0, 5.0), (10.0, 6.0))
+    np.testing.assert_allclose(jax.grad(jax.jit(loss), (0, 1))(3.0, 5.0), (10.0, 6.0))
+
+
+def closing_backward(w, x):
+    f = jaxfn.autograd_function(lambda ctx, x: jnp.round(x), lambda ctx, g: g * w)
+    return f(x)
+
+
+def test_A9_backward_closes_over_a_value():
+    expected = jax.grad(lambda w, x: w * x + stop_gradient(jnp.round(x) - w * x), 1)(3.0, 0.6)
+    assert jax.grad(closing_backward, 1)(3.0, 0.6) == expected
+    assert jax.jit(jax.grad(closing_backward, 1))(3.0, 0.6) == expected
+    for wrapped in (jax.jit(closing_backward), jax.vmap(closing_backward)):
+        with pytest.raises(NotImplementedError, match=r"backward closes over a value .* another program .* argument"):
+            jax.grad(lambda w, x, wrapped=wrapped: wrapped(w, x).sum(), 1)(jnp.full(2, 3.0), jnp.full(2, 0.6))
+
+
+def test_A9_what_a_backward_only_keeps_is_no_matter():
+    """A list that backward appends to, say, may hold tracers of programs long gone."""
+    seen = []
+    f = jaxfn.autograd_function(lambda ctx, x: x * 2, lambda ctx, g: seen.append(g) or 2 * g)
+    for _ in range(2):
+        assert jax.jit(jax.grad(lambda x: f(x)))(1.0) == 2.0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_A8_A9_a_mapped_forward_whose_state_is_traced(wrap):
+    """Nested derivatives under vmap write forward down apart from the program around it."""
+
+    class Keys:
+        def __init__(self, key):
+            self.key = key
+
+        def __call__(self):
+            self.key, key = jax.random.split(self.key)
+            return key
+
+    def loss(x):
+        keys = Keys(jax.random.key(0))
+
+        def forward(ctx, x):
+            mask = jax.random.bernoulli(keys(), 0.5).astype(x.dtype)
+            ctx.save_for_backward(mask)
+            return x * mask
+
+        drop = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
+        return drop(x) ** 2 + drop(x) ** 2
+
+    first = wrap(jax.vmap(jax.value_and_grad(loss)))
+    value, gradient = first(jnp.full(3, 2.0))
+    np.testing.assert_allclose(gradient, value)  # each of the two terms is 4m at 2, and so is its gradient
+    with pytest.raises(NotImplementedError, match="changes an object that it closes over"):
+        wrap(jax.vmap(jax.grad(jax.grad(loss))))(jnp.full(3, 2.0))
