@@ -91,13 +91,13 @@ def _with_derivative_of(function: Callable[..., Outputs], num_made: int, *operan
 
     @jax.custom_jvp
     def differentiable(made: Sequence[Any], arrays: Sequence[Any]) -> Sequence[Any]:
-        return made
+        return list(made)
 
     @differentiable.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         (made, arrays), (_, of_arrays) = primals, tangents
         pushed = jax.jvp(function, arrays, of_arrays)[1].arrays
-        return attach(made, (), arrays, rule, made_is_detached=True), pushed
+        return attach(made, (), arrays, rule, made_is_detached=True), list(pushed)
 
     return differentiable(operands[:num_made], operands[num_made:])
 
