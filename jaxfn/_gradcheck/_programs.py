@@ -41,8 +41,8 @@ _lock = Lock()
 # Where there is little to compute, compiling would take far longer than running.
 _SMALL_BYTES = 32 << 20
 
-# Their callables are rules of derivatives, of which none is taken any more when a program's text is.
-_HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "attach"})
+# Their parameters are rules of derivatives and of batching, of which none is taken any more when a program's text is.
+_HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "attach", "detach", "settle"})
 
 
 class Mode(enum.Enum):
