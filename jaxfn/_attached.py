@@ -54,7 +54,7 @@ class CallRule(Rule):
     def primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         inputs, stand_ins = operands[: self._num_inputs], self._stand_ins(operands)
         done = None
-        if not any(self.call.are_refs) and _needs_record(inputs, Gate(), stand_ins):
+        if not self.call.has_refs and _needs_record(inputs, Gate(), stand_ins):
             done = _recorded(self.call, inputs, inputs, self.call.unperturbed, None, stand_ins=stand_ins)
         run, outputs, _ = done or run_forward(self.call, inputs, self.call.unperturbed, None)
         return Outputs(_settled(run, outputs, inputs, site), run.outputs)
@@ -89,7 +89,7 @@ class CallRule(Rule):
         def program(*inputs: Any) -> tuple[Sequence[Any], Sequence[Any]]:
             return run_forward(self.call, inputs, self.call.unperturbed, None)[1], ()
 
-        if any(self.call.are_refs) or Record(program, inputs, ()).first_needs(closed_over):
+        if self.call.has_refs or Record(program, inputs, ()).first_needs(closed_over):
             raise NotImplementedError(_CLOSED_OVER.format(name=self.call.name))
 
     def _stand_ins(self, operands: Sequence[Any]) -> StandIns:
@@ -134,8 +134,7 @@ def _run_once(
     gate = Gate()
     detached = _detached(call, inputs, gate)
     expected = _expected(call, perturbed, gate)
-    has_refs = any(call.are_refs)
-    if not has_refs and not call.methods.hides_arrays and _needs_record(detached, gate, stand_ins):
+    if not call.has_refs and not call.methods.hides_arrays and _needs_record(detached, gate, stand_ins):
         done = _recorded(call, inputs, detached, perturbed, hooks, expected, stand_ins)
         if done is not None:
             return done
@@ -145,7 +144,7 @@ def _run_once(
         run.fingerprint = Fingerprint(outputs, detached)
     if not run.saves_intermediates:
         return run, outputs, own
-    if has_refs:  # which must not be written twice
+    if call.has_refs:  # which must not be written twice
         return run, outputs, _refused(run, own, inputs)
     if gate.perturbed and not is_written:
         return _confirmed(run, outputs, own, inputs)
@@ -182,6 +181,8 @@ def _needs_record(detached: Sequence[Any], gate: Gate, stand_ins: StandIns) -> b
 
 def _expected(call: Call, perturbed: tuple[bool, ...], gate: Gate) -> tuple[bool, ...]:
     """Which inputs are being differentiated, here or further out."""
+    if not gate.perturbed:
+        return perturbed
     further_out = call.with_refs([i in gate.perturbed for i in range(call.are_refs.count(False))], False)
     return tuple(a or b for a, b in zip(perturbed, further_out, strict=True))
 
@@ -333,7 +334,7 @@ def _widened(
         return run, own
     if not run.read_needs_input_grad or all(b or not a for a, b in zip(union, run.expected, strict=True)):
         return run.with_perturbed(union), own
-    if any(run.call.are_refs):
+    if run.call.has_refs:
         raise NotImplementedError(
             f"{name}.forward looks at ctx.needs_input_grad and would have to run again for this mixed second "
             "derivative, which would write to its jax.Ref arguments twice. Let it save the same whatever the flags are."

@@ -81,7 +81,7 @@ def under_batches(array: Any) -> Any:
 
 def is_batched(array: Any) -> bool:
     """Whether `jax.vmap` is mapping over an axis of an array (0.10.0 to 0.12.0)."""
-    return under_batches(array) is not array
+    return type(array) is not partial_eval.DynamicJaxprTracer and under_batches(array) is not array
 
 
 def is_out_of_reach(tracer: Any) -> bool:

@@ -51,6 +51,7 @@ class Methods:
       parameters: what `forward` takes besides the ctx.
       has_backward, has_jvp: whether it defines `backward` (or `vjp`), and `jvp`.
       has_forward_mode: whether forward mode is to work, by `jvp` or by `generate_jvp_rule`.
+      may_close_over: whether `forward` or `setup_context` holds anything in a closure or in defaults.
       hides_arrays: whether a run of `forward` has kept an array inside a closure or an object on ctx; see `_attached`.
     """
 
@@ -64,6 +65,7 @@ class Methods:
         self._is_separate = _is_defined(self._setup_context)
         methods = (self._forward, self._setup_context) if self._is_separate else (self._forward,)
         self._with_closures = [method for method in methods if not is_plain_function(method)]
+        self.may_close_over = bool(self._with_closures)
         self._warned_of_dirty = False
         self._warned_of_no_return = False
         if not _is_defined(self._forward):

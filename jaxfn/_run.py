@@ -35,13 +35,14 @@ class Call:
         self.layouts = layouts
         self.are_refs = tuple(flag for layout in layouts for flag in layout.are_refs)  # one for each array leaf
         self.unperturbed = (False,) * len(self.are_refs)
-        self._has_refs = any(self.are_refs)
+        self.has_refs = any(self.are_refs)
         self._numbers = [layout.leaves[0] for layout in layouts if layout.is_number]
+        self._may_close_over = methods.may_close_over or any(layout is not ARRAY_LAYOUT for layout in layouts)
         self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
     def without_refs(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The array leaves, or what belongs to them, that are not references."""
-        if not self._has_refs:
+        if not self.has_refs:
             return leaves
         return [x for x, is_ref in zip(leaves, self.are_refs, strict=True) if not is_ref]
 
@@ -52,7 +53,7 @@ class Call:
 
     def refuse_perturbed_refs(self, perturbed: Sequence[bool]) -> None:
         """Raises where a reference itself is being differentiated, whose derivative would be lost silently."""
-        if not self._has_refs:
+        if not self.has_refs:
             return
         owners = (i for i, layout in enumerate(self.layouts) for _ in range(layout.num_arrays))
         for owner, is_ref, is_perturbed in zip(owners, self.are_refs, perturbed, strict=True):
@@ -69,10 +70,12 @@ class Call:
 
     def closes_over_tracers(self) -> bool:
         """Whether there are any."""
-        return any(True for _ in self.closed_over_tracers())
+        return self._may_close_over and any(True for _ in self.closed_over_tracers())
 
     def closed_over_operands(self) -> list[Any]:
         """Those of them that are no references, each once."""
+        if not self._may_close_over:
+            return []
         tracers = {id(x): x for x in self.closed_over_tracers() if is_traced(x)}
         return [x for x in tracers.values() if not _compat.is_ref(x)]
 
