@@ -9,6 +9,7 @@ import pytest
 
 import jaxfn
 from tests.cases import stop_gradient
+from tests.conftest import COMING, TRACES_ALWAYS
 
 WRAPS: dict[str, Callable] = {
     "eager": lambda f: f,
@@ -54,6 +55,10 @@ def plain(w, x):
 def test_A9_a_value_that_is_not_differentiated(wrap, mode, save, outer):
     """By hand JAX raises in some of these, as the tracer in the closure is of another program."""
     wrapped = WRAPS[wrap]
+    if COMING and wrap == "checkpoint" and mode == "reverse":  # JAX_REMAT3 says that all of its inputs are perturbed
+        with pytest.raises(NotImplementedError, match="closes over a value"):
+            jax.grad(wrapped(ours(mode, save)), 1)(1.3, 0.7)
+        return
     for order in (lambda f: jax.grad(f, 1), lambda f: jax.grad(jax.grad(f, 1), 1)):
         got, expected = (outer(order(wrapped(f)))(1.3, 0.7) for f in (ours(mode, save), plain))
         np.testing.assert_allclose(got, expected, rtol=1e-5)
@@ -112,6 +117,7 @@ def test_A9_what_a_backward_only_keeps_is_no_matter():
         assert jax.jit(jax.grad(lambda x: f(x)))(1.0) == 2.0
 
 
+@TRACES_ALWAYS
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_A8_A9_a_mapped_forward_whose_state_is_traced(wrap):
     """Nested derivatives under vmap write forward down apart from the program around it."""
