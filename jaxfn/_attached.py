@@ -7,7 +7,7 @@ that runs attached where it is differentiated, and so on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -23,8 +23,21 @@ from jaxfn._refusal import Refusal
 from jaxfn._rules import Linearized, Rule, Site
 from jaxfn._run import Call, Run, run_forward
 
-# A run, its outputs and its intermediates.
-Done = tuple[Run, Sequence[Any], Sequence[Any]]
+
+class Done(NamedTuple):
+    """A run of forward, with its arrays.
+
+    Attributes:
+      run, outputs, own: see `run_forward`.
+      closed_over: values of which the outputs do not have the derivative that they ought to have.
+    """
+
+    run: Run
+    outputs: Sequence[Any]
+    own: Sequence[Any]
+    closed_over: Sequence[Any] = ()
+
+
 # Traced values that forward closes over, and what they are where forward runs.
 StandIns = Sequence[tuple[Any, Any]]
 
@@ -56,21 +69,21 @@ class CallRule(Rule):
         done = None
         if not self.call.has_refs and _needs_record(inputs, Gate(), stand_ins):
             done = _recorded(self.call, inputs, inputs, self.call.unperturbed, None, stand_ins=stand_ins)
-        run, outputs, _ = done or run_forward(self.call, inputs, self.call.unperturbed, None)
+        run, outputs, *_ = done or run_forward(self.call, inputs, self.call.unperturbed, None)
         return Outputs(_settled(run, outputs, inputs, site), run.outputs)
 
     def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         inputs = operands[: self._num_inputs]
-        run, outputs, own = _run_once(self.call, inputs, self.call.unperturbed, site.hooks, self._stand_ins(operands))
-        return Outputs(_settled(run, _attached(run, outputs, own, inputs), inputs, site), run.outputs)
+        done = _run_once(self.call, inputs, self.call.unperturbed, site.hooks, self._stand_ins(operands))
+        return Outputs(_settled(done.run, _attached(done, inputs), inputs, site), done.run.outputs)
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
         inputs, perturbed_inputs = operands[: self._num_inputs], perturbed[: self._num_inputs]
         self.call.refuse_perturbed_refs(perturbed_inputs)
         self._refuse_perturbed_closed_over(inputs, perturbed[self._num_inputs :])
-        run, outputs, own = _run_once(self.call, inputs, perturbed_inputs, hooks, self._stand_ins(operands))
-        outputs = _attached(run, outputs, own, inputs)
-        return Linearized(Outputs(outputs, run.outputs), *run.residuals(inputs, outputs, own))
+        done = _run_once(self.call, inputs, perturbed_inputs, hooks, self._stand_ins(operands))
+        outputs = _attached(done, inputs)
+        return Linearized(Outputs(outputs, done.run.outputs), *done.run.residuals(inputs, outputs, done.own))
 
     def of_inputs(self, of_operands: Sequence[Any]) -> Sequence[Any]:
         return of_operands[: self._num_inputs]
@@ -130,7 +143,7 @@ def _run_once(
     But intermediates that it saved have the derivative of those operations. See the note in `_attach.Gate`.
     """
     if not any(map(is_traced, inputs)):
-        return run_forward(call, inputs, perturbed, hooks)
+        return Done(*run_forward(call, inputs, perturbed, hooks))
     gate = Gate()
     detached = _detached(call, inputs, gate)
     expected = _expected(call, perturbed, gate)
@@ -143,27 +156,20 @@ def _run_once(
     if run.read_needs_input_grad and is_written:
         run.fingerprint = Fingerprint(outputs, detached)
     if not run.saves_intermediates:
-        return run, outputs, own
+        return Done(run, outputs, own)
     if call.has_refs:  # which must not be written twice
-        return run, outputs, _refused(run, own, inputs)
+        return Done(run, outputs, _refused(run, own, inputs))
     if gate.perturbed and not is_written:
         return _confirmed(run, outputs, own, inputs)
     closed_over = closed_over_origins(outputs, detached)
-    if not gate.perturbed and not closed_over:
-        gate.is_open = True
-        run.is_detached = False
-        return run, outputs, own
-    if not run.hides_arrays and is_written_down([*detached, *own]):
-        return run, outputs, computed_again(own, detached, inputs)
-    if gate.perturbed:  # what is hidden is to have the derivative as well
-        run, outputs, own = run_forward(call, inputs, perturbed, hooks, expected)
+    if closed_over or gate.perturbed:
+        if not run.hides_arrays and is_written_down([*detached, *own]):
+            return Done(run, outputs, computed_again(own, detached, inputs))
+        if gate.perturbed:  # what is hidden is to have the derivative as well
+            run, outputs, own = run_forward(call, inputs, perturbed, hooks, expected)
     gate.is_open = True
     run.is_detached = False
-    if closed_over:
-        what = _HIDDEN if run.hides_arrays else "an array that is neither an input nor an output"
-        refusal = Refusal(NotImplementedError, _CLOSED_OVER_FURTHER_OUT.format(name=call.name, what=what))
-        outputs = attach(outputs, (), closed_over, refusal, made_is_detached=True)
-    return run, outputs, own
+    return Done(run, outputs, own, closed_over)
 
 
 def _needs_record(detached: Sequence[Any], gate: Gate, stand_ins: StandIns) -> bool:
@@ -228,7 +234,7 @@ def _recorded(
         run.fingerprint = Fingerprint(outputs, detached)
     if run.saves_intermediates and inputs is not detached:
         own = record.second(inputs, effects)
-    return run, outputs, own
+    return Done(run, outputs, own)
 
 
 def _confirmed(run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any]) -> Done:
@@ -238,7 +244,7 @@ def _confirmed(run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Seq
     if again.outputs != run.outputs or len(before) != len(after) or not all(map(agree, before, after)):
         why = ", which goes through an array that it saved and that is neither an input nor an output"
         raise NotImplementedError(_CHANGED.format(name=run.call.name, why=why))
-    return again, outputs, own_again
+    return Done(again, outputs, own_again)
 
 
 def _refused(run: Run, own: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
@@ -266,15 +272,20 @@ def _detached(call: Call, inputs: Sequence[Any], gate: Gate) -> list[Any]:
     return [x if is_ref else next(remaining) for x, is_ref in zip(inputs, call.are_refs, strict=True)]
 
 
-def _attached(run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+def _attached(done: Done, inputs: Sequence[Any]) -> Sequence[Any]:
     """The outputs with the Function's own rule for an outer differentiation."""
+    run, outputs = done.run, done.outputs
     operands = run.call.without_refs(inputs)
     is_uniform = run.read_needs_input_grad
     if any(map(is_traced, operands)) and any(is_inexact(x.dtype) for x in operands):
-        rule = _OutputsRule(run, len(outputs), len(own)).outputs
-        outputs = attach(outputs, own, operands, rule, made_is_detached=run.is_detached, is_uniform=is_uniform)
+        rule = _OutputsRule(run, len(outputs), len(done.own)).outputs
+        outputs = attach(outputs, done.own, operands, rule, made_is_detached=run.is_detached, is_uniform=is_uniform)
     elif any(map(is_traced, outputs)):
         outputs = settle(outputs, operands, is_uniform=is_uniform)
+    if done.closed_over:
+        what = _HIDDEN if run.hides_arrays else "an array that is neither an input nor an output"
+        refusal = Refusal(NotImplementedError, _CLOSED_OVER_FURTHER_OUT.format(name=run.call.name, what=what))
+        outputs = attach(outputs, (), done.closed_over, refusal, made_is_detached=True)
     return run.outputs.without_derivatives(outputs)
 
 
@@ -304,14 +315,14 @@ class _OutputsRule(Rule):
 
     def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         outputs, own = operands[: self._num_outputs], operands[self._num_outputs : self._num_before]
-        return Outputs(_attached(self._run, outputs, own, self.of_inputs(operands)), self._run.outputs)
+        return Outputs(_attached(Done(self._run, outputs, own), self.of_inputs(operands)), self._run.outputs)
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
         inputs = self.of_inputs(operands)
         flags = tuple(self.call.with_refs(perturbed[self._num_before :], False))
         outputs, own = operands[: self._num_outputs], operands[self._num_outputs : self._num_before]
         run, own = _widened(self._run, outputs, own, inputs, flags)
-        outputs = _attached(run, outputs, own, inputs)
+        outputs = _attached(Done(run, outputs, own), inputs)
         return Linearized(Outputs(outputs, run.outputs), *run.residuals(inputs, outputs, own))
 
     def of_inputs(self, of_operands: Sequence[Any]) -> Sequence[Any]:
@@ -341,7 +352,7 @@ def _widened(
         )
     if run.call.closes_over_tracers():
         raise NotImplementedError(_CLOSED_OVER_FURTHER_OUT.format(name=name, what="what ctx.needs_input_grad asks for"))
-    again, outputs_again, own = _run_once(run.call, inputs, union, run.hooks, ())
+    again, outputs_again, own, _ = _run_once(run.call, inputs, union, run.hooks, ())
     if again.outputs != run.outputs:
         raise RuntimeError(
             f"{name}.forward returned outputs of another structure when ctx.needs_input_grad was "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -260,11 +261,7 @@ class Run:
     def _ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx]:
         """The ctx as `forward` left it."""
         if self._program is not None and self._program != current_trace():
-            raise NotImplementedError(
-                f"{self.call.name}.forward keeps a JAX array inside a closure or an object on ctx, and JAX has traced "
-                "it into another program than backward, as it does in jit, scan and checkpoint. Save the array itself: "
-                "ctx.save_for_backward(array), or ctx.name = array."
-            )
+            raise self._hidden()
         if self.hooks is not None:
             residuals = self._unpack(self.hooks, residuals)
         state = ContextState(self.call.form, self.needs_input_grad)
@@ -272,6 +269,23 @@ class Run:
         state.materialize_grads = self.materialize_grads
         arrays = iter([residuals[i] for i in self.saved.order])
         return state, restored(state, self.saved.names, [layout.merge(arrays) for layout in self.saved.layouts])
+
+    def _hidden(self) -> Exception:
+        return NotImplementedError(
+            f"{self.call.name}.forward keeps a JAX array inside a closure or an object on ctx, and JAX has traced it "
+            "into another program than backward, as it does in jit, scan and checkpoint, or differentiates it at "
+            "another level. Save the array itself: ctx.save_for_backward(array), or ctx.name = array."
+        )
+
+    @contextmanager
+    def _hidden_arrays_named(self) -> Generator[None]:
+        """Says what is wrong where user code finds that a hidden array belongs elsewhere."""
+        try:
+            yield
+        except jax.errors.UnexpectedTracerError as error:
+            if self.hides_arrays:
+                raise self._hidden() from error
+            raise
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
         """Calls the user's backward.
@@ -287,7 +301,8 @@ class Run:
         if grad_outputs is None:
             return [None] * len(self.input_avals)
         _, ctx = self._ctx(residuals)
-        returned = self.call.methods.backward(ctx, grad_outputs)
+        with self._hidden_arrays_named():
+            returned = self.call.methods.backward(ctx, grad_outputs)
         return input_cotangents(self.call, returned, self.call.layouts, self.input_avals, self.perturbed)
 
     def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
@@ -303,7 +318,8 @@ class Run:
         state, ctx = self._ctx(residuals)
         show_saved_for_forward(state)
         given = input_tangents(tangents, self.call.layouts, self.input_avals, self.materialize_grads)
-        returned = self.call.methods.jvp(ctx, given)
+        with self._hidden_arrays_named():
+            returned = self.call.methods.jvp(ctx, given)
         return output_tangents(self.call.name, returned, self.outputs, self.output_avals)
 
 

@@ -146,3 +146,55 @@ def test_A8_A9_a_mapped_forward_whose_state_is_traced(wrap):
     np.testing.assert_allclose(gradient, value)  # each of the two terms is 4m at 2, and so is its gradient
     with pytest.raises(NotImplementedError, match="changes an object that it closes over"):
         wrap(jax.vmap(jax.grad(jax.grad(loss))))(jnp.full(3, 2.0))
+
+
+class Everywhere:
+    """What forward finds without a closure, as a framework's current module."""
+
+    weight = None
+    hides = False
+
+
+class Found(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x):
+        s = jnp.sin(x)
+        ctx.w = Everywhere.weight
+        if Everywhere.hides:
+            ctx.pull = lambda g: g * jnp.cos(x) * s**0
+        else:
+            ctx.save_for_backward(x, s)
+        return ctx.w * s
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.pull(g * ctx.w) if Everywhere.hides else g * ctx.w * jnp.cos(ctx.saved_tensors[0])
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_A9_what_no_search_finds_is_never_lost(hides, wrap):
+    """Beside a saved or hidden intermediate: right, or refused, at both orders."""
+
+    def total(f):
+        def inner(w, x):
+            value, gradient = jax.value_and_grad(lambda x: f(w, x))(x)
+            return 2 * value + gradient
+
+        return lambda w, x: wrap(inner)(w, x).sum()
+
+    def found(w, x):
+        Everywhere.weight, Everywhere.hides = w, hides
+        return Found.apply(x)
+
+    args = (jnp.full(2, 1.3), jnp.array([0.7, 0.2])) if wrap is jax.vmap else (1.3, 0.7)
+    expected = jax.grad(total(plain), (0, 1))(*args)
+    for outer in (lambda f: f, jax.jit):
+        for argnums in (0, 1, (0, 1)):
+            want = expected if isinstance(argnums, tuple) else expected[argnums]
+            try:
+                got = outer(jax.grad(total(found), argnums))(*args)
+            except NotImplementedError as error:
+                assert "Found.forward" in str(error)
+                continue
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
