@@ -12,7 +12,7 @@ import jax
 
 from jaxfn import _compat
 from jaxfn._arguments import Form
-from jaxfn._compat import current_trace
+from jaxfn._compat import current_trace, is_out_of_reach
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by, show_saved_for_forward
 from jaxfn._gradients import input_cotangents
 from jaxfn._hooks import Hooks
@@ -226,8 +226,11 @@ class Run:
     def _hides_staged(self) -> bool:
         """Whether hidden arrays belong to the program that forward is being written into, which alone can use them."""
         from_outside = set(map(id, self.call.closed_over_tracers()))
+        return any(is_staged(tracer) and id(tracer) not in from_outside for tracer in self._hidden_tracers())
+
+    def _hidden_tracers(self) -> list[Any]:
         tracers = (tracer for layout in self.saved.layouts for tracer in layout.hidden_tracers())
-        return any(is_staged(tracer) and id(tracer) not in from_outside for tracer in tracers)
+        return list(filter(is_traced, tracers))
 
     def with_perturbed(self, perturbed: tuple[bool, ...]) -> Run:
         """The same run, as if other inputs had been perturbed."""
@@ -261,6 +264,8 @@ class Run:
     def _ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx]:
         """The ctx as `forward` left it."""
         if self._program is not None and self._program != current_trace():
+            raise self._hidden()
+        if self.hides_arrays and any(map(is_out_of_reach, self._hidden_tracers())):
             raise self._hidden()
         if self.hooks is not None:
             residuals = self._unpack(self.hooks, residuals)
