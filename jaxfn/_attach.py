@@ -83,12 +83,17 @@ class _Attachment:
 
 
 class _Settling:
-    """How arrays are settled; compared by identity. See `settle`."""
+    """How arrays are settled; compared by identity. See `settle`.
 
-    __slots__ = ("is_uniform", "num_made", "unbatched")
+    Attributes:
+      places: which of the arrays to be settled these are; some may have been left out of the program.
+    """
 
-    def __init__(self, num_made: int, is_uniform: bool, unbatched: set[int]) -> None:
-        self.num_made = num_made
+    __slots__ = ("is_uniform", "num_made", "places", "unbatched")
+
+    def __init__(self, places: Sequence[int], is_uniform: bool, unbatched: set[int]) -> None:
+        self.places = places
+        self.num_made = len(places)
         self.is_uniform = is_uniform
         self.unbatched = unbatched
 
@@ -157,7 +162,7 @@ def settle(
         `ctx.needs_input_grad`, whose outputs may depend on the batch on one side and not on the other.
       unbatched: where to note which of them had no batch although others, or inputs, had one.
     """
-    settling = _Settling(len(made), is_uniform, set() if unbatched is None else unbatched)
+    settling = _Settling(range(len(made)), is_uniform, set() if unbatched is None else unbatched)
     return settle_p.bind(*made, *inputs, settling=settling)
 
 
@@ -306,7 +311,7 @@ def _settle_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, se
     num_made = settling.num_made
     if all(d is None for d in dims):  # JAX asks even so
         return settle_p.bind(*operands, settling=settling), [None] * num_made
-    settling.unbatched |= {i for i, d in enumerate(dims[:num_made]) if d is None}
+    settling.unbatched |= {place for place, d in zip(settling.places, dims, strict=False) if d is None}
     axes = _axes(dims, num_made, settling.is_uniform)
     moved = _settled(operands, dims, axis.size, num_made, settling.is_uniform)
     return settle_p.bind(*moved, settling=settling), axes[:num_made]
@@ -318,10 +323,11 @@ def _settle_dce(used: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
     if not any(used):
         return [False] * len(eqn.invars), None
     settling = eqn.params["settling"]
-    wanted = [*used, *[settling.is_uniform] * (len(eqn.invars) - len(used))]
+    wanted = [*used, *[True] * (len(eqn.invars) - len(used))]
     invars = [atom for atom, is_wanted in zip(eqn.invars, wanted, strict=True) if is_wanted]
     outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
-    fewer = _Settling(len(outvars), settling.is_uniform, set())
+    places = [place for place, is_used in zip(settling.places, used, strict=True) if is_used]
+    fewer = _Settling(places, settling.is_uniform, settling.unbatched)
     return wanted, eqn.replace(invars=invars, outvars=outvars, params={"settling": fewer})
 
 

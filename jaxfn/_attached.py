@@ -163,8 +163,11 @@ def _run_once(
         return _confirmed(run, outputs, own, inputs)
     closed_over = closed_over_origins(outputs, detached)
     if closed_over or gate.perturbed:
+        again = None
         if not run.hides_arrays and is_written_down([*detached, *own]):
-            return Done(run, outputs, computed_again(own, detached, inputs))
+            again = computed_again(own, detached, inputs, with_effects=bool(gate.perturbed))
+        if again is not None:
+            return Done(run, outputs, again)
         if gate.perturbed:  # what is hidden is to have the derivative as well
             run, outputs, own = run_forward(call, inputs, perturbed, hooks, expected)
     gate.is_open = True
@@ -229,11 +232,11 @@ def _recorded(
     if run.hides_staged:
         call.methods.hides_arrays = True
         return None
-    outputs, own, effects = record.perform(detached)
+    outputs, own = record.perform(detached)
     if run.read_needs_input_grad:
         run.fingerprint = Fingerprint(outputs, detached)
     if run.saves_intermediates and inputs is not detached:
-        own = record.second(inputs, effects)
+        own = record.second(inputs)
     return Done(run, outputs, own)
 
 

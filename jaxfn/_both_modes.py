@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxfn._compat import Primitive, ad, batching, is_batched, mlir, zeros_of
+from jaxfn._compat import Primitive, ad, batches_of, batching, mlir, zeros_of
 from jaxfn._described import describe
 from jaxfn._gradients import widened
 from jaxfn._leaves import as_array, is_inexact, is_staged, is_traced
@@ -45,7 +45,7 @@ def both_modes(rule: Rule) -> Differentiable:
         site.check_outputs(run)
         of_inputs = rule.of_inputs([t if p else None for t, p in zip(of_operands, perturbed, strict=True)])
         of_outputs = _output_tangents(run, residuals, of_inputs, outputs)
-        if any(is_batched(of_outputs[i]) and not is_batched(outputs.arrays[i]) for i in site.unbatched):
+        if any(batches_of(of_outputs[i]) - batches_of(outputs.arrays[i]) for i in site.unbatched):
             raise NotImplementedError(NOT_MAPPED.format(name=rule.call.name))
         return outputs, Outputs(of_outputs, outputs.layout)
 

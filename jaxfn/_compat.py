@@ -17,9 +17,11 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.ref import AbstractRef
 
 __all__ = [
+    "AbstractRef",
     "Primitive",
     "SymbolicZero",
     "ad",
+    "batches_of",
     "batching",
     "carry_out",
     "compile_quickly",
@@ -34,6 +36,7 @@ __all__ = [
     "mlir",
     "partial_eval",
     "refuses_symbolic_zeros",
+    "repeats_safely",
     "stages_constants",
     "state_debug_info",
     "under_batches",
@@ -82,6 +85,31 @@ def under_batches(array: Any) -> Any:
 def is_batched(array: Any) -> bool:
     """Whether `jax.vmap` is mapping over an axis of an array (0.10.0 to 0.12.0)."""
     return type(array) is not partial_eval.DynamicJaxprTracer and under_batches(array) is not array
+
+
+def batches_of(array: Any) -> frozenset[int]:
+    """The identities of the `jax.vmap`s that map over an axis of an array (0.10.0 to 0.12.0)."""
+    batches: set[int] = set()
+    while is_batched(array):
+        batches.add(id(_trace_of(array).tag))
+        array = array.val
+    return frozenset(batches)
+
+
+def repeats_safely(equation: Any, operands: Sequence[Any], *, with_effects: bool) -> bool:
+    """Whether an equation means the same where it is carried out once more (0.10.0 to 0.12.0).
+
+    One that reads or writes a reference does not. A collective may be repeated, other effects happen once more.
+
+    Args:
+      equation: the equation.
+      operands: its operands.
+      with_effects: whether those may.
+    """
+    if any(isinstance(x, Tracer) and is_ref(x) for x in operands):
+        return False
+    kinds = {type(effect).__name__ for effect in equation.effects}
+    return with_effects or kinds <= {"NamedAxisEffect"}
 
 
 def is_out_of_reach(tracer: Any) -> bool:

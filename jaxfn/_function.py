@@ -199,7 +199,8 @@ class _Entry(Opaque):
         if closed_over:
             rule = differentiable(CallRule(call, closed_over))
         try:
-            outputs = rule(Site(hooks_in_force(), any(map(is_batched, arrays))), *arrays, *closed_over)
+            is_mapped = any(map(is_batched, (*arrays, *closed_over)))
+            outputs = rule(Site(hooks_in_force(), is_mapped), *arrays, *closed_over)
         except NotImplementedError as error:
             if refuses_symbolic_zeros(error):
                 return call.undecorated(arrays)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._attach import detach
-from jaxfn._compat import carry_out, equation_of, is_batched, under_batches, used_operands, variable_of
+from jaxfn._compat import carry_out, equation_of, is_batched, repeats_safely, under_batches, used_operands, variable_of
 from jaxfn._leaves import double, is_inexact, is_key, is_staged, is_traced
 
 
@@ -47,15 +47,19 @@ def is_written_down(arrays: Sequence[Any]) -> bool:
     return all(is_staged(x) or not is_traced(x) for x in arrays)
 
 
-def computed_again(arrays: Sequence[Any], inputs: Sequence[Any], instead: Sequence[Any]) -> list[Any]:
+def computed_again(
+    arrays: Sequence[Any], inputs: Sequence[Any], instead: Sequence[Any], *, with_effects: bool
+) -> list[Any] | None:
     """The arrays as functions of other inputs: their equations once more, as far as they depend on the inputs.
-
-    Equations with effects are not repeated: what they gave counts as a constant.
 
     Args:
       arrays: what forward made of the inputs; see `is_written_down`.
       inputs: what it was given.
       instead: what is to be in the inputs' place.
+      with_effects: whether effects may happen once more.
+
+    Returns:
+      The arrays; `None` where an equation cannot be repeated.
     """
     again: dict[int, Any] = {variable_of(x): y for x, y in zip(inputs, instead, strict=True) if is_traced(x)}
     constant: set[int] = set()
@@ -63,7 +67,7 @@ def computed_again(arrays: Sequence[Any], inputs: Sequence[Any], instead: Sequen
     while pending:
         variable = variable_of(pending[-1])
         made_by = None if variable in again or variable in constant else equation_of(pending[-1])
-        if made_by is None or made_by[0].effects:
+        if made_by is None:
             constant |= {variable} - again.keys()
             pending.pop()
             continue
@@ -72,6 +76,8 @@ def computed_again(arrays: Sequence[Any], inputs: Sequence[Any], instead: Sequen
         if not all(known):
             pending += [x for x, is_known in zip(operands, known, strict=True) if not is_known]
         elif any(variable_of(x) in again for x in operands):
+            if not repeats_safely(equation, operands, with_effects=with_effects):
+                return None
             results = carry_out(equation, [again.get(variable_of(x), x) for x in operands])
             again |= zip(map(id, equation.outvars), results, strict=True)
         else:

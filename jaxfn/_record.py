@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxfn._compat import carry_out, used_operands
-
-
-class Performance(NamedTuple):
-    """What carrying out a record gave.
-
-    Attributes:
-      first, second: the two lists of results.
-      effects: the values that equations with effects gave, by variable.
-    """
-
-    first: list[Any]
-    second: list[Any]
-    effects: dict[Any, Any]
+from jaxfn._compat import AbstractRef, carry_out, used_operands
 
 
 class Record:
@@ -53,23 +40,21 @@ class Record:
         self._consts = [values.get(id(const), const) for const in closed.consts]
         self._num_first = sizes[0]
 
-    def perform(self, arrays: Sequence[Any]) -> Performance:
-        """Carries it out for these arguments."""
+    def perform(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Both lists for these arguments."""
         values = self._arguments(arrays)
         for equation in self._jaxpr.eqns:
             _perform(equation, values)
-        effects = {v: values[v] for equation in self._jaxpr.eqns if equation.effects for v in equation.outvars}
         results = [_result(atom, values) for atom in self._jaxpr.outvars]
-        return Performance(results[: self._num_first], results[self._num_first :], effects)
+        return results[: self._num_first], results[self._num_first :]
 
-    def second(self, arrays: Sequence[Any], effects: dict[Any, Any]) -> list[Any]:
-        """The second list as a function of these arguments, and of what equations with effects have given already."""
+    def second(self, arrays: Sequence[Any]) -> list[Any]:
+        """The second list for these arguments, by the equations that it takes."""
         wanted = self._jaxpr.outvars[self._num_first :]
         equations, _ = self._needed_for(wanted)
-        values = self._arguments(arrays) | effects
+        values = self._arguments(arrays)
         for equation in equations:
-            if not equation.effects:
-                _perform(equation, values)
+            _perform(equation, values)
         return [_result(atom, values) for atom in wanted]
 
     def first_needs(self, closed_over: Sequence[Any]) -> bool:
@@ -81,18 +66,24 @@ class Record:
 
     def _needed_for(self, wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
         """The equations that these results take, in order, and all variables in them."""
-        needed = {atom for atom in wanted if not hasattr(atom, "val")}
+        needed = set(filter(_is_variable, wanted))
         equations: list[Any] = []
         for equation in reversed(self._jaxpr.eqns):
-            if not needed.isdisjoint(equation.outvars):
+            variables = list(filter(_is_variable, equation.invars))
+            touches_ref = any(isinstance(v.aval, AbstractRef) and v in needed for v in variables)
+            if touches_ref or not needed.isdisjoint(equation.outvars):
                 equations.append(equation)
                 operands = equation.invars if equation.effects else used_operands(equation, equation.invars)
-                needed |= {atom for atom in operands if not hasattr(atom, "val")}
+                needed |= set(filter(_is_variable, operands))
         return equations[::-1], needed
 
     def _arguments(self, arrays: Sequence[Any]) -> dict[Any, Any]:
         variables = [*self._jaxpr.constvars, *self._jaxpr.invars]
         return dict(zip(variables, [*self._consts, *arrays], strict=True))
+
+
+def _is_variable(atom: Any) -> bool:
+    return not hasattr(atom, "val")
 
 
 def _perform(equation: Any, values: dict[Any, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._compat import SymbolicZero, is_batched, zeros_of
+from jaxfn._compat import SymbolicZero, batches_of, is_batched, zeros_of
 from jaxfn._described import describe
 from jaxfn._leaves import as_array, is_inexact
 from jaxfn._linearity import is_zero
@@ -41,11 +41,11 @@ def reverse_mode(rule: Rule) -> Differentiable:
         perturbed = tuple(p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, operands, strict=True))
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
         site.check_outputs(run)
-        return outputs, _kept(site, _mapped(site, run, outputs.arrays, rule.of_inputs(operands)), residuals)
+        return outputs, _kept(site, _mapped(site, run, outputs.arrays, operands), residuals)
 
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
         run = residuals.run
-        if run.unmapped_outputs:
+        if run.lacking:
             _refuse_sums(run, residuals.arrays, cotangents.arrays)
         of_inputs = run.backward(residuals.arrays, cotangents.arrays)
         return None, *rule.of_operands(of_inputs)
@@ -56,34 +56,46 @@ def reverse_mode(rule: Rule) -> Differentiable:
     return differentiable
 
 
-def _mapped(site: Site, run: Run, outputs: Sequence[Any], inputs: Sequence[Any]) -> Run:
-    """The run, knowing which outputs have no batch beside mapped inputs, where a mapped call is differentiated."""
+def _mapped(site: Site, run: Run, outputs: Sequence[Any], operands: Sequence[Any]) -> Run:
+    """The run, knowing which outputs lack a batch that an operand has, where a mapped call is differentiated."""
     suspects = range(len(outputs)) if site.is_mapped else site.unbatched
-    if not suspects or not any(map(is_batched, inputs)):
+    if not suspects or not any(map(is_batched, operands)):
+        return run
+    batches = frozenset[int]().union(*map(batches_of, operands))
+    lacking = {i: batches - batches_of(outputs[i]) for i in suspects if batches - batches_of(outputs[i])}
+    if not lacking:
         return run
     run = copy.copy(run)
-    run.unmapped_outputs = [i for i in suspects if not is_batched(outputs[i])]
-    run.mapped_inputs = [i for i, x in enumerate(inputs) if run.perturbed[i] and is_batched(x)]
+    run.lacking = lacking
+    run.input_batches = [batches_of(x) for x in operands[: len(run.input_avals)]]
     return run
 
 
 def _refuse_sums(run: Run, residuals: Sequence[Any], cotangents: Sequence[Any]) -> None:
-    """Raises where mapped inputs would get a gradient by an output without a batch.
+    """Raises where an input's gradient by an output without a batch depends on that batch.
 
-    JAX has summed that output's cotangent over the batch (0.10.0 to 0.12.0), so no example's own is left.
+    JAX has summed that output's cotangent over the batch (0.10.0 to 0.12.0), so no example's own is left. The gradient
+    depends on the batch where the input has it, or where something that was saved has it.
     """
-    zeros = [SymbolicZero(aval.to_tangent_aval()) for aval in run.output_avals]
-    given = [i for i in run.unmapped_outputs if not isinstance(cotangents[i], SymbolicZero)]
-    given = [i for i in given if is_inexact(run.output_avals[i].dtype)]
+    zeros: list[Any] = [SymbolicZero(aval.to_tangent_aval()) for aval in run.output_avals]
+    for place, lacking in run.lacking.items():
+        if isinstance(cotangents[place], SymbolicZero) or not is_inexact(run.output_avals[place].dtype):
+            continue
 
-    def of_mapped_inputs(*values: Any) -> list[Any]:
-        of_inputs = run.backward(
-            residuals, [dict(zip(given, values, strict=True)).get(i, z) for i, z in enumerate(zeros)]
-        )
-        return [of_inputs[i] for i in run.mapped_inputs if of_inputs[i] is not None]
+        there = batches_of(cotangents[place])
 
-    if given and not is_zero(of_mapped_inputs, [zeros_of(run.output_avals[i]) for i in given]):
-        raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
+        def pulled(
+            cotangent: Any,
+            place: int = place,
+            lacking: frozenset[int] = lacking,
+            there: frozenset[int] = there,
+        ) -> list[Any]:
+            of_inputs = run.backward(residuals, [*zeros[:place], cotangent, *zeros[place + 1 :]])
+            pairs = zip(of_inputs, run.input_batches, strict=True)
+            return [x for x, batches in pairs if x is not None and (lacking & batches or batches_of(x) - there)]
+
+        if not is_zero(pulled, [zeros_of(run.output_avals[place])]):
+            raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
 
 
 class Residuals:

@@ -208,8 +208,9 @@ class Run:
         self._program = current_trace() if self.hides_arrays and self._hides_staged() else None
         self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in own)
         self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_attached`
-        self.unmapped_outputs: list[int] = []  # which outputs have no batch, and which inputs have one, where the
-        self.mapped_inputs: list[int] = []  # derivative is that of a mapped call; see `_reverse`
+        # Where the derivative is that of a mapped call, which outputs lack which batches; see `_reverse`.
+        self.lacking: dict[int, frozenset[int]] = {}
+        self.input_batches: list[frozenset[int]] = []
         self.fingerprint: Fingerprint | None = None  # of what forward computed, where it may have to run again
         self.outputs = returned.layout
         # Types only: a closure over the arrays themselves would leak their tracers into backward.

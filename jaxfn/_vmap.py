@@ -64,7 +64,7 @@ def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> R
     record = Record(program, arrays, ())  # so that a derivative does not run forward again
 
     def alone(*arrays: Any) -> Outputs:
-        return Outputs(record.perform(arrays).first, layouts[0])
+        return Outputs(record.perform(arrays)[0], layouts[0])
 
     forward = custom_vmap(alone)
 
