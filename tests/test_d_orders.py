@@ -226,3 +226,48 @@ def test_A8_D3_forward_runs_once_where_it_saves_intermediates():
     assert Counted.runs == 1
     jax.jit(gradient)(jnp.ones(3))
     assert Counted.runs == 2
+
+
+def _mean_over_i(x):
+    return jax.lax.pmean(jnp.sin(x), "i")
+
+
+@jax.jit
+def _sine_that_calls_back(x):
+    jax.debug.callback(lambda value: None, x)
+    return jnp.sin(x)
+
+
+def _sine_by_reference(x):
+    ref = jax.new_ref(jnp.zeros_like(x))
+    ref[...] = jnp.sin(x)
+    return ref[...]
+
+
+def _saving(intermediate):
+    """cos(x), whose rule is by an intermediate that operations with effects made."""
+
+    def forward(ctx, x):
+        ctx.save_for_backward(intermediate(x))
+        return jnp.cos(x)
+
+    return jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
+
+
+def test_D3_an_intermediate_that_a_collective_made():
+    xs = jnp.array([0.7, 0.9, 1.1])
+
+    def loss(gradient):
+        return lambda x: (jax.vmap(gradient, axis_name="i")(x) ** 2).sum()
+
+    expected = jax.grad(loss(_mean_over_i))(xs)
+    np.testing.assert_allclose(jax.grad(loss(jax.grad(_saving(_mean_over_i))))(xs), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss(jax.grad(_saving(_mean_over_i)))))(xs), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("intermediate", [_sine_that_calls_back, _sine_by_reference], ids=["callback", "reference"])
+def test_D3_an_intermediate_with_effects_on_its_way(intermediate):
+    twice = jax.grad(jax.grad(_saving(intermediate)))
+    np.testing.assert_allclose(twice(0.7), np.cos(0.7), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(twice)(0.7), np.cos(0.7), rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(twice)(jnp.full(2, 0.7)), np.full(2, np.cos(0.7)), rtol=1e-5)

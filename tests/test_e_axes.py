@@ -419,15 +419,7 @@ class ConstantWithGeneratedJvp(Constant):
     generate_jvp_rule = True
 
 
-BY_PRIMAL = pytest.mark.xfail(
-    COMING, raises=ValueError, reason="JAX_CUSTOM_JVP3 goes by the primal as to what is batched, and refuses otherwise"
-)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [Constant, pytest.param(ConstantWithJvp, marks=BY_PRIMAL), pytest.param(ConstantWithGeneratedJvp, marks=BY_PRIMAL)],
-)
+@pytest.mark.parametrize("function", [Constant, ConstantWithJvp, ConstantWithGeneratedJvp])
 @pytest.mark.parametrize("in_axis", [0, 1, -1])
 def test_E1c_a_rule_that_gives_what_the_output_does_not_depend_on_a_gradient(function, in_axis):
     (x,) = operands("sine", in_axis)
@@ -443,8 +435,10 @@ def test_E1c_a_rule_that_gives_what_the_output_does_not_depend_on_a_gradient(fun
         for derivative in (jax.grad(total), jax.jit(jax.grad(total))):
             try:
                 of_examples = derivative(x)
-            except NotImplementedError as error:
-                assert str(error).startswith(function.__name__)
+            except (NotImplementedError, ValueError) as error:
+                # JAX_CUSTOM_JVP3 goes by the primal as to what is batched, and refuses by itself.
+                assert function.__name__ in str(error)
+                assert isinstance(error, NotImplementedError) or (COMING and function is not Constant)
             else:  # every example still has a tangent of its own, by its jvp
                 assert function is not Constant
                 np.testing.assert_allclose(of_examples, got)
