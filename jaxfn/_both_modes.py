@@ -144,10 +144,6 @@ class _OfRun(_Linear):
         return [zeros_of(self._run.input_avals[i].to_tangent_aval()) for i in self._perturbed]
 
 
-class _NotLinearError(RuntimeError):
-    """User code cannot be transposed."""
-
-
 def _transposed(
     function: Callable[..., Any], like: Sequence[Any], method: str, what_for: str, arguments: str
 ) -> Callable[..., Any]:
@@ -157,14 +153,14 @@ def _transposed(
         "other rule by hand, or take the nonlinear part out of the Function."
     )
     if not is_linear(function, like):
-        raise _NotLinearError(problem)
+        raise RuntimeError(problem)
     transpose = jax.linear_transpose(function, *like)
 
     def apply(values: Any) -> Any:
         try:
             return transpose(values)
         except Exception as error:  # of many kinds, by JAX's transposition rules
-            raise _NotLinearError(
+            raise RuntimeError(
                 f"{problem} Or it is linear, and JAX has no transpose of something in it, such as a Function with "
                 f"backward alone. JAX says: {error}"
             ) from error
@@ -331,10 +327,10 @@ def _batched_results(
     def push(*operands: Any) -> list[Any]:
         try:
             results = linear.push(operands[:num_residuals], operands[num_residuals:])
-        except _NotLinearError:
+        except RuntimeError:  # such as user code that cannot be transposed, which reverse mode does without
             if any(d is None for d in dims):
                 raise
-            return [zeros_of(aval) for aval in linear.avals]  # reverse mode does without
+            return [zeros_of(aval) for aval in linear.avals]
         depends[:] = [is_traced(x) and not is_staged(x) for x in results]
         return results
 
