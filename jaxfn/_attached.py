@@ -67,7 +67,7 @@ class CallRule(Rule):
     def primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         inputs, stand_ins = operands[: self._num_inputs], self._stand_ins(operands)
         done = None
-        if not self.call.has_refs and _needs_record(inputs, Gate(), stand_ins):
+        if not self.call.has_refs and _is_elsewhere(stand_ins):
             done = _recorded(self.call, inputs, inputs, self.call.unperturbed, None, stand_ins=stand_ins)
         run, outputs, *_ = done or run_forward(self.call, inputs, self.call.unperturbed, None)
         return Outputs(_settled(run, outputs, inputs, site), run.outputs)
@@ -147,10 +147,15 @@ def _run_once(
     gate = Gate()
     detached = _detached(call, inputs, gate)
     expected = _expected(call, perturbed, gate)
-    if not call.has_refs and not call.methods.hides_arrays and _needs_record(detached, gate, stand_ins):
+    is_elsewhere = _is_elsewhere(stand_ins)
+    is_recorded = is_elsewhere or (not call.methods.hides_arrays and _needs_record(detached, gate, stand_ins))
+    if is_recorded and not call.has_refs:
         done = _recorded(call, inputs, detached, perturbed, hooks, expected, stand_ins)
-        if done is not None:
+        if not done.run.hides_staged:
             return done
+        if is_elsewhere:
+            raise done.run.hidden_elsewhere()
+        call.methods.hides_arrays = True  # which belong to the record, where backward cannot reach them
     run, outputs, own = run_forward(call, detached, perturbed, hooks, expected)
     is_written = any(map(is_traced, detached))
     if run.read_needs_input_grad and is_written:
@@ -175,14 +180,17 @@ def _run_once(
     return Done(run, outputs, own, closed_over)
 
 
+def _is_elsewhere(stand_ins: StandIns) -> bool:
+    """Whether values in forward's closure belong to another program than this one."""
+    return any(under_batches(traced) is not under_batches(value) for traced, value in stand_ins)
+
+
 def _needs_record(detached: Sequence[Any], gate: Gate, stand_ins: StandIns) -> bool:
     """Whether a run is to be written down by itself, and not as a part of the program around it.
 
     A forward with a state (a source of random numbers) must not be if that can be helped: its state would become a
     part of the record.
     """
-    if any(under_batches(traced) is not under_batches(value) for traced, value in stand_ins):
-        return True  # in forward's closure are values of another program than this one
     if not gate.perturbed or not any(map(is_traced, detached)):
         return False
     return not is_written_down(detached) or any(is_inexact(value.dtype) for _, value in stand_ins)
@@ -204,7 +212,7 @@ def _recorded(
     hooks: Hooks | None,
     expected: tuple[bool, ...] | None = None,
     stand_ins: StandIns = (),
-) -> Done | None:
+) -> Done:
     """A run whose program is written down first, so that intermediates can be computed again, to be differentiated.
 
     Args:
@@ -215,7 +223,7 @@ def _recorded(
       stand_ins: see `StandIns`.
 
     Returns:
-      The run; `None` where forward hides arrays in closures or objects, which belong to the record then.
+      The run. Arrays that it hides in closures or objects belong to the record.
     """
     runs: list[Run] = []
 
@@ -229,9 +237,6 @@ def _recorded(
     (run,) = runs
     if any(is_staged(x) and id(x) not in before for x in call.closed_over_tracers()):
         raise NotImplementedError(_STATEFUL.format(name=call.name))
-    if run.hides_staged:
-        call.methods.hides_arrays = True
-        return None
     outputs, own = record.perform(detached)
     if run.read_needs_input_grad:
         run.fingerprint = Fingerprint(outputs, detached)

@@ -265,9 +265,9 @@ class Run:
     def _ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx]:
         """The ctx as `forward` left it."""
         if self._program is not None and self._program != current_trace():
-            raise self._hidden()
+            raise self.hidden_elsewhere()
         if self.hides_arrays and any(map(is_out_of_reach, self._hidden_tracers())):
-            raise self._hidden()
+            raise self.hidden_elsewhere()
         if self.hooks is not None:
             residuals = self._unpack(self.hooks, residuals)
         state = ContextState(self.call.form, self.needs_input_grad)
@@ -276,7 +276,8 @@ class Run:
         arrays = iter([residuals[i] for i in self.saved.order])
         return state, restored(state, self.saved.names, [layout.merge(arrays) for layout in self.saved.layouts])
 
-    def _hidden(self) -> Exception:
+    def hidden_elsewhere(self) -> Exception:
+        """What to raise where a hidden array belongs to another program than the one that needs it."""
         return NotImplementedError(
             f"{self.call.name}.forward keeps a JAX array inside a closure or an object on ctx, and JAX has traced it "
             "into another program than backward, as it does in jit, scan and checkpoint, or differentiates it at "
@@ -290,7 +291,7 @@ class Run:
             yield
         except jax.errors.UnexpectedTracerError as error:
             if self.hides_arrays:
-                raise self._hidden() from error
+                raise self.hidden_elsewhere() from error
             raise
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
