@@ -13,11 +13,11 @@ differentiates it. (A custom_vjp in its place made tracing 1.2 times slower.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import Primitive, ad, batching, mlir, partial_eval
+from jaxfn._compat import Batch, Primitive, ad, batching, mlir, partial_eval
 from jaxfn._leaves import is_inexact
 from jaxfn._refusal import Refusal, refused_tangent
 
@@ -60,26 +60,57 @@ class Gate:
 _SHUT = Gate()
 
 
+class Mapping(NamedTuple):
+    """What `jax.vmap` maps of a program that it maps as a whole, after it was traced.
+
+    Attributes:
+      batch: which use of `jax.vmap`.
+      unbatched: the places of arrays made that do not depend on the batch.
+      inputs: the places of inputs that have it.
+    """
+
+    batch: Batch
+    unbatched: frozenset[int]
+    inputs: frozenset[int]
+
+
 class _Attachment:
     """How arrays are attached; compared by identity, so that JAX looks it up fast.
 
     Attributes:
       rule: see `Rule`.
       num_made, num_kept: how many operands are which; the others are the inputs.
-      made_is_detached, is_uniform: see `attach`.
+      made_is_detached, is_uniform, mappings: see `attach`.
     """
 
-    __slots__ = ("is_uniform", "made_is_detached", "num_kept", "num_made", "rule")
+    __slots__ = ("is_uniform", "made_is_detached", "mappings", "num_kept", "num_made", "rule")
 
-    def __init__(self, rule: Rule, num_made: int, num_kept: int, made_is_detached: bool, is_uniform: bool) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        num_made: int,
+        num_kept: int,
+        made_is_detached: bool,
+        is_uniform: bool,
+        mappings: list[Mapping] | None,
+    ) -> None:
         self.rule = rule
         self.num_made = num_made
         self.num_kept = num_kept
         self.made_is_detached = made_is_detached
         self.is_uniform = is_uniform
+        self.mappings = mappings
 
     def with_rule(self, rule: Rule) -> _Attachment:
-        return _Attachment(rule, self.num_made, self.num_kept, self.made_is_detached, self.is_uniform)
+        return _Attachment(rule, self.num_made, self.num_kept, self.made_is_detached, self.is_uniform, self.mappings)
+
+    def note_mapping(self, axis: object, dims: Sequence[Any]) -> None:
+        """Notes that `jax.vmap` maps the operands, where it leaves out some that were made."""
+        first_input = self.num_made + self.num_kept
+        unbatched = frozenset(i for i, d in enumerate(dims[: self.num_made]) if d is None)
+        inputs = frozenset(i for i, d in enumerate(dims[first_input:]) if d is not None)
+        if self.mappings is not None and unbatched and not self.is_uniform:
+            self.mappings.append(Mapping(Batch(axis), unbatched, inputs))
 
 
 class _Settling:
@@ -116,6 +147,7 @@ def attach(
     *,
     made_is_detached: bool,
     is_uniform: bool = False,
+    mappings: list[Mapping] | None = None,
 ) -> list[Any]:
     """The arrays that forward made, with `rule`'s derivative with respect to the inputs.
 
@@ -128,8 +160,9 @@ def attach(
         come from values that forward closed over, and is added. Otherwise it may be that of forward's operations,
         and is dropped where inputs are being differentiated.
       is_uniform: see `settle`.
+      mappings: where to note that `jax.vmap` maps inputs or what is kept, and not all that was made.
     """
-    attachment = _Attachment(rule, len(made), len(kept), made_is_detached, is_uniform)
+    attachment = _Attachment(rule, len(made), len(kept), made_is_detached, is_uniform, mappings)
     return attach_p.bind(*made, *kept, *inputs, attachment=attachment)
 
 
@@ -226,6 +259,7 @@ def _attach_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, at
     num_made = attachment.num_made
     if all(d is None for d in dims):  # JAX asks even so
         return attach_p.bind(*operands, attachment=attachment), [None] * num_made
+    attachment.note_mapping(axis, dims)
     moved = _settled(operands, dims, axis.size, num_made, attachment.is_uniform)
     axes = _axes(dims, num_made, attachment.is_uniform)
     if not isinstance(attachment.rule, Refusal):

@@ -83,6 +83,7 @@ class CallRule(Rule):
         self._refuse_perturbed_closed_over(inputs, perturbed[self._num_inputs :])
         done = _run_once(self.call, inputs, perturbed_inputs, hooks, self._stand_ins(operands))
         outputs = _attached(done, inputs)
+        done.run.mappings_of_program.clear()  # what maps this run itself is seen without
         return Linearized(Outputs(outputs, done.run.outputs), *done.run.residuals(inputs, outputs, done.own))
 
     def of_inputs(self, of_operands: Sequence[Any]) -> Sequence[Any]:
@@ -287,7 +288,15 @@ def _attached(done: Done, inputs: Sequence[Any]) -> Sequence[Any]:
     is_uniform = run.read_needs_input_grad
     if any(map(is_traced, operands)) and any(is_inexact(x.dtype) for x in operands):
         rule = _OutputsRule(run, len(outputs), len(done.own)).outputs
-        outputs = attach(outputs, done.own, operands, rule, made_is_detached=run.is_detached, is_uniform=is_uniform)
+        outputs = attach(
+            outputs,
+            done.own,
+            operands,
+            rule,
+            made_is_detached=run.is_detached,
+            is_uniform=is_uniform,
+            mappings=run.mappings_of_program,
+        )
     elif any(map(is_traced, outputs)):
         outputs = settle(outputs, operands, is_uniform=is_uniform)
     if done.closed_over:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -18,6 +18,8 @@ from jax.ref import AbstractRef
 
 __all__ = [
     "AbstractRef",
+    "Batch",
+    "EnclosingBatches",
     "Primitive",
     "SymbolicZero",
     "ad",
@@ -26,6 +28,7 @@ __all__ = [
     "carry_out",
     "compile_quickly",
     "current_trace",
+    "enclosing_batches",
     "equation_of",
     "is_batched",
     "is_out_of_reach",
@@ -84,16 +87,78 @@ def under_batches(array: Any) -> Any:
 
 def is_batched(array: Any) -> bool:
     """Whether `jax.vmap` is mapping over an axis of an array (0.10.0 to 0.12.0)."""
-    return type(array) is not partial_eval.DynamicJaxprTracer and under_batches(array) is not array
+    return type(array) is not partial_eval.DynamicJaxprTracer and bool(batches_of(array))
 
 
-def batches_of(array: Any) -> frozenset[int]:
-    """The identities of the `jax.vmap`s that map over an axis of an array (0.10.0 to 0.12.0)."""
-    batches: set[int] = set()
-    while is_batched(array):
-        batches.add(id(_trace_of(array).tag))
-        array = array.val
+class Batch:
+    """One use of `jax.vmap`, compared by identity.
+
+    Args:
+      axis: what JAX hands a batching rule first, the same object for all of it (0.10.0 to 0.12.0).
+    """
+
+    __slots__ = ("axis",)
+
+    def __init__(self, axis: object) -> None:
+        self.axis = axis
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Batch) and self.axis is other.axis
+
+    def __hash__(self) -> int:
+        return id(self.axis)
+
+
+def batches_of(array: Any) -> frozenset[Batch]:
+    """The uses of `jax.vmap` that map over an axis of an array (0.10.0 to 0.12.0)."""
+    batches: set[Batch] = set()
+    while isinstance(array, Tracer) and not isinstance(array, partial_eval.DynamicJaxprTracer):
+        axis = getattr(_trace_of(array), "axis_data", None)
+        if axis is not None:  # JAX's coming checkpoint has tracers of its own kind in between
+            batches.add(Batch(axis))
+        array = getattr(array, "val", None)
     return frozenset(batches)
+
+
+class EnclosingBatches(NamedTuple):
+    """The uses of `jax.vmap` in the midst of which something is computed.
+
+    Attributes:
+      here: those that map this computation itself, batched arrays or not.
+      around: those outside of a derivative that is being taken, or of a program that is being written down.
+    """
+
+    here: frozenset[Batch]
+    around: frozenset[Batch]
+
+
+def enclosing_batches() -> EnclosingBatches:
+    """The uses of `jax.vmap` around this computation, as far as JAX knows them here (0.10.0 to 0.12.0).
+
+    `jax.vmap` around `jax.jit` is not among them where the jitted function is traced; it is where JAX maps that
+    function's program and runs a custom derivative's `bwd` for it.
+    """
+    here: set[Batch] = set()
+    around: set[Batch] = set()
+    batches, trace = here, _trace_probe.bind()[0]
+    while trace is not None:
+        axis = getattr(trace, "axis_data", None)
+        if axis is None:
+            batches = around
+        else:
+            batches.add(Batch(axis))
+        trace = getattr(trace, "parent_trace", None)
+    return EnclosingBatches(frozenset(here), frozenset(around - here))
+
+
+class _TraceProbe(Primitive):
+    """Finds out which trace interprets operations here, by being one: JAX hands it over (0.10.0 to 0.12.0)."""
+
+    def bind_with_trace(self, trace: Any, *_: Any) -> list[Any]:
+        return [trace]
+
+
+_trace_probe = _TraceProbe("trace_probe")
 
 
 def repeats_safely(equation: Any, operands: Sequence[Any], *, with_effects: bool) -> bool:

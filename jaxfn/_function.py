@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 from jaxfn._arguments import Form
 from jaxfn._attached import CallRule
-from jaxfn._compat import is_batched, refuses_symbolic_zeros, stages_constants
+from jaxfn._compat import refuses_symbolic_zeros, stages_constants
 from jaxfn._differentiable import differentiable
 from jaxfn._hooks import hooks_in_force
 from jaxfn._leaves import ARRAY_LAYOUT, Layout, Opaque, as_array, is_traced, split
@@ -199,8 +199,7 @@ class _Entry(Opaque):
         if closed_over:
             rule = differentiable(CallRule(call, closed_over))
         try:
-            is_mapped = any(map(is_batched, (*arrays, *closed_over)))
-            outputs = rule(Site(hooks_in_force(), is_mapped), *arrays, *closed_over)
+            outputs = rule(Site(hooks_in_force()), *arrays, *closed_over)
         except NotImplementedError as error:
             if refuses_symbolic_zeros(error):
                 return call.undecorated(arrays)

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._compat import SymbolicZero, batches_of, is_batched, zeros_of
+from jaxfn._attach import Mapping
+from jaxfn._compat import SymbolicZero, batches_of, enclosing_batches, is_batched, zeros_of
 from jaxfn._described import describe
 from jaxfn._leaves import as_array, is_inexact
 from jaxfn._linearity import is_zero
@@ -45,8 +46,8 @@ def reverse_mode(rule: Rule) -> Differentiable:
 
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
         run = residuals.run
-        if run.lacking:
-            _refuse_sums(run, residuals.arrays, cotangents.arrays)
+        if mappings := _mappings(run):
+            _refuse_sums(run, mappings, residuals.arrays, cotangents.arrays)
         of_inputs = run.backward(residuals.arrays, cotangents.arrays)
         return None, *rule.of_operands(of_inputs)
 
@@ -58,43 +59,65 @@ def reverse_mode(rule: Rule) -> Differentiable:
 
 def _mapped(site: Site, run: Run, outputs: Sequence[Any], operands: Sequence[Any]) -> Run:
     """The run, knowing which outputs lack a batch that an operand has, where a mapped call is differentiated."""
-    suspects = range(len(outputs)) if site.is_mapped else site.unbatched
-    if not suspects or not any(map(is_batched, operands)):
+    if not any(map(is_batched, operands)):
         return run
-    batches = frozenset[int]().union(*map(batches_of, operands))
-    lacking = {i: batches - batches_of(outputs[i]) for i in suspects if batches - batches_of(outputs[i])}
-    if not lacking:
-        return run
-    run = copy.copy(run)
-    run.lacking = lacking
-    run.input_batches = [batches_of(x) for x in operands[: len(run.input_avals)]]
+    of_operands, of_outputs = list(map(batches_of, operands)), list(map(batches_of, outputs))
+    mappings: list[Mapping] = []
+    for batch in enclosing_batches().here - site.around:
+        unbatched = frozenset(i for i, batches in enumerate(of_outputs) if batch not in batches)
+        inputs = frozenset(i for i in range(len(run.input_avals)) if batch in of_operands[i])
+        if unbatched:
+            mappings.append(Mapping(batch, unbatched, inputs))
+    if mappings:
+        run = copy.copy(run)
+        run.mappings = mappings
     return run
 
 
-def _refuse_sums(run: Run, residuals: Sequence[Any], cotangents: Sequence[Any]) -> None:
+def _mappings(run: Run) -> list[Mapping]:
+    """The uses of `jax.vmap` of which the derivative is taken from outside, where outputs lack their batch.
+
+    # Note: grad of vmap, and vmap of grad, of a jitted function
+
+    Under `jax.jit` forward runs where no batch is seen. `jax.vmap` maps the program that it was traced into, and there
+    `attach` notes which operands are mapped. It does so in either order; but only where the derivative is taken from
+    outside JAX runs `bwd` in the midst of that very vmap:
+
+        grad(vmap(jit(f)))    fwd: jit            bwd: vmap, transposing jit
+        vmap(grad(jit(f)))    fwd: jit            bwd: transposing jit, vmap
+    """
+    if not run.mappings_of_program:
+        return run.mappings
+    here = enclosing_batches().here
+    return [*run.mappings, *(m for m in run.mappings_of_program if m.batch in here)]
+
+
+def _refuse_sums(run: Run, mappings: Sequence[Mapping], residuals: Sequence[Any], cotangents: Sequence[Any]) -> None:
     """Raises where an input's gradient by an output without a batch depends on that batch.
 
     JAX has summed that output's cotangent over the batch (0.10.0 to 0.12.0), so no example's own is left. The gradient
     depends on the batch where the input has it, or where something that was saved has it.
     """
     zeros: list[Any] = [SymbolicZero(aval.to_tangent_aval()) for aval in run.output_avals]
-    for place, lacking in run.lacking.items():
+    for place in frozenset[int]().union(*(m.unbatched for m in mappings)):
         if isinstance(cotangents[place], SymbolicZero) or not is_inexact(run.output_avals[place].dtype):
             continue
 
-        there = batches_of(cotangents[place])
+        def pulled(cotangent: Any, place: int = place) -> list[Any]:
+            return run.backward(residuals, [*zeros[:place], cotangent, *zeros[place + 1 :]])
 
-        def pulled(
-            cotangent: Any,
-            place: int = place,
-            lacking: frozenset[int] = lacking,
-            there: frozenset[int] = there,
-        ) -> list[Any]:
-            of_inputs = run.backward(residuals, [*zeros[:place], cotangent, *zeros[place + 1 :]])
-            pairs = zip(of_inputs, run.input_batches, strict=True)
-            return [x for x, batches in pairs if x is not None and (lacking & batches or batches_of(x) - there)]
+        absent = [m for m in mappings if place in m.unbatched]
+        suspects = {
+            i
+            for i, of_input in enumerate(pulled(cotangents[place]))
+            for m in absent
+            if of_input is not None and (i in m.inputs or m.batch in batches_of(of_input))
+        }
 
-        if not is_zero(pulled, [zeros_of(run.output_avals[place])]):
+        def pulled_suspects(cotangent: Any, pulled: Any = pulled, suspects: set[int] = suspects) -> list[Any]:
+            return [x for i, x in enumerate(pulled(cotangent)) if i in suspects and x is not None]
+
+        if suspects and not is_zero(pulled_suspects, [zeros_of(run.output_avals[place])]):
             raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
 
 

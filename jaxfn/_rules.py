@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxfn._compat import enclosing_batches
 from jaxfn._hooks import Hooks
 from jaxfn._outputs import OutputLayout, Outputs
 from jaxfn._run import Call, Run
@@ -21,15 +22,16 @@ class Site:
 
     Attributes:
       hooks: the saved-tensor hooks in force at the call. (JAX may run what differentiates it later, out of the block.)
-      is_mapped: whether `jax.vmap` maps the arguments themselves, so that the derivative too is of the mapped call.
+      around: the uses of `jax.vmap` outside of a derivative that is being taken of the call: they map the derivative,
+        others the call itself, so that its derivative is of the mapped call.
       outputs: the structure of what the primal returned, where it ran.
       unbatched: the outputs that did not depend on the batch where the call was mapped as part of a program.
       runs: the runs of `forward` there; see `_reverse`.
     """
 
-    def __init__(self, hooks: Hooks | None, is_mapped: bool = False) -> None:
+    def __init__(self, hooks: Hooks | None) -> None:
         self.hooks = hooks
-        self.is_mapped = is_mapped
+        self.around = enclosing_batches().around
         self.unbatched: set[int] = set()
         self.outputs: OutputLayout | None = None
         self.runs: list[Run] = []
@@ -44,7 +46,7 @@ class Site:
             )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Site) and self.hooks is other.hooks and self.is_mapped == other.is_mapped
+        return isinstance(other, Site) and self.hooks is other.hooks and self.around == other.around
 
     def __hash__(self) -> int:
         return hash(id(self.hooks))
@@ -97,7 +99,7 @@ Differentiable = Callable[..., Outputs]
 
 
 NOT_MAPPED = (
-    "{name} was mapped by jax.vmap and has an output that does not depend on the mapped inputs, although its rule "
-    "gives them a derivative by that output: it would be that of the sum over the batch. Make the output depend on "
-    "those inputs, such as by adding 0 * input."
+    "{name} was mapped by jax.vmap and has an output that does not depend on the mapped inputs, although its rule for "
+    "that output gives them a derivative, or uses them: it would be given the sum over the batch. Make the output "
+    "depend on those inputs, such as by adding 0 * input."
 )

@@ -445,6 +445,76 @@ def test_E1c_a_rule_that_gives_what_the_output_does_not_depend_on_a_gradient(fun
     np.testing.assert_allclose(jax.vmap(example, in_axis)(x), jnp.full((BATCH, ROWS), w), rtol=1e-6)
 
 
+class Scaled(jaxfn.Function):
+    """Neither output nor argument is mapped, but what was saved is."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return jnp.floor(3 * x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0], None
+
+
+def in_cond(f):
+    return lambda x: jax.lax.cond(x.sum() > -1, f, lambda x: jnp.sin(f(x)), x)
+
+
+def in_scan(f):
+    return lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0 * f(x), length=2)[0] / 2
+
+
+INSIDE = {"plain": identity, "jit": jax.jit, "checkpoint": jax.checkpoint, "cond": in_cond, "scan": in_scan}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["vmap", "vmap-vmap"])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_E1c_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the_batch(inside, nested):
+    """Right where each example is differentiated, refused where JAX would hand the rule a sum over the batch."""
+    wrap, w = INSIDE[inside], jnp.float32(0.3)
+    weights = jnp.arange(1.0, ROWS + 1)
+    example = wrap(lambda x: Constant.apply(x, w) * weights)
+    x = jnp.ones((2, BATCH, ROWS, COLUMNS) if nested else (BATCH, ROWS, COLUMNS))
+    over_examples = (lambda f: jax.vmap(jax.vmap(f))) if nested else jax.vmap
+    expected = jnp.broadcast_to(2 * weights[:, None], x.shape)
+    per_example = over_examples(jax.grad(lambda x: example(x).sum()))
+    of_all = jax.grad(lambda x: over_examples(example)(x).sum())
+    for wrapped in (identity, jax.jit):
+        np.testing.assert_allclose(wrapped(per_example)(x), expected)
+        try:
+            np.testing.assert_allclose(wrapped(of_all)(x), expected)
+        except NotImplementedError as error:
+            assert str(error).startswith("Constant was mapped by jax.vmap and has an output that does")
+            assert inside != "cond"  # whose operands all are mapped where its predicate is
+        else:
+            assert inside == "cond"
+    np.testing.assert_allclose(per_example(x), expected)
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_E1c_a_mapped_array_that_was_saved_and_nothing_else_mapped(inside):
+    x, ws = jnp.float32(0.7), jnp.arange(1.0, BATCH + 1)
+
+    def example(x, w):
+        return INSIDE[inside](lambda w: Scaled.apply(x, w) * w)(w)
+
+    per_example = jax.vmap(jax.grad(example), (None, 0))
+    of_all = jax.grad(lambda x: jax.vmap(example, (None, 0))(x, ws).sum())
+    for wrapped in (identity, jax.jit):
+        np.testing.assert_allclose(wrapped(per_example)(x, ws), ws**2)
+        try:
+            np.testing.assert_allclose(wrapped(of_all)(x), (ws**2).sum())
+        except (NotImplementedError, ValueError) as error:
+            assert "Scaled" in str(error) and "vmap" in str(error)
+            assert isinstance(error, NotImplementedError) or COMING  # which refuses by itself
+            assert inside != "cond"
+        else:
+            assert inside == "cond"
+    np.testing.assert_allclose(per_example(x, ws), ws**2)
+
+
 @pytest.mark.parametrize("function", [Constant, ConstantWithJvp, ConstantWithGeneratedJvp])
 @pytest.mark.parametrize("wrap", [identity, jax.jit], ids=["eager", "jit"])
 def test_E1c_only_what_is_not_mapped_is_differentiated(function, wrap):
