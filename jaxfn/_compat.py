@@ -124,12 +124,12 @@ class EnclosingBatches(NamedTuple):
     """The uses of `jax.vmap` in the midst of which something is computed.
 
     Attributes:
-      here: those that map this computation itself, batched arrays or not.
-      around: those outside of a derivative that is being taken, or of a program that is being written down.
+      here: those that map this computation itself, batched arrays or not, the innermost first.
+      num_around: how many there are outside of a derivative that is being taken, in the same program.
     """
 
-    here: frozenset[Batch]
-    around: frozenset[Batch]
+    here: tuple[Batch, ...]
+    num_around: int
 
 
 def enclosing_batches() -> EnclosingBatches:
@@ -138,17 +138,16 @@ def enclosing_batches() -> EnclosingBatches:
     `jax.vmap` around `jax.jit` is not among them where the jitted function is traced; it is where JAX maps that
     function's program and runs a custom derivative's `bwd` for it.
     """
-    here: set[Batch] = set()
-    around: set[Batch] = set()
-    batches, trace = here, _trace_probe.bind()[0]
-    while trace is not None:
-        axis = getattr(trace, "axis_data", None)
-        if axis is None:
-            batches = around
-        else:
-            batches.add(Batch(axis))
+    here: list[Batch] = []
+    num_around = 0
+    trace = _trace_probe.bind()[0]
+    while (axis := getattr(trace, "axis_data", None)) is not None:
+        here.append(Batch(axis))
+        trace = trace.parent_trace
+    while trace is not None and not hasattr(trace, "frame"):  # which a program being written down has
+        num_around += hasattr(trace, "axis_data")
         trace = getattr(trace, "parent_trace", None)
-    return EnclosingBatches(frozenset(here), frozenset(around - here))
+    return EnclosingBatches(tuple(here), num_around)
 
 
 class _TraceProbe(Primitive):

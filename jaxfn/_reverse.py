@@ -63,7 +63,8 @@ def _mapped(site: Site, run: Run, outputs: Sequence[Any], operands: Sequence[Any
         return run
     of_operands, of_outputs = list(map(batches_of, operands)), list(map(batches_of, outputs))
     mappings: list[Mapping] = []
-    for batch in enclosing_batches().here - site.around:
+    here = enclosing_batches().here
+    for batch in here[: max(len(here) - site.num_around, 0)]:
         unbatched = frozenset(i for i, batches in enumerate(of_outputs) if batch not in batches)
         inputs = frozenset(i for i in range(len(run.input_avals)) if batch in of_operands[i])
         if unbatched:

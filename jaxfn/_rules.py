@@ -22,8 +22,8 @@ class Site:
 
     Attributes:
       hooks: the saved-tensor hooks in force at the call. (JAX may run what differentiates it later, out of the block.)
-      around: the uses of `jax.vmap` outside of a derivative that is being taken of the call: they map the derivative,
-        others the call itself, so that its derivative is of the mapped call.
+      num_around: how many uses of `jax.vmap` map a derivative that is being taken of the call. Others map the call
+        itself, so that its derivative is of the mapped call.
       outputs: the structure of what the primal returned, where it ran.
       unbatched: the outputs that did not depend on the batch where the call was mapped as part of a program.
       runs: the runs of `forward` there; see `_reverse`.
@@ -31,7 +31,7 @@ class Site:
 
     def __init__(self, hooks: Hooks | None) -> None:
         self.hooks = hooks
-        self.around = enclosing_batches().around
+        self.num_around = enclosing_batches().num_around
         self.unbatched: set[int] = set()
         self.outputs: OutputLayout | None = None
         self.runs: list[Run] = []
@@ -46,7 +46,7 @@ class Site:
             )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Site) and self.hooks is other.hooks and self.around == other.around
+        return isinstance(other, Site) and self.hooks is other.hooks and self.num_around == other.num_around
 
     def __hash__(self) -> int:
         return hash(id(self.hooks))
