@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from jaxfn._torch._compat import apply_below
+
 if TYPE_CHECKING:
     from jaxfn._torch._tracing import Tracing
 
@@ -65,8 +67,7 @@ class Site:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Records the call."""
-        apply = super(torch.autograd.function._SingleLevelFunction, Differentiable).apply  # pyright: ignore
-        return apply(self, *tensors)
+        return apply_below(Differentiable)(self, *tensors)
 
     def record(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The node, which knows nothing of autograd."""

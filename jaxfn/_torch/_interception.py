@@ -1,29 +1,21 @@
 """What torch code asks for before autograd and functionalization make operations of it.
 
 `PythonLevel` sees every call of torch's functions and every attribute of a tensor, and answers those that need another
-answer while tracing. `patched` is for what is no function of torch's: Functions applied inside a Function, and Python
-functions that a JAX function stands for, become one node each.
+answer while tracing. `_patches` is for what no mode sees.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-import sys
-import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._indexing import read, write
-from jaxfn._torch._inside import Differentiable
-from jaxfn._torch._recorder import is_users, source_line
+from jaxfn._torch._recorder import source_line
 from jaxfn._torch._selection import Selection, call
 
 if TYPE_CHECKING:
@@ -197,110 +189,3 @@ def _masked_select(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 @_answers(torch.Tensor.__setitem__)
 def _setitem(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return write(mode.tracing, *args)
-
-
-# ---------------------------------------------------------------------------------------------------------- patches
-
-_PATCHING = threading.RLock()
-_SINGLE_LEVEL: Any = torch.autograd.function._SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
-
-
-@contextlib.contextmanager
-def patched(tracing: Tracing, functions: Mapping[Any, Callable[..., Any]]) -> Generator[None]:
-    """Puts stand-ins where torch code finds `Function.apply`, the functions named, and what sets random states.
-
-    Names are looked up in modules, which all threads share: other threads get the originals from the stand-ins, and
-    trace one after the other.
-    """
-    with _PATCHING, contextlib.ExitStack() as stack:
-        # The class below torch.autograd.Function: `apply = SomeFunction.apply`, taken beforehand, comes by here too.
-        _put(stack, _SINGLE_LEVEL, "apply", classmethod(functools.partial(_apply, tracing)))
-        _put(stack, FunctionalTensor, "cuda", _stay)  # torch's asks the driver first
-        for function, replacement in functions.items():
-            stand_in = _stand_in(tracing, function, replacement)
-            references = _references(function)
-            if not references:
-                raise TranslationError(
-                    f"{tracing.owner}: ops= names {function!r}, which is an attribute of no imported module (see "
-                    "sys.modules) or of its class, so that the calls of it cannot be found"
-                )
-            for owner, name in references:
-                is_static = isinstance(vars(owner)[name], staticmethod)
-                _put(stack, owner, name, staticmethod(stand_in) if is_static else stand_in)
-        _put(stack, torch, "is_grad_enabled", functools.partial(_is_grad_enabled, tracing, torch.is_grad_enabled))
-        # Distributions look at the values of their parameters otherwise.
-        _put(stack, torch.distributions.Distribution, "_validate_args", False)
-        for module in (torch, torch.random):
-            for name in ("manual_seed", "seed", "set_rng_state"):
-                _put(stack, module, name, _seeding(tracing, getattr(module, name)))
-        yield
-
-
-def _put(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute until the stack is left."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-
-    def restore() -> None:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    setattr(owner, name, value)
-    stack.callback(restore)
-
-
-def _is_grad_enabled(tracing: Tracing, original: Callable[[], bool]) -> bool:
-    """To the user's code gradients are on in backward, where code asks whether it may be differentiated again."""
-    asks = tracing.is_current() and tracing.is_differentiated and is_users(sys._getframe(1).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
-    return asks or original()
-
-
-def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor
-
-
-def _apply(tracing: Tracing, function: Any, *args: Any, **kwargs: Any) -> Any:
-    is_traced = tracing.is_current() and any(map(tracing.is_traced, torch_tree.tree_leaves((args, kwargs))))
-    if is_traced and not issubclass(function, Differentiable):
-        return tracing.apply(function, args, kwargs)
-    above: Any = super(_SINGLE_LEVEL, function)
-    return above.apply(*args, **kwargs)
-
-
-def _stand_in(tracing: Tracing, function: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        if tracing.is_current():
-            return tracing.call_replacement(function, replacement, args, kwargs)
-        return function(*args, **kwargs)
-
-    return stand_in
-
-
-def _references(function: Any) -> list[tuple[Any, str]]:
-    """Where a Python function is found by name: in modules, and in the class that it was defined in."""
-    owners: list[Any] = list(sys.modules.values())
-    owner: Any = sys.modules.get(getattr(function, "__module__", ""))
-    for part in getattr(function, "__qualname__", "").split(".")[:-1]:
-        owner = getattr(owner, part, None)
-        owners.append(owner)
-    members = ((owner, getattr(owner, "__dict__", {})) for owner in owners)
-    return [
-        (owner, name)
-        for owner, namespace in members
-        for name, value in list(namespace.items())
-        if value is function or (type(value) is staticmethod and value.__func__ is function)
-    ]
-
-
-def _seeding(tracing: Tracing, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def seeding(*args: Any, **kwargs: Any) -> Any:
-        if not tracing.is_current():
-            return function(*args, **kwargs)
-        tracing.recorder.is_seeded = True  # and nothing else: what is drawn afterwards is refused
-        return torch.default_generator
-
-    return seeding

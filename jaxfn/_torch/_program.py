@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._leaves import NoArrays
+from jaxfn._torch._compat import takes_boxed_gradients
 from jaxfn._torch._context import TorchContext
 from jaxfn._torch._definition import Definition
 from jaxfn._torch._errors import TranslationError
@@ -278,7 +279,7 @@ class Derivative(NoArrays):
         with tracing.running():
             ctx = forward.ctx(method, tracing, needs_input_grad)
             arguments = put_in(given, [tracing.input(*spec) for spec in specs])
-            if method == "backward" and definition.function.boxed_grads_call:
+            if method == "backward" and takes_boxed_gradients(definition.function):
                 returned = function(ctx, list(arguments))
             else:
                 returned = function(ctx, *arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +15,14 @@ from torch.utils import _pytree as torch_tree
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jaxfn._leaves import is_array_leaf
+from jaxfn._torch._current import current, replace_current
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import put_in, take_out
 from jaxfn._torch._inside import Site
-from jaxfn._torch._interception import PythonLevel, patched
+from jaxfn._torch._interception import PythonLevel
+from jaxfn._torch._patches import patched
 from jaxfn._torch._recorder import WRITES_OUTSIDE, Recorder, plain_torch, source_line
 from jaxfn._torch._selection import Selection, refuse
-
-_THREAD = threading.local()
 
 
 class Replacements(NamedTuple):
@@ -61,11 +60,6 @@ _NEEDS_MEMORY = (
     "invalid python storage",
     "__cuda_array_interface__",
 )
-
-
-def current() -> Tracing | None:
-    """The innermost trace that this thread is making."""
-    return getattr(_THREAD, "tracing", None)
 
 
 class _Functionalization(FunctionalTensorMode):
@@ -108,15 +102,15 @@ class Tracing:
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
         """Inside, what torch does in this thread is recorded."""
-        before, states = current(), _random_states()
+        states = _random_states()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(patched(self, self.replacements.functions))
+            stack.enter_context(patched(self.owner, self.replacements.functions))
             stack.enter_context(_disable_current_modes())  # another trace's, where its code applies this Function
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.recorder)
             stack.enter_context(_Functionalization())
             stack.enter_context(PythonLevel(self))
-            _THREAD.tracing = self
+            before = replace_current(self)
             try:
                 yield
             except Exception as error:
@@ -125,7 +119,7 @@ class Tracing:
                     raise
                 raise known from error
             finally:
-                _THREAD.tracing = before
+                replace_current(before)
                 with plain_torch():
                     self.recorder.restore_gradients()
         if _random_states() != states:

@@ -1,0 +1,57 @@
+"""The torch names that torch does not promise, in one place, with the versions that each was seen on.
+
+`_canary` tries what they do on the version that is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+__all__ = [
+    "APPLYING_CLASS",
+    "HAS_COMPILED_APPLY",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionMeta",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "apply_below",
+    "takes_boxed_gradients",
+    "without_modes",
+]
+
+_SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+
+FunctionMeta: Any = torch.autograd.function.FunctionMeta  # 2.8 to 2.15
+
+# Whether `Function.apply` is compiled code: from 2.15 on. Before, it is Python code that looks up the `apply` of the
+# class below, which then is where `apply = SomeFunction.apply`, taken beforehand, comes by too.
+HAS_COMPILED_APPLY = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+
+APPLYING_CLASS: Any = torch.autograd.Function if HAS_COMPILED_APPLY else _SingleLevelFunction
+
+
+def apply_below(function: Any) -> Any:
+    """`apply` of a Function as torch has it, past stand-ins (2.8 to 2.15)."""
+    return super(_SingleLevelFunction, function).apply
+
+
+def takes_boxed_gradients(function: Any) -> bool:
+    """Whether `backward` gets its gradients as one list: from 2.10 on, where the Function says so."""
+    return getattr(function, "boxed_grads_call", False)
