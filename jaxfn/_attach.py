@@ -122,7 +122,7 @@ class _Settling:
 
     __slots__ = ("is_uniform", "num_made", "places", "unbatched")
 
-    def __init__(self, places: Sequence[int], is_uniform: bool, unbatched: set[int]) -> None:
+    def __init__(self, places: Sequence[int], is_uniform: bool, unbatched: set[tuple[Batch, int]]) -> None:
         self.places = places
         self.num_made = len(places)
         self.is_uniform = is_uniform
@@ -172,7 +172,11 @@ def detach(arrays: Sequence[Any], gate: Gate = _SHUT) -> list[Any]:
 
 
 def settle(
-    made: Sequence[Any], inputs: Sequence[Any], *, is_uniform: bool = False, unbatched: set[int] | None = None
+    made: Sequence[Any],
+    inputs: Sequence[Any],
+    *,
+    is_uniform: bool = False,
+    unbatched: set[tuple[Batch, int]] | None = None,
 ) -> list[Any]:
     """The arrays as they are, with the batch at axis 0 where `jax.vmap` is applied.
 
@@ -193,7 +197,7 @@ def settle(
       inputs: what they were made from.
       is_uniform: whether all of them have the batch where any of the inputs has it: for a forward that has looked at
         `ctx.needs_input_grad`, whose outputs may depend on the batch on one side and not on the other.
-      unbatched: where to note which of them had no batch although others, or inputs, had one.
+      unbatched: where to note which of them had no batch, and of which `jax.vmap`, although others, or inputs, had it.
     """
     settling = _Settling(range(len(made)), is_uniform, set() if unbatched is None else unbatched)
     return settle_p.bind(*made, *inputs, settling=settling)
@@ -345,7 +349,8 @@ def _settle_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, se
     num_made = settling.num_made
     if all(d is None for d in dims):  # JAX asks even so
         return settle_p.bind(*operands, settling=settling), [None] * num_made
-    settling.unbatched |= {place for place, d in zip(settling.places, dims, strict=False) if d is None}
+    batch = Batch(axis)
+    settling.unbatched |= {(batch, place) for place, d in zip(settling.places, dims, strict=False) if d is None}
     axes = _axes(dims, num_made, settling.is_uniform)
     moved = _settled(operands, dims, axis.size, num_made, settling.is_uniform)
     return settle_p.bind(*moved, settling=settling), axes[:num_made]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxfn._compat import Primitive, ad, batches_of, batching, mlir, zeros_of
+from jaxfn._compat import Batch, Primitive, ad, batches_of, batching, mlir, zeros_of
 from jaxfn._described import describe
 from jaxfn._gradients import widened
 from jaxfn._leaves import as_array, is_inexact, is_staged, is_traced
@@ -44,8 +44,8 @@ def both_modes(rule: Rule) -> Differentiable:
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
         site.check_outputs(run)
         of_inputs = rule.of_inputs([t if p else None for t, p in zip(of_operands, perturbed, strict=True)])
-        of_outputs = _output_tangents(run, residuals, of_inputs, outputs)
-        if any(batches_of(of_outputs[i]) - batches_of(outputs.arrays[i]) for i in site.unbatched):
+        of_outputs = _output_tangents(site, run, residuals, of_inputs, outputs)
+        if any(batches_of(of_outputs[i]) - batches_of(outputs.arrays[i]) for _, i in site.unbatched):
             raise NotImplementedError(NOT_MAPPED.format(name=rule.call.name))
         return outputs, Outputs(of_outputs, outputs.layout)
 
@@ -55,14 +55,16 @@ def both_modes(rule: Rule) -> Differentiable:
     return differentiable
 
 
-def _output_tangents(run: Run, residuals: list[Any], of_inputs: Sequence[Any], outputs: Outputs) -> list[Any]:
+def _output_tangents(
+    site: Site, run: Run, residuals: list[Any], of_inputs: Sequence[Any], outputs: Outputs
+) -> list[Any]:
     """A tangent for each array leaf of the outputs, symbolically zero where there is none."""
     avals = [jax.typeof(y).to_tangent_aval() for y in outputs.arrays]
     tangents: list[Any] = [SymbolicZero(aval) for aval in avals]
     marked = outputs.layout.non_differentiable
     differentiable = [i for i, y in enumerate(outputs.arrays) if is_inexact(y.dtype) and i not in marked]
     perturbed = [i for i, t in enumerate(of_inputs) if t is not None]
-    linear = _OfRun(run, perturbed, differentiable, [avals[i] for i in differentiable])
+    linear = _OfRun(site, run, perturbed, differentiable, [avals[i] for i in differentiable])
     given = [of_inputs[i] for i in perturbed]
     for i, tangent in zip(differentiable, _bind(linear, residuals, given), strict=True):
         tangents[i] = tangent
@@ -86,11 +88,16 @@ class _Linear:
         """Cotangents of the inputs from cotangents of the outputs; `None` is zero."""
         raise NotImplementedError
 
+    def is_of_unbatched(self, result: int, batch: Batch) -> bool:
+        """Whether a result is the tangent of an output that JAX has been told does not depend on a batch."""
+        raise NotImplementedError
+
 
 class _OfRun(_Linear):
     """The derivative of a run of `forward`, from the array leaves `perturbed` to the array leaves `differentiable`."""
 
-    def __init__(self, run: Run, perturbed: list[int], differentiable: list[int], avals: list[Any]) -> None:
+    def __init__(self, site: Site, run: Run, perturbed: list[int], differentiable: list[int], avals: list[Any]) -> None:
+        self._site = site
         self._run = run
         self._perturbed = perturbed
         self._differentiable = differentiable
@@ -118,6 +125,9 @@ class _OfRun(_Linear):
                 of_outputs[i] = cotangent
         of_inputs = self._run.backward(residuals, of_outputs)
         return [of_inputs[i] for i in self._perturbed]
+
+    def is_of_unbatched(self, result: int, batch: Batch) -> bool:
+        return (batch, self._differentiable[result]) in self._site.unbatched
 
     def _transposed_pull(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         """`generate_jvp_rule`: forward mode from `backward`."""
@@ -187,6 +197,9 @@ class _Part(_Linear):
         given = dict(zip(self._results, cotangents, strict=True))
         return self._linear.pull(residuals, [given.get(i) for i in range(len(self._linear.avals))])
 
+    def is_of_unbatched(self, result: int, batch: Batch) -> bool:
+        return self._linear.is_of_unbatched(self._results[result], batch)
+
 
 class _Unbatched(_Part):
     """The results that depend on no batch; of the tangents that have one it is given an example.
@@ -235,6 +248,9 @@ class _Batched(_Linear):
 
     def pull(self, residuals: Sequence[Any], cotangents: Cotangents) -> list[jax.Array | None]:
         return self._mapped(self._linear.pull)(list(residuals), list(cotangents))
+
+    def is_of_unbatched(self, result: int, batch: Batch) -> bool:
+        return self._linear.is_of_unbatched(result, batch)
 
     def _mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return _vmap(function, self._axis, (self._residual_dims, 0))
@@ -304,6 +320,8 @@ def _linear_batch(
     depends, avals = _batched_results(linear, axis, operands, dims, num_residuals)
     with_batch = [i for i, is_batched in enumerate(depends) if is_batched]
     without_batch = [i for i, is_batched in enumerate(depends) if not is_batched]
+    if any(linear.is_of_unbatched(i, Batch(axis)) for i in with_batch):
+        raise NotImplementedError(NOT_MAPPED.format(name=linear))
     results: dict[int, Any] = {}
     if with_batch:
         part = _Part(linear, with_batch) if without_batch else linear

@@ -73,6 +73,11 @@ def is_zero(function: Callable[..., Any], like: Sequence[Any]) -> bool:
     return all(kind is _Kind.ZERO for kind in _kinds_of_results(function, like))
 
 
+def is_constant(function: Callable[..., Any], like: Sequence[Any]) -> bool:
+    """Whether a function of arrays of these types is seen not to depend on them."""
+    return all(kind in (_Kind.ZERO, _Kind.CONSTANT) for kind in _kinds_of_results(function, like))
+
+
 def _kinds_of_results(function: Callable[..., Any], like: Sequence[Any]) -> list[_Kind]:
     return _of_closed(make_jaxpr(function, *like), [_Kind.LINEAR] * len(like))
 

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxfn._attach import Mapping
-from jaxfn._compat import SymbolicZero, batches_of, enclosing_batches, is_batched, zeros_of
+from jaxfn._compat import Batch, SymbolicZero, batches_of, enclosing_batches, is_batched, zeros_of
 from jaxfn._described import describe
 from jaxfn._leaves import as_array, is_inexact
-from jaxfn._linearity import is_zero
+from jaxfn._linearity import is_constant, is_zero
 from jaxfn._outputs import Outputs
 from jaxfn._rules import NOT_MAPPED, Differentiable, Rule, Site
 from jaxfn._run import Run
+from jaxfn._summing import sum_over_batches
 
 
 def reverse_mode(rule: Rule) -> Differentiable:
@@ -42,14 +43,13 @@ def reverse_mode(rule: Rule) -> Differentiable:
         perturbed = tuple(p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, operands, strict=True))
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
         site.check_outputs(run)
-        return outputs, _kept(site, _mapped(site, run, outputs.arrays, operands), residuals)
+        return outputs, _kept(site, _mapped(site, run, outputs.arrays, rule.of_inputs(operands)), residuals)
 
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
         run = residuals.run
-        if mappings := _mappings(run):
-            _refuse_sums(run, mappings, residuals.arrays, cotangents.arrays)
-        of_inputs = run.backward(residuals.arrays, cotangents.arrays)
-        return None, *rule.of_operands(of_inputs)
+        mappings = _mappings(run)
+        pull = partial(_pull_apart, mappings) if mappings else Run.backward
+        return None, *rule.of_operands(pull(run, residuals.arrays, cotangents.arrays))
 
     describe(rule, primal, fwd, bwd)
     differentiable = jax.custom_vjp(primal)
@@ -57,21 +57,21 @@ def reverse_mode(rule: Rule) -> Differentiable:
     return differentiable
 
 
-def _mapped(site: Site, run: Run, outputs: Sequence[Any], operands: Sequence[Any]) -> Run:
-    """The run, knowing which outputs lack a batch that an operand has, where a mapped call is differentiated."""
-    if not any(map(is_batched, operands)):
+def _mapped(site: Site, run: Run, outputs: Sequence[Any], inputs: Sequence[Any]) -> Run:
+    """The run, knowing which outputs lack a batch that an input has, where a mapped call is differentiated."""
+    if not any(map(is_batched, inputs)):
         return run
-    of_operands, of_outputs = list(map(batches_of, operands)), list(map(batches_of, outputs))
+    of_inputs, of_outputs = list(map(batches_of, inputs)), list(map(batches_of, outputs))
     mappings: list[Mapping] = []
     here = enclosing_batches().here
     for batch in here[: max(len(here) - site.num_around, 0)]:
         unbatched = frozenset(i for i, batches in enumerate(of_outputs) if batch not in batches)
-        inputs = frozenset(i for i in range(len(run.input_avals)) if batch in of_operands[i])
+        mapped = frozenset(i for i, batches in enumerate(of_inputs) if batch in batches)
         if unbatched:
-            mappings.append(Mapping(batch, unbatched, inputs))
+            mappings.append(Mapping(batch, unbatched, mapped))
     if mappings:
         run = copy.copy(run)
-        run.mappings = mappings
+        run.mappings, run.mapped_by = mappings, here
     return run
 
 
@@ -87,39 +87,81 @@ def _mappings(run: Run) -> list[Mapping]:
         grad(vmap(jit(f)))    fwd: jit            bwd: vmap, transposing jit
         vmap(grad(jit(f)))    fwd: jit            bwd: transposing jit, vmap
     """
-    if not run.mappings_of_program:
-        return run.mappings
+    if not run.mappings and not run.mappings_of_program:
+        return []
     here = enclosing_batches().here
-    return [*run.mappings, *(m for m in run.mappings_of_program if m.batch in here)]
+    # JAX's coming custom_vjp maps fwd and bwd one by one.
+    same = dict(zip(run.mapped_by, here, strict=False))
+    of_call = [m._replace(batch=same.get(m.batch, m.batch)) for m in run.mappings]
+    return [*of_call, *(m for m in run.mappings_of_program if m.batch in here)]
 
 
-def _refuse_sums(run: Run, mappings: Sequence[Mapping], residuals: Sequence[Any], cotangents: Sequence[Any]) -> None:
-    """Raises where an input's gradient by an output without a batch depends on that batch.
+def _pull_apart(
+    mappings: Sequence[Mapping], run: Run, residuals: Sequence[Any], cotangents: Sequence[Any]
+) -> list[jax.Array | None]:
+    """The user's backward for each output that lacks a batch, and for all others together; see `_summing`.
 
-    JAX has summed that output's cotangent over the batch (0.10.0 to 0.12.0), so no example's own is left. The gradient
-    depends on the batch where the input has it, or where something that was saved has it.
+    Raises:
+      NotImplementedError: an input's gradient by an output without a batch depends on that batch. JAX has summed that
+        output's cotangent over the batch (0.10.0 to 0.12.0), so no example's own is left.
     """
     zeros: list[Any] = [SymbolicZero(aval.to_tangent_aval()) for aval in run.output_avals]
-    for place in frozenset[int]().union(*(m.unbatched for m in mappings)):
-        if isinstance(cotangents[place], SymbolicZero) or not is_inexact(run.output_avals[place].dtype):
-            continue
-
-        def pulled(cotangent: Any, place: int = place) -> list[Any]:
-            return run.backward(residuals, [*zeros[:place], cotangent, *zeros[place + 1 :]])
-
+    lacking = [
+        i
+        for i in sorted(frozenset[int]().union(*(m.unbatched for m in mappings)))
+        if not isinstance(cotangents[i], SymbolicZero) and is_inexact(run.output_avals[i].dtype)
+    ]
+    if not lacking:
+        return run.backward(residuals, cotangents)
+    others = [zeros[i] if i in lacking else ct for i, ct in enumerate(cotangents)]
+    terms: list[list[tuple[Any, frozenset[Batch]]]] = [
+        [] if ct is None else [(ct, frozenset())] for ct in run.backward(residuals, others)
+    ]
+    for place in lacking:
         absent = [m for m in mappings if place in m.unbatched]
-        suspects = {
-            i
-            for i, of_input in enumerate(pulled(cotangents[place]))
-            for m in absent
-            if of_input is not None and (i in m.inputs or m.batch in batches_of(of_input))
-        }
+        alone = [*zeros[:place], cotangents[place], *zeros[place + 1 :]]
+        for i, of_input in enumerate(run.backward(residuals, alone)):
+            if of_input is None:
+                continue
+            if any(i in m.inputs for m in absent):  # as the output does not depend on this input, so must its gradient
+                _refuse_unless_zero(run, residuals, alone, place, i)
+                continue
+            _refuse_unless_constant(run, residuals, alone, i, [m.batch for m in absent])
+            terms[i].append((of_input, frozenset(m.batch for m in absent)))
+    return [_sum(of_input, [m.batch for m in mappings if i not in m.inputs]) for i, of_input in enumerate(terms)]
 
-        def pulled_suspects(cotangent: Any, pulled: Any = pulled, suspects: set[int] = suspects) -> list[Any]:
-            return [x for i, x in enumerate(pulled(cotangent)) if i in suspects and x is not None]
 
-        if suspects and not is_zero(pulled_suspects, [zeros_of(run.output_avals[place])]):
-            raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
+def _sum(terms: Sequence[tuple[Any, frozenset[Batch]]], sought: Sequence[Batch]) -> jax.Array | None:
+    if not terms:
+        return None
+    return sum_over_batches([x for x, _ in terms], [absent for _, absent in terms], frozenset(sought))
+
+
+def _refuse_unless_zero(
+    run: Run, residuals: Sequence[Any], cotangents: Sequence[Any], place: int, input_place: int
+) -> None:
+    def of_input(cotangent: Any) -> list[Any]:
+        gradient = run.backward(residuals, [*cotangents[:place], cotangent, *cotangents[place + 1 :]])[input_place]
+        return [] if gradient is None else [gradient]
+
+    if not is_zero(of_input, [zeros_of(run.output_avals[place])]):
+        raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
+
+
+def _refuse_unless_constant(
+    run: Run, residuals: Sequence[Any], cotangents: Sequence[Any], input_place: int, batches: Sequence[Batch]
+) -> None:
+    mapped = [i for i, x in enumerate(residuals) if not batches_of(x).isdisjoint(batches)]
+
+    def of_input(*values: Any) -> list[Any]:
+        filled = list(residuals)
+        for i, value in zip(mapped, values, strict=True):
+            filled[i] = value
+        gradient = run.backward(filled, cotangents)[input_place]
+        return [] if gradient is None else [gradient]
+
+    if mapped and not is_constant(of_input, [residuals[i] for i in mapped]):
+        raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
 
 
 class Residuals:

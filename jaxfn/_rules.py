@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import enclosing_batches
+from jaxfn._compat import Batch, enclosing_batches
 from jaxfn._hooks import Hooks
 from jaxfn._outputs import OutputLayout, Outputs
 from jaxfn._run import Call, Run
@@ -25,14 +25,14 @@ class Site:
       num_around: how many uses of `jax.vmap` map a derivative that is being taken of the call. Others map the call
         itself, so that its derivative is of the mapped call.
       outputs: the structure of what the primal returned, where it ran.
-      unbatched: the outputs that did not depend on the batch where the call was mapped as part of a program.
+      unbatched: where the call was mapped as part of a program, the outputs that did not depend on which batch.
       runs: the runs of `forward` there; see `_reverse`.
     """
 
     def __init__(self, hooks: Hooks | None) -> None:
         self.hooks = hooks
         self.num_around = enclosing_batches().num_around
-        self.unbatched: set[int] = set()
+        self.unbatched: set[tuple[Batch, int]] = set()
         self.outputs: OutputLayout | None = None
         self.runs: list[Run] = []
 

@@ -493,6 +493,93 @@ def test_E1c_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the
     np.testing.assert_allclose(per_example(x), expected)
 
 
+@pytest.mark.parametrize("function", [ConstantWithJvp, ConstantWithGeneratedJvp])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_E1c_such_an_output_with_forward_mode(inside, function):
+    """By hand JAX 0.10.0 to 0.12.0 gives a tangent of another shape than its primal, or the sum, or a bare error."""
+    weights = jnp.arange(1.0, ROWS + 1)
+    example = INSIDE[inside](lambda x: function.apply(x, jnp.float32(0.3)) * weights)
+    x = jnp.ones((BATCH, ROWS, COLUMNS))
+    expected = jnp.broadcast_to(2 * weights[:, None], x.shape)
+    programs = {
+        "grad of vmap": (jax.grad(lambda x: jax.vmap(example)(x).sum()), expected),
+        "jvp of vmap": (lambda x: jax.jvp(jax.vmap(example), (x,), (x,))[1], expected.sum(2)),
+        "vmap of grad": (jax.vmap(jax.grad(lambda x: example(x).sum())), expected),
+        "vmap of jvp": (jax.vmap(lambda x: jax.jvp(example, (x,), (x,))[1]), expected.sum(2)),
+    }
+    for name, (program, wanted) in programs.items():
+        for wrapped in (identity, jax.jit):
+            try:
+                np.testing.assert_allclose(wrapped(program)(x), wanted)
+            except (NotImplementedError, ValueError) as error:
+                assert name.endswith("of vmap") and function.__name__ in str(error)
+                assert isinstance(error, NotImplementedError) or COMING  # which refuses by itself
+
+
+class OneForAll(jaxfn.Function):
+    """The first output does not depend on the first argument."""
+
+    @staticmethod
+    def forward(ctx, x, u):
+        ctx.save_for_backward(x, u)
+        return jnp.sin(u), x * u
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, u = ctx.saved_tensors
+        return h * u, g * jnp.cos(u) + h * x
+
+
+class OneForAllOrNone(OneForAll):
+    @staticmethod
+    def forward(ctx, x, u):
+        ctx.set_materialize_grads(False)
+        return OneForAll.forward(ctx, x, u)
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, u = ctx.saved_tensors
+        of_x, of_u = (None, None) if h is None else (h * u, h * x)
+        if g is not None:
+            of_u = g * jnp.cos(u) + (0 if of_u is None else of_u)
+        return of_x, of_u
+
+
+class OneForAllWithJvp(OneForAll):
+    generate_jvp_rule = True
+
+
+@pytest.mark.parametrize("function", [OneForAll, OneForAllOrNone, OneForAllWithJvp])
+@pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize("maps", ["vmap", "vmap-vmap over x", "vmap-vmap over u"])
+def test_E1c_the_cotangent_of_an_output_without_a_batch_counts_once(maps, inside, function):
+    """By hand it counts for each row on JAX 0.10.0, and 0.12.0 raises."""
+    xs = jnp.array([0.1, 0.2, 0.3])
+
+    def total(f, x, u):
+        rows = jax.vmap(INSIDE[inside](lambda both: f(*both)), ((0, None),))
+        if maps == "vmap":
+            y, z = rows((x, u))
+        elif maps == "vmap-vmap over x":
+            y, z = jax.vmap(lambda x: rows((x, u)))(jnp.stack([x, 2 * x]))
+        else:
+            y, z = jax.vmap(lambda u: rows((x, u)))(u * jnp.array([1.0, 2.0]))
+        return (y * y).sum() + jnp.sin(z).sum()
+
+    derivatives = [
+        lambda f: jax.grad(lambda u: total(f, xs, u)),
+        lambda f: jax.grad(lambda u: total(f, u * xs, u)),
+        lambda f: jax.jit(jax.grad(jax.jit(lambda u: total(f, xs, u)))),
+        lambda f: jax.grad(jax.grad(lambda u: total(f, xs, u))),
+        lambda f: lambda u: jax.vmap(jax.grad(lambda u: total(f, xs, u)))(u * jnp.ones(2)),
+        lambda f: lambda u: jax.grad(lambda x: jax.grad(lambda u: total(f, x, u))(u))(xs),
+    ]
+    for derivative in derivatives:
+        got = derivative(function.apply)(jnp.float32(0.7))
+        expected = derivative(lambda x, u: (jnp.sin(u), x * u))(jnp.float32(0.7))
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("inside", INSIDE)
 def test_E1c_a_mapped_array_that_was_saved_and_nothing_else_mapped(inside):
     x, ws = jnp.float32(0.7), jnp.arange(1.0, BATCH + 1)

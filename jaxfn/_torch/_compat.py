@@ -17,7 +17,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes as without_modes,  # pyright: ignore[reportPrivateUsage]
+)
 
 __all__ = [
     "APPLYING_CLASS",
@@ -36,7 +38,7 @@ __all__ = [
     "without_modes",
 ]
 
-_SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+_SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 
 FunctionMeta: Any = torch.autograd.function.FunctionMeta  # 2.8 to 2.15
 

@@ -89,6 +89,10 @@ def _applying(original: Any) -> Any:
     return classmethod(stand_in)
 
 
+def _looking_up(_: Any) -> Any:
+    return apply_taken_before
+
+
 def _staying(original: Callable[..., Any]) -> Callable[..., Any]:
     def cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return original(tensor, *args, **kwargs) if current() is None else tensor
@@ -182,4 +186,4 @@ _NAMES = [
     ),
 ]
 if _compat.HAS_COMPILED_APPLY:
-    _NAMES.append(_Name(_compat.FunctionMeta, "__getattribute__", lambda _: apply_taken_before))
+    _NAMES.append(_Name(_compat.FunctionMeta, "__getattribute__", _looking_up))
