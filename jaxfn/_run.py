@@ -209,7 +209,7 @@ class Run:
         self._program = current_trace() if self.hides_arrays and self._hides_staged() else None
         self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in own)
         self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_attached`
-        # Where outputs lack a batch: of this call, mapped by these; and of mapped programs with it inside. See `_reverse`.
+        # Where outputs lack a batch: of this call, mapped by these; and of mapped programs. See `_reverse`.
         self.mappings: list[Mapping] = []
         self.mapped_by: Sequence[Batch] = ()
         self.mappings_of_program: list[Mapping] = []

@@ -2,7 +2,7 @@
 
 # Note: one cotangent for a whole batch
 
-For `y, z = sin(u), x + u` over three rows of `x` and one `u`, `y` is computed once and has one cotangent, `z` has three:
+For `y, z = sin(u), x + u` over three rows of `x` and one `u`, `y` has one cotangent, and `z` has three:
 
     of u    g * cos(u) + h1 + h2 + h3
 
