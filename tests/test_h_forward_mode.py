@@ -9,7 +9,7 @@ import jaxfn
 
 torch = pytest.importorskip("torch")
 # torch's own forward mode compiles something of its own with it.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 forward_ad = torch.autograd.forward_ad
 
 

@@ -736,7 +736,7 @@ class MatrixInverse(Function):
 
 def scripted(function: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # deprecated, and everywhere
+        warnings.simplefilter("ignore")  # deprecated, as one kind of warning or another, and everywhere
         return torch.jit.script(function)
 
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "APPLYING_CLASS",
+    "CLAMP_SPLITS_TIES",
     "HAS_COMPILED_APPLY",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -47,6 +48,14 @@ FunctionMeta: Any = torch.autograd.function.FunctionMeta  # 2.8 to 2.15
 HAS_COMPILED_APPLY = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 
 APPLYING_CLASS: Any = torch.autograd.Function if HAS_COMPILED_APPLY else _SingleLevelFunction
+
+
+with torch.enable_grad():
+    _at_bound = torch.ones((), requires_grad=True)
+    (_of_clamp,) = torch.autograd.grad(_at_bound.clamp(min=1.0), _at_bound)
+
+# Whether `clamp` divides the derivative at a bound among all that is equal there: from 2.15 on.
+CLAMP_SPLITS_TIES = _of_clamp.item() == 0
 
 
 def apply_below(function: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._torch._compat import CLAMP_SPLITS_TIES
 from jaxfn._torch._operations._promotion import (
     is_inexact,
     promoted,
@@ -167,14 +168,43 @@ def fmin(x: Array, y: Array) -> Array:
 
 
 @operation("aten.clamp")
+def clamp(x: Array, low: Any, high: Any = None) -> Array:
+    """The derivative at a bound is a convention, which torch changed in 2.15."""
+    has_room = low is None or high is None or not isinstance(low, Array)
+    if not CLAMP_SPLITS_TIES:
+        # Where both bounds are the same, torch loses what belongs to the lower one.
+        return _clamp_to_x(x, low if has_room else jnp.where(low == high, lax.stop_gradient(low), low), high)
+    if any(isinstance(bound, Array) for bound in (low, high)):
+        return _clamp_to_halves(x, low, high)
+    return _clamp_to_bounds(x, low, high)
+
+
 @promoted
-def clamp(x: Array, low: Array | None, high: Array | None = None) -> Array:
-    """torch's derivative at a bound is that of x, where `jnp.clip` would halve it."""
+def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
+    """At a bound x has all of the derivative (`jnp.clip` halves it)."""
     if low is not None:
         x = jnp.where((x < low) | (low != low), low, x)
     if high is not None:
         x = jnp.where((x > high) | (high != high), high, x)
     return x
+
+
+@promoted
+def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
+    """At a bound, which is a number, there is no derivative."""
+    if low is not None:
+        x = jnp.where((x <= low) | (low != low), low, x)
+    if high is not None:
+        x = jnp.where((x >= high) | (high != high), high, x)
+    return x
+
+
+@promoted
+def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
+    """At a bound x and the bound have half of the derivative each; x has all of it where there is room for no other."""
+    if low is None or high is None:
+        return jnp.maximum(x, low) if high is None else jnp.minimum(x, high)
+    return jnp.where(low == high, _clamp_to_x(x, low, high), jnp.minimum(jnp.maximum(x, low), high))
 
 
 @operation("aten.clamp_min")
