@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch._operations._promotion import (
+    as_dtype,
     is_inexact,
     promoted,
     promoted_to_inexact,
@@ -67,13 +68,16 @@ def reciprocal(x: Array) -> Array:
 
 @operation("aten.sign", "aten.sgn")
 def sign(x: Array) -> Array:
-    return x if x.dtype == np.bool_ else jnp.sign(x)
+    """0 of a nan, unless it is complex."""
+    if x.dtype == np.bool_:
+        return x
+    return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sign(x)
 
 
 @operation("aten.abs")
 def absolute(x: Array) -> Array:
     """torch's derivative at 0 is 0, JAX's 1."""
-    return x * lax.stop_gradient(jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
+    return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
 @operation("aten.rsqrt")
@@ -89,15 +93,15 @@ def sigmoid(x: Array) -> Array:
 @operation("aten.add")
 def add(x: Any, y: Any, alpha: Any = 1) -> Array:
     dtype = result_type(x, y)
-    scaled = jnp.asarray(y, dtype) if alpha == 1 else jnp.asarray(y, dtype) * jnp.asarray(alpha, dtype)
-    return jnp.asarray(x, dtype) + scaled
+    scaled = as_dtype(y, dtype) if alpha == 1 else as_dtype(y, dtype) * jnp.asarray(alpha, dtype)
+    return as_dtype(x, dtype) + scaled
 
 
 @operation("aten.sub")
 def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
     dtype = result_type(x, y)
-    scaled = jnp.asarray(y, dtype) if alpha == 1 else jnp.asarray(y, dtype) * jnp.asarray(alpha, dtype)
-    return jnp.asarray(x, dtype) - scaled
+    scaled = as_dtype(y, dtype) if alpha == 1 else as_dtype(y, dtype) * jnp.asarray(alpha, dtype)
+    return as_dtype(x, dtype) - scaled
 
 
 @operation("aten.rsub")
@@ -109,7 +113,7 @@ def rsub(x: Any, y: Any, alpha: Any = 1) -> Array:
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
     """Division; `rounding_mode` is None, "trunc" (towards zero) or "floor"."""
     dtype = result_type(x, y)
-    x, y = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+    x, y = as_dtype(x, dtype), as_dtype(y, dtype)
     if rounding_mode is None:
         return to_inexact(x) / to_inexact(y)
     if jnp.issubdtype(dtype, jnp.integer):
