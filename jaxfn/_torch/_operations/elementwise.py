@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -171,7 +172,7 @@ def fmin(x: Array, y: Array) -> Array:
 
 
 @operation("aten.clamp")
-@promoted
+@functools.partial(promoted, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
 def clamp(x: Array, low: Array | None, high: Array | None = None) -> Array:
     """torch's derivative at a bound is that of x, where `jnp.clip` would halve it."""
     if low is not None:
