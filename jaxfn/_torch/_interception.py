@@ -20,6 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
+from jaxfn._torch._composed import ctc_loss, embedding_bag, lstsq
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._indexing import read, write
 from jaxfn._torch._inside import Differentiable
@@ -187,6 +188,23 @@ def _with_long(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _long(indices: Any) -> Any:
     return indices.long() if isinstance(indices, torch.Tensor) and indices.dtype == torch.int32 else indices
+
+
+# ---------------------------------------------------------------------------------------------------------- composed
+
+_COMPOSED = {
+    torch.nn.functional.embedding_bag: embedding_bag,
+    torch.nn.functional.ctc_loss: ctc_loss,
+    torch.linalg.lstsq: lstsq,
+}
+
+
+@_answers(*_COMPOSED)
+def _composed(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if not any(map(mode.tracing.is_traced, torch_tree.tree_leaves((args, kwargs)))):
+        return func(*args, **kwargs)
+    with mode:  # the functions that it calls are looked at in their turn
+        return _COMPOSED[func](mode.tracing, func, args, kwargs)
 
 
 # ---------------------------------------------------------------------------------------------------------- choices

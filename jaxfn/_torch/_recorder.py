@@ -46,7 +46,7 @@ from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import put_in, take_out
 from jaxfn._torch._inside import JaxCall
 from jaxfn._torch._interpret import by_name
-from jaxfn._torch._operations import entry_name
+from jaxfn._torch._operations import entry_name, refusal
 
 aten = torch.ops.aten
 
@@ -182,7 +182,8 @@ class Recorder(TorchDispatchMode):
             raise TranslationError(f"{self.owner} uses a tensor of layout {tensor.layout}: {_NO_SPARSE}{source_line()}")
         self._put_gradient_aside(tensor)
         name = f"constant_{len(self.constants)}"
-        self.constants[name] = tensor.detach() if id(tensor) in self._made else tensor
+        with plain_torch():
+            self.constants[name] = tensor.detach() if id(tensor) in self._made else tensor
         return self.node(self._name(tensor, self.graph.get_attr(name)))
 
     def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
@@ -254,11 +255,11 @@ class Recorder(TorchDispatchMode):
         except DataDependentOutputException:
             raise TranslationError(f"{self.owner}: {_NEEDS_VALUE}{source_line()}") from None
         except DynamicOutputShapeException:
-            raise TranslationError(
-                f"{self.owner}: the shape of what {func} returns depends on the values of a tensor, and JAX's shapes "
-                "are static. Use torch.where, or a mask that multiplies, instead of selecting elements"
-                f"{source_line()}"
-            ) from None
+            reason = refusal(str(func)) or (
+                "the shape of what it returns depends on the values of a tensor, and JAX's shapes are static. Use "
+                "torch.where, or a mask that multiplies, instead of selecting elements"
+            )
+            raise TranslationError(f"{self.owner}: {func}: {reason}{source_line()}") from None
         except (RuntimeError, NotImplementedError) as error:
             is_compiled_only = isinstance(error, UnsupportedOperatorException) or any(
                 words in str(error) for words in ("fake impl", "Could not run")
