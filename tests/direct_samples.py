@@ -119,7 +119,10 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "randint_like.low_dtype": (lambda x: aten.randint_like.low_dtype(x, -3, 5), [X]),
     "randperm": (lambda: aten.randperm.default(7), []),
     "repeat_interleave": (lambda n: aten.repeat_interleave.Tensor(n, output_size=9), [torch.tensor([2, 0, 4, 3])]),
-    "scaled_dot_product_backward": (_attention_backward, [numbers(2, 3, 5, 4), numbers(2, 3, 7, 4), numbers(2, 3, 7, 4)]),
+    "scaled_dot_product_backward": (
+        _attention_backward,
+        [numbers(2, 3, 5, 4), numbers(2, 3, 7, 4), numbers(2, 3, 7, 4)],
+    ),
     "weight_norm_interface": (
         _weight_norm,
         [numbers(5, 3, 2), numbers(1, 3, 1).abs() + 0.5, numbers(5, 3, 2)],

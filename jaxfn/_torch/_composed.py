@@ -44,6 +44,8 @@ def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     indices, weight, offsets, weights = (given[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
     if given["max_norm"] is not None:
         _refuse(tracing, "embedding_bag with `max_norm` writes to the weights. Normalize them outside")
+    if given["scale_grad_by_freq"]:
+        _refuse(tracing, "embedding_bag with `scale_grad_by_freq`: torch divides by how often another row is there")
     if indices.dim() == 2:
         offsets = torch.arange(indices.shape[0]) * indices.shape[1]
         weights = None if weights is None else weights.reshape(-1)
@@ -52,7 +54,7 @@ def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     padding = None if padding is None else padding % weight.shape[0]
 
     def function(weight: Array, indices: Array, offsets: Array, *weights: Array) -> list[Array]:
-        chosen = _rows(weight, indices, scaled=given["scale_grad_by_freq"])
+        chosen = weight[indices]
         chosen = chosen * weights[0][:, None] if weights else chosen
         places = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
         if padding is not None:
@@ -61,16 +63,6 @@ def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
 
     operands = [weight, indices.reshape(-1), offsets, *([] if weights is None else [weights])]
     return Site(tracing, function, "embedding_bag", [((bags, weight.shape[1]), weight.dtype)])(*operands)[0]
-
-
-def _rows(weight: Array, indices: Array, *, scaled: bool) -> Array:
-    """The rows of `weight`; the gradient of each is divided by how often it is there, if `scaled`."""
-    rows = weight[indices]
-    if not scaled:
-        return rows
-    counts = jnp.zeros(weight.shape[0], weight.dtype).at[indices].add(1)[indices]
-    fixed = lax.stop_gradient(rows)
-    return fixed + (rows - fixed) / counts[:, None]
 
 
 def _summed(rows: Array, places: Array, bags: int) -> Array:
@@ -160,7 +152,7 @@ def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int)
     return loss + (shares - lax.stop_gradient(shares))
 
 
-# ---------------------------------------------------------------------------------------------------------- least squares
+# ----------------------------------------------------------------------------------------------------- least squares
 
 
 def lstsq(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
@@ -171,7 +163,7 @@ def lstsq(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     columns = b[..., None] if is_vector else b
     rcond = given.get("rcond")
-    rcond = torch.finfo(a.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond
+    rcond = a.real.new_tensor(torch.finfo(a.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond)
     solution = torch.linalg.pinv(a, rtol=rcond) @ columns
     rank = torch.linalg.matrix_rank(a, rtol=rcond)
     has_residuals = a.shape[-2] > a.shape[-1] and driver != "gelsy"

@@ -24,7 +24,7 @@ from jaxfn._torch._wide import (
     CAREFUL,
     LARGEST,
     USUAL,
-    CannotWiden,
+    CannotWidenError,
     call,
     each_narrowed,
     has_form,
@@ -128,7 +128,6 @@ class Translation:
                 return self._narrowed(step, arguments)[0]
         raise TranslationError("the graph has no output")
 
-
     def _needs_64_bits(self, step: Step, arguments: Any, options: Any) -> bool:
         """Whether an operation has an operand, or may have a result, that does not fit in 32 bits."""
         grows = self._careful.get(step.node, 0) > LARGEST and may_grow(short_name(name_of(step.node.target)))
@@ -138,15 +137,17 @@ class Translation:
         """What an operation returns for whole numbers of 64 bits."""
         node = step.node
         name = short_name(name_of(node.target))
+        if node.target is operator.getitem:
+            return function(*arguments)
         dtypes = [result.dtype for result in _results(node)]
         if step.has_large_numbers and not has_form(name):
             for number in _large_numbers((step.arguments, step.options)):
                 _check_fits(number, node)
         try:
             if not hasattr(node.target, "_schema") or not dtypes:
-                raise CannotWiden
+                raise CannotWidenError
             result = call(name, function, arguments, options, dtypes[0])
-        except CannotWiden:
+        except CannotWidenError:
             result = function(*self._narrowed(step, arguments), **self._narrowed(step, options))
         return result if has_wide(result) else _recorded(result, node)
 

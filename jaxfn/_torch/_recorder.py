@@ -51,7 +51,7 @@ from jaxfn._torch._operations import entry_name, refusal
 aten = torch.ops.aten
 
 # Where a source line is not the user's.
-_NOT_USERS = (*(Path(module.__file__).parent for module in (torch, jax, numpy)), Path(__file__).parents[1])
+_NOT_USERS = (*(Path(str(module.__file__)).parent for module in (torch, jax, numpy)), Path(__file__).parents[1])
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 # Constants of more elements than this are made in the graph where they can be.
@@ -302,11 +302,7 @@ class Recorder(TorchDispatchMode):
             if outside:
                 self._outside.add(id(part))
         is_large = any(part.numel() > _LARGE for part in parts)
-        if (
-            (outside or (is_large and not operands))
-            and entry_name(str(func))
-            and not _has_unknown_shape(func)
-        ):
+        if (outside or (is_large and not operands)) and entry_name(str(func)) and not _has_unknown_shape(func):
             # A parameter may get new values, so nothing that was computed from it is kept.
             self._record(func, (args, kwargs), value)
         return value
@@ -416,7 +412,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 def _memory(tensor: torch.Tensor) -> int | None:
     """What is the same for tensors that lie in the same memory; `None` for one without."""
     is_dense = tensor.layout is torch.strided and not isinstance(tensor, FakeTensor)
-    return tensor.untyped_storage()._cdata if is_dense else None
+    return tensor.untyped_storage()._cdata if is_dense else None  # pyright: ignore[reportPrivateUsage]
 
 
 @functools.cache

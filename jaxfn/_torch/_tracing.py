@@ -86,7 +86,7 @@ class _Functionalization(FunctionalTensorMode):
         """A copy of a tensor made outside, so that writes to it are seen; any other tensor as it is."""
         if isinstance(tensor, FunctionalTensor) or not self._recorder.is_own(tensor):
             return tensor
-        return FunctionalTensor(torch._to_functional_tensor(tensor), self)  # pyright: ignore[reportPrivateUsage]
+        return FunctionalTensor(torch._to_functional_tensor(tensor), self)  # pyright: ignore
 
 
 # Raise for some values, which are not known while tracing. JAX's linear algebra gives NaN for what has no solution.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Wide:
         return jnp.broadcast_shapes(self.high.shape, self.low.shape)
 
 
-class CannotWiden(Exception):
+class CannotWidenError(Exception):
     """An operation that has no form for 64 bits."""
 
 
@@ -54,8 +55,8 @@ def lifted(x: Any) -> Wide:
     if isinstance(x, np.ndarray) and x.dtype == np.int64:
         return Wide(jnp.asarray((x >> 32).astype(np.int32)), jnp.asarray((x & 0xFFFFFFFF).astype(np.uint32)))
     if not hasattr(x, "dtype") or not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_):
-        raise CannotWiden
-    number = x.astype(np.int32)
+        raise CannotWidenError
+    number = jnp.asarray(x).astype(np.int32)
     return Wide(number >> 31, number.astype(np.uint32))
 
 
@@ -157,7 +158,7 @@ def _divided(x: Wide, size: Array) -> tuple[Wide, Array]:
 def _quotient(x: Wide, divisor: Any, *, floor: bool) -> tuple[Wide, Array]:
     """Quotient, rounded down or to zero, and remainder."""
     if isinstance(divisor, Wide) or (isinstance(divisor, int) and not -(2**31) <= divisor < 2**31):
-        raise CannotWiden
+        raise CannotWidenError
     n = jnp.asarray(divisor, np.int32)
     quotient, rest = _divided(_absolute(x), jnp.abs(n).astype(np.uint32))
     quotient = _chosen((x.high < 0) != (n < 0), _negative(quotient), quotient)
@@ -193,13 +194,13 @@ def _and(x: Any, y: Any) -> Array | Wide:
 
 def _div(x: Any, y: Any, rounding_mode: str | None = None) -> Wide:
     if rounding_mode is None:
-        raise CannotWiden
+        raise CannotWidenError
     return _quotient(lifted(x), y, floor=rounding_mode == "floor")[0]
 
 
 def _power(x: Any, exponent: Any) -> Wide:
     if not isinstance(exponent, int) or exponent < 1:
-        raise CannotWiden
+        raise CannotWidenError
     return functools.reduce(_product, [lifted(x)] * exponent)
 
 
@@ -217,6 +218,41 @@ def _fits(bound: Any) -> bool:
     return isinstance(bound, int) and abs(bound) <= LARGEST
 
 
+def _rsub(x: Any, y: Any, alpha: Any = 1) -> Wide:
+    return _sub(y, x, alpha)
+
+
+def _fmod(x: Any, y: Any) -> Array:
+    return _quotient(lifted(x), y, floor=False)[1]
+
+
+def _floor_divide(x: Any, y: Any) -> Wide:
+    return _div(x, y, "floor")
+
+
+def _not(x: Wide) -> Wide:
+    return Wide(~x.high, ~x.low)
+
+
+def _clamp_max(x: Any, high: Any) -> Array | Wide:
+    return _clamp(x, None, high)
+
+
+def _where(condition: Array, x: Any, y: Any) -> Wide:
+    return _chosen(condition, lifted(x), lifted(y))
+
+
+def _masked_fill(x: Any, mask: Array, value: Any) -> Wide:
+    return _chosen(mask, lifted(value), lifted(x))
+
+
+def _of_one(function: Callable[[Wide], Wide]) -> Callable[[Any], Wide]:
+    def of_lifted(x: Any) -> Wide:
+        return function(lifted(x))
+
+    return of_lifted
+
+
 def _of_two(function: Callable[[Wide, Wide], Any]) -> Callable[[Any, Any], Any]:
     return lambda x, y: function(lifted(x), lifted(y))
 
@@ -226,19 +262,19 @@ _GROWING = frozenset(("add", "sub", "rsub", "mul", "pow", "bitwise_left_shift", 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": _add,
     "sub": _sub,
-    "rsub": lambda x, y, alpha=1: _sub(y, x, alpha),
+    "rsub": _rsub,
     "mul": _of_two(_product),
     "pow": _power,
-    "neg": lambda x: _negative(lifted(x)),
-    "abs": lambda x: _absolute(lifted(x)),
+    "neg": _of_one(_negative),
+    "abs": _of_one(_absolute),
     "remainder": _remainder,
-    "fmod": lambda x, y: _quotient(lifted(x), y, floor=False)[1],
-    "floor_divide": lambda x, y: _div(x, y, "floor"),
+    "fmod": _fmod,
+    "floor_divide": _floor_divide,
     "div": _div,
     "bitwise_and": _and,
     "bitwise_or": _of_two(_bitwise(jnp.bitwise_or)),
     "bitwise_xor": _of_two(_bitwise(jnp.bitwise_xor)),
-    "bitwise_not": lambda x: Wide(~x.high, ~x.low),
+    "bitwise_not": _of_one(_not),
     "bitwise_left_shift": _of_two(_shifted_left),
     "__lshift__": _of_two(_shifted_left),
     "bitwise_right_shift": _of_two(_shifted_right),
@@ -253,9 +289,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "minimum": _of_two(lambda x, y: _chosen(_is_less(x, y), x, y)),
     "clamp": _clamp,
     "clamp_min": _clamp,
-    "clamp_max": lambda x, high: _clamp(x, None, high),
-    "where": lambda condition, x, y: _chosen(condition, lifted(x), lifted(y)),
-    "masked_fill": lambda x, mask, value: _chosen(mask, lifted(value), lifted(x)),
+    "clamp_max": _clamp_max,
+    "where": _where,
+    "masked_fill": _masked_fill,
 }
 # Elements that are moved, as they are: what holds for each half.
 _MOVING = frozenset(
@@ -263,7 +299,7 @@ _MOVING = frozenset(
     alias clone detach lift_fresh repeat t tril triu diagonal permute roll view _unsafe_view _reshape_alias expand
     transpose squeeze unsqueeze flip split_with_sizes split unsafe_split unbind select slice narrow unfold index
     _unsafe_index index_select gather take
-    """.split()
+    """.split()  # noqa: SIM905
 )
 # Likewise of several tensors: which arguments those are.
 _JOINING = {
@@ -277,10 +313,10 @@ _JOINING = {
 }
 # Which arguments are places in a tensor. No tensor has places beyond 32 bits.
 _PLACES = {
-    **dict.fromkeys("index _unsafe_index index_put _unsafe_index_put take embedding put".split(), 1),
+    **dict.fromkeys(["index", "_unsafe_index", "index_put", "_unsafe_index_put", "take", "embedding", "put"], 1),
     "embedding_dense_backward": 1,
-    **dict.fromkeys("gather index_select scatter scatter_add scatter_reduce".split(), 2),
-    **dict.fromkeys("index_add index_copy index_fill index_reduce".split(), 2),
+    **dict.fromkeys(["gather", "index_select", "scatter", "scatter_add", "scatter_reduce"], 2),
+    **dict.fromkeys(["index_add", "index_copy", "index_fill", "index_reduce"], 2),
 }
 
 
@@ -296,7 +332,11 @@ def has_wide(arguments: Any) -> bool:
 
 def each_narrowed(arguments: Any, narrow: Callable[[Wide], Any] = narrowed) -> Any:
     """The arguments without `Wide`s."""
-    return jax.tree_util.tree_map(lambda x: narrow(x) if is_wide(x) else x, arguments, is_leaf=is_wide)
+
+    def in_32_bits(x: Any) -> Any:
+        return narrow(x) if isinstance(x, Wide) else x
+
+    return jax.tree_util.tree_map(in_32_bits, arguments, is_leaf=is_wide)
 
 
 def short_name(target: str) -> str:
@@ -320,7 +360,7 @@ def call(
       An array, a `Wide`, or a list of those.
 
     Raises:
-      CannotWiden: it has no form for 64 bits.
+      CannotWidenError: it has no form for 64 bits.
     """
     arguments = list(arguments)
     if name in _PLACES:
@@ -337,7 +377,7 @@ def call(
     if dtype.is_floating_point or dtype.is_complex:
         return function(*each_narrowed(arguments, to_float), **options)
     if name not in _OPERATIONS:
-        raise CannotWiden
+        raise CannotWidenError
     return _OPERATIONS[name](*arguments, **options)
 
 
@@ -381,9 +421,14 @@ def sizes(steps: Sequence[Any], constants: Mapping[Node, int], unknown: int) -> 
     found = {node: max(size, unknown) for node, size in constants.items()}  # a tensor outside may get new values
     for step in steps:
         value = step.node.meta.get("val")
-        if step.node.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+        results = value if isinstance(value, (tuple, list)) else [value]
+        is_long = any(isinstance(result, torch.Tensor) and result.dtype == torch.int64 for result in results)
+        if step.node.op == "call_function" and is_long:
             found[step.node] = _size(step, found, unknown)
     return found
+
+
+_NATURAL = {torch.bool: 1, torch.uint8: 255, torch.int8: 128}
 
 
 def _size(step: Any, found: Mapping[Node, int], unknown: int) -> int:
@@ -393,10 +438,12 @@ def _size(step: Any, found: Mapping[Node, int], unknown: int) -> int:
         if not isinstance(x, Node):
             return unknown
         value = x.meta.get("val")
-        natural = {torch.bool: 1, torch.uint8: 255, torch.int8: 128}
-        return found.get(x, natural.get(getattr(value, "dtype", None), unknown))  # pyright: ignore[reportArgumentType]
+        natural = _NATURAL.get(value.dtype, unknown) if isinstance(value, torch.Tensor) else unknown
+        return found.get(x, natural)
 
     name, arguments = short_name(str(step.node.target)), step.arguments
+    if step.node.target is operator.getitem:
+        return of(arguments[0])
     sizes = [of(x) for x in arguments[:2]]
     first, second = (*sizes, 0, 0)[:2]
     number = arguments[1] if len(arguments) > 1 and isinstance(arguments[1], int) else None

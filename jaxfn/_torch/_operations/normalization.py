@@ -71,7 +71,10 @@ def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
 
 @operation("aten._weight_norm_interface_backward")
 def weight_norm_backward(gradient: Array, v: Array, g: Array, norms: Array, dim: int) -> tuple[Array, Array]:
-    pull = jax.vjp(lambda v, g: weight_norm(v, g, dim)[0], v, g)[1]
+    def forward(v: Array, g: Array) -> Array:
+        return weight_norm(v, g, dim)[0]
+
+    pull = jax.vjp(forward, v, g)[1]
     return pull(gradient.astype(jnp.result_type(v, g, norms)))
 
 

@@ -61,7 +61,7 @@ def _to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
     """
     if dtype.itemsize < 4:
         return _to_integer(x, np.dtype(np.int32)).astype(dtype)
-    if dtype not in (np.int32, np.int64):
+    if dtype.name not in ("int32", "int64"):
         return x.astype(dtype)
     lowest = jnp.iinfo(dtype).min
     # The highest number has no floating point number, and the one above it has.

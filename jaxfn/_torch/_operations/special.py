@@ -138,7 +138,7 @@ def _bessel_j(order: int, x: Array) -> Array:
     near = jnp.where(is_large, 0, size)
     angles = np.pi * (np.arange(48) + 0.5) / 48
     total = sum(jnp.cos(order * angle - near * math.sin(angle)) for angle in angles)
-    far = jnp.where(is_large & jnp.isfinite(size), size, 25)
+    far = jnp.where(is_large, size, 25)
     cosines, sines, term = jnp.ones_like(x), jnp.zeros_like(x), jnp.ones_like(x)
     for k in range(1, 16):
         term = term * (4 * order**2 - (2 * k - 1) ** 2) / (8 * k * far)
@@ -146,8 +146,7 @@ def _bessel_j(order: int, x: Array) -> Array:
         cosines, sines = (cosines, sines + sign * term) if k % 2 else (cosines + sign * term, sines)
     phase = far - (order / 2 + 0.25) * math.pi
     expansion = jnp.sqrt(2 / (math.pi * far)) * (cosines * jnp.cos(phase) - sines * jnp.sin(phase))
-    value = jnp.where(is_large, jnp.where(jnp.isfinite(size), expansion, 0), jnp.asarray(total) / 48)
-    value = jnp.where(jnp.isnan(x), x, value)
+    value = jnp.where(is_large, expansion, jnp.asarray(total) / 48)
     return jnp.where(x < 0, -value, value) if order % 2 else value
 
 
@@ -209,4 +208,3 @@ def _series_k1(x: Array) -> Array:
 def spherical_bessel_j0(x: Array) -> Array:
     x = to_inexact(x)
     return jnp.where(jnp.isinf(x), 0, jnp.sinc(x / np.pi))
-
