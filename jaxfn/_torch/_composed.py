@@ -164,13 +164,14 @@ def lstsq(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     columns = b[..., None] if is_vector else b
     rcond = given.get("rcond")
     rcond = a.real.new_tensor(torch.finfo(a.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond)
-    solution = torch.linalg.pinv(a, rtol=rcond) @ columns
-    rank = torch.linalg.matrix_rank(a, rtol=rcond)
+    solution = torch.linalg.pinv(a, atol=torch.zeros_like(rcond), rtol=rcond) @ columns
+    values = torch.linalg.svdvals(a)
+    rank = (values > rcond * values[..., :1]).sum(-1)
     has_residuals = a.shape[-2] > a.shape[-1] and driver != "gelsy"
     residuals = a.new_empty(0)
     if has_residuals:
         squares = (a @ solution - columns).abs().square().sum(-2)
         residuals = torch.where((rank == a.shape[-1])[..., None], squares, torch.nan)
-    values = torch.linalg.svdvals(a) if driver in ("gelsd", "gelss") else a.new_empty(0)
+    values = values if driver in ("gelsd", "gelss") else a.new_empty(0)
     found: Sequence[torch.Tensor] = (solution[..., 0] if is_vector else solution, residuals, rank, values)
     return torch.return_types.linalg_lstsq(found)  # pyright: ignore[reportAttributeAccessIssue]
