@@ -6,6 +6,7 @@ autograd inside can differentiate, or by other functions of torch's.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ def ctc_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     def function(scores: Array, targets: Array, steps: Array, sizes: Array) -> list[Array]:
         if targets.ndim == 1:
             targets = _separated(targets, sizes)
-        each = jax.vmap(lambda *arguments: _ctc(*arguments, blank=blank), (1, 0, 0, 0))
+        each: Any = jax.vmap(functools.partial(_ctc, blank=blank), (1, 0, 0, 0))
         return [each(scores, targets, steps, sizes)]
 
     site = Site(tracing, function, "ctc_loss", [((scores.shape[1],), scores.dtype)])
@@ -144,7 +145,7 @@ def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int)
         return jnp.where(time < steps, jnp.maximum(ways + row[labels], _NEVER), paths), None
 
     first = jnp.where(places < 2, scores[0][labels], _NEVER)
-    paths, _ = lax.scan(step, first, (np.arange(1, scores.shape[0]), scores[1:]))
+    paths, _ = lax.scan(step, first, (jnp.arange(1, scores.shape[0]), scores[1:]))
     ends = jnp.where((places == 2 * size) | (places == 2 * size - 1), paths, _NEVER)
     total = jax.nn.logsumexp(ends)
     loss = jnp.where(total < _NEVER / 2, jnp.inf, -total)
