@@ -40,6 +40,21 @@ def padded(name: str, axes: int) -> tuple[Callable[..., Any], list[Any]]:
     return call, [numbers(2, 3, *[4] * axes), numbers(2, 3, *[7] * axes)]
 
 
+def _attention_backward(query: Any, key: Any, value: Any) -> Any:
+    """The gradients of attention with a mask."""
+    mask = numbers(5, 7) > -1
+    output, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask.to(query.dtype))
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        output.cos(), query, key, value, output, sums, 0.0, False, attn_mask=mask.to(query.dtype)
+    )
+
+
+def _weight_norm(v: Any, g: Any, gradient: Any) -> Any:
+    """Weights with given norms, and the gradients."""
+    weight, norms = aten._weight_norm_interface(v, g, 1)
+    return weight, norms, aten._weight_norm_interface_backward(gradient, v, g, norms, 1)
+
+
 X = numbers(3, 4)
 K = torch.tensor([[5, -3, 0], [2, 7, -8]])
 
@@ -103,6 +118,15 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "randint.low": (lambda: aten.randint.low(-3, 5, [3, 4]), []),
     "randint_like.low_dtype": (lambda x: aten.randint_like.low_dtype(x, -3, 5), [X]),
     "randperm": (lambda: aten.randperm.default(7), []),
+    "repeat_interleave": (lambda n: aten.repeat_interleave.Tensor(n, output_size=9), [torch.tensor([2, 0, 4, 3])]),
+    "scaled_dot_product_backward": (
+        _attention_backward,
+        [numbers(2, 3, 5, 4), numbers(2, 3, 7, 4), numbers(2, 3, 7, 4)],
+    ),
+    "weight_norm_interface": (
+        _weight_norm,
+        [numbers(5, 3, 2), numbers(1, 3, 1).abs() + 0.5, numbers(5, 3, 2)],
+    ),
     "reflection_pad2d": padded("reflection_pad2d", 2),
     "reflection_pad3d": padded("reflection_pad3d", 3),
     "replication_pad3d": padded("replication_pad3d", 3),

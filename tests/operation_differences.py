@@ -12,11 +12,10 @@ COMPILED = "compiled code without a formula in core ATen, rare inside Functions"
 SPARSE = "JAX arrays are dense"
 
 _SPECIAL = """
-airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
-chebyshev_polynomial_w erfcx hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
-modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
+airy_ai bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
+chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
-shifted_chebyshev_polynomial_w spherical_bessel_j0
+shifted_chebyshev_polynomial_w
 """
 _READ_VALUES = """
 allclose corrcoef cov equal istft item narrow nn.functional.ctc_loss nn.functional.gaussian_nll_loss
@@ -41,15 +40,11 @@ NOT_TRANSLATED = {
     "aten.bincount.default": SIZES,
     "aten.fractional_max_pool2d.default": COMPILED,
     "aten.fractional_max_pool3d.default": COMPILED,
-    "aten.geqrf.default": "JAX has no public counterpart",
     "aten.hash_tensor.default": COMPILED,
-    "aten.histogram.bin_ct": COMPILED,
-    "aten.histogram.bins_tensor": COMPILED,
     "aten.linalg_ldl_factor_ex.default": "JAX has no LDL factorization",
     "aten.linalg_ldl_solve.default": "JAX has no LDL factorization",
     "aten.masked_select.default": SIZES,
     "aten.nonzero.default": SIZES,
-    "aten.nonzero_static.default": COMPILED,
     "aten.ormqr.default": COMPILED,
     "aten.resize.default": "JAX arrays have no memory to look into",
     "aten.segment_reduce.default": COMPILED,

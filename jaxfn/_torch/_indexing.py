@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 def read(tracing: Tracing, tensor: torch.Tensor, index: Any) -> torch.Tensor:
     """`tensor[index]`."""
+    index = _known(tracing, index)
     parts = _parts(tensor, index)
     if _is_unknown_mask(tracing, parts):
         return select(tensor, parts[0])
@@ -31,6 +32,7 @@ def read(tracing: Tracing, tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 def write(tracing: Tracing, tensor: torch.Tensor, index: Any, value: Any) -> None:
     """`tensor[index] = value`."""
+    index = _known(tracing, index)
     parts = _parts(tensor, index)
     if isinstance(value, Selection):
         if not _is_unknown_mask(tracing, parts):
@@ -43,6 +45,15 @@ def write(tracing: Tracing, tensor: torch.Tensor, index: Any, value: Any) -> Non
     gathered, remaining = _gather(tracing, tensor, parts)
     gathered[remaining] = value
     torch.ops.aten.index_put_(tensor, _places(tracing, parts), gathered)
+
+
+def _known(tracing: Tracing, index: Any) -> Any:
+    """The index with the places where masks are true instead of the masks, of those that depend on no input."""
+    parts: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) and part.dim() > 0
+        parts += part.nonzero(as_tuple=True) if is_mask and not tracing.is_traced(part) else (part,)
+    return tuple(parts) if isinstance(index, tuple) or len(parts) > 1 else parts[0]
 
 
 def _parts(tensor: torch.Tensor, index: Any) -> list[Any]:

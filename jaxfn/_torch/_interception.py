@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from jaxfn._torch._composed import ctc_loss, embedding_bag, lstsq
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._indexing import read, write
 from jaxfn._torch._recorder import source_line
@@ -41,6 +42,8 @@ class PythonLevel(TorchFunctionMode):
             kwargs["device"] = torch.device("cpu")
         if any(isinstance(x, Selection) for x in (*args, *kwargs.values())) and func is not torch.Tensor.__setitem__:
             return call(self.tracing, func, args, kwargs)
+        if isinstance(kwargs.get("out"), torch.Tensor) and not kwargs["out"].numel():
+            return _into(kwargs["out"], self.__torch_function__(func, types, args, {**kwargs, "out": None}))
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
@@ -113,12 +116,32 @@ def _tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
 
 
+@_answers(torch.Tensor.__deepcopy__)
+def _deepcopy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, memo = args
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            memo[id(tensor)] = tensor.clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
 @_answers(torch.Tensor.to_sparse, torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.sparse_coo_tensor)
 def _sparse(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     raise TranslationError(
         f"{mode.tracing.owner}: {func.__name__} makes a sparse tensor, which has no counterpart on JAX. Use dense "
         f"tensors{source_line()}"
     )
+
+
+def _into(empty: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """An empty tensor given as `out=`, which gets the result's size."""
+    return _become(empty, result.to(empty.dtype))
+
+
+def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which is from now on what `other` was: writes cannot change the size of a traced tensor."""
+    torch.utils.swap_tensors(tensor, other.clone())
+    return tensor
 
 
 @_answers(torch.Tensor.resize_, torch.Tensor.resize_as_)
@@ -131,7 +154,75 @@ def _resize(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     missing = math.prod(shape) - tensor.numel()
     # Memory that torch would leave as it is, zeros here.
     longer = torch.cat([tensor.reshape(-1), tensor.new_zeros(max(missing, 0))])[: math.prod(shape)]
-    return tensor if shape == tensor.shape else tensor.set_(longer.view(shape))
+    return tensor if shape == tensor.shape else _become(tensor, longer.view(shape))
+
+
+# ------------------------------------------------------------------------------------------------ whole numbers
+
+# Where torch takes indices of 64 bits alone: which argument those are. JAX's have 32.
+_NEED_LONG = {
+    torch.nn.functional.one_hot: (0, "tensor"),
+    torch.take: (1, "index"),
+    torch.Tensor.take: (1, "index"),
+    torch.take_along_dim: (1, "indices"),
+    torch.Tensor.take_along_dim: (1, "indices"),
+}
+
+
+@_answers(*_NEED_LONG)
+def _with_long(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    place, name = _NEED_LONG[func]
+    return func(
+        *(_long(value) if i == place else value for i, value in enumerate(args)),
+        **{key: _long(value) if key == name else value for key, value in kwargs.items()},
+    )
+
+
+def _long(indices: Any) -> Any:
+    return indices.long() if isinstance(indices, torch.Tensor) and indices.dtype == torch.int32 else indices
+
+
+# ---------------------------------------------------------------------------------------------------------- composed
+
+_COMPOSED = {
+    torch.nn.functional.embedding_bag: embedding_bag,
+    torch.nn.functional.ctc_loss: ctc_loss,
+    torch.linalg.lstsq: lstsq,
+}
+
+
+@_answers(*_COMPOSED)
+def _composed(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if not any(map(mode.tracing.is_traced, torch_tree.tree_leaves((args, kwargs)))):
+        return func(*args, **kwargs)
+    with mode:  # the functions that it calls are looked at in their turn
+        return _COMPOSED[func](mode.tracing, func, args, kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------- choices
+
+
+@_answers(torch.nn.functional.rrelu, torch.rrelu, torch.rrelu_)
+def _rrelu(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    """Without training there is nothing random in it, and no key is needed."""
+    x, lower, upper, training, inplace = _rrelu_arguments(*args, **kwargs)
+    if training:
+        return func(*args, **kwargs)
+    is_written = func is torch.rrelu_ or inplace
+    leaky = torch.nn.functional.leaky_relu_ if is_written else torch.nn.functional.leaky_relu
+    return leaky(x, (lower + upper) / 2)
+
+
+def _rrelu_arguments(
+    input: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: Any = False,
+    generator: Any = None,
+) -> tuple[torch.Tensor, float, float, bool, bool]:
+    """What the functions are called with; torch's own have a generator in the place of `inplace`."""
+    return input, lower, upper, training, inplace is True
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd

@@ -20,6 +20,20 @@ from jaxfn._torch._arrays import jax_dtype, to_jax
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._inside import JaxCall
 from jaxfn._torch._operations import TABLE, Operation, entry_name, refusal
+from jaxfn._torch._wide import (
+    CAREFUL,
+    LARGEST,
+    USUAL,
+    CannotWidenError,
+    call,
+    each_narrowed,
+    has_form,
+    has_wide,
+    lifted,
+    may_grow,
+    short_name,
+    sizes,
+)
 
 # What these say of a tensor (where it is, how it lies in memory) JAX decides itself.
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "requires_grad", "generator"})
@@ -61,6 +75,10 @@ class Translation:
             for step in steps(graph_module)
         ]
         self._constants = [step.node for step, _ in self._calls if step.node.op == "get_attr"]
+        limits = {node: _limit(graph_module, node) for node in self._constants}
+        known = {node: limit for node, limit in limits.items() if limit is not None}
+        sequence = [step for step, _ in self._calls]
+        self._careful, self._usual = (sizes(sequence, known, unknown) for unknown in (CAREFUL, USUAL))
         missing = (found for _, found in self._calls if isinstance(found, Unsupported))
         self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
@@ -102,13 +120,49 @@ class Translation:
                         raise TranslationError(f"{name_of(node.target)}{_at(node)} draws random numbers: pass `key=`")
                     arguments = (jax.random.fold_in(key, drawn), *arguments)
                     drawn += 1
-                if step.has_large_numbers and jax_dtype(torch.int64) != np.int64:
-                    for number in _large_numbers((step.arguments, step.options)):
-                        _check_fits(number, node)
-                values[node] = _recorded(found.function(*arguments, **options), node)
+                if jax_dtype(torch.int64) != np.int64 and self._needs_64_bits(step, arguments, options):
+                    values[node] = self._run_wide(step, found.function, arguments, options)
+                else:
+                    values[node] = _recorded(found.function(*arguments, **options), node)
             else:
-                return arguments[0]
+                return self._narrowed(step, arguments)[0]
         raise TranslationError("the graph has no output")
+
+    def _needs_64_bits(self, step: Step, arguments: Any, options: Any) -> bool:
+        """Whether an operation has an operand, or may have a result, that does not fit in 32 bits."""
+        grows = self._careful.get(step.node, 0) > LARGEST and may_grow(short_name(name_of(step.node.target)))
+        return grows or step.has_large_numbers or has_wide((arguments, options))
+
+    def _run_wide(self, step: Step, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+        """What an operation returns for whole numbers of 64 bits."""
+        node = step.node
+        name = short_name(name_of(node.target))
+        if node.target is operator.getitem:
+            return function(*arguments)
+        dtypes = [result.dtype for result in _results(node)]
+        if step.has_large_numbers and not has_form(name):
+            for number in _large_numbers((step.arguments, step.options)):
+                _check_fits(number, node)
+        try:
+            if not hasattr(node.target, "_schema") or not dtypes:
+                raise CannotWidenError
+            result = call(name, function, arguments, options, dtypes[0])
+        except CannotWidenError:
+            result = function(*self._narrowed(step, arguments), **self._narrowed(step, options))
+        return result if has_wide(result) else _recorded(result, node)
+
+    def _narrowed(self, step: Step, arguments: Any) -> Any:
+        """The arguments of a step that takes 32 bits, or a message if it is plain that they do not fit."""
+        if not has_wide(arguments):
+            return arguments
+        operands: list[Any] = jax.tree_util.tree_leaves((step.arguments, step.options))
+        for operand in operands:
+            if isinstance(operand, Node) and self._usual.get(operand, 0) > LARGEST:
+                raise TranslationError(
+                    f"{name_of(operand.target)}{_at(operand)} computes a number that needs 64 bits, and without "
+                    "jax.config.update('jax_enable_x64', True) JAX's integers have 32"
+                )
+        return each_narrowed(arguments)
 
 
 def explain(entries: Sequence[Unsupported]) -> str:
@@ -346,10 +400,21 @@ def _at(node: Node) -> str:
 def _constant(graph_module: GraphModule, node: Node) -> Any:
     value: Any = operator.attrgetter(str(node.target))(graph_module)
     assert isinstance(value, torch.Tensor)
-    if value.dtype == torch.int64 and jax_dtype(value.dtype) != np.int64 and value.numel():
-        for number in (value.amin(), value.amax()):
-            _check_fits(int(number), node)
+    limit = _limit(graph_module, node)
+    if limit is not None and limit > LARGEST and jax_dtype(value.dtype) != np.int64:
+        return lifted(value.detach().cpu().numpy())
     return to_jax(value)
+
+
+def _limit(graph_module: GraphModule, node: Node) -> int | None:
+    """How large the whole numbers in a constant are; `None` for one of another kind."""
+    value: Any = operator.attrgetter(str(node.target))(graph_module)
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or not value.numel():
+        return None
+    if value.layout is not torch.strided:
+        return None
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
+        return max(-int(value.amin()), int(value.amax()), 0)
 
 
 def _check_fits(number: int, node: Node) -> None:

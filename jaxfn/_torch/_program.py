@@ -76,7 +76,10 @@ class Traced(NoArrays):
                 f"{owner}.{self.name} draws random numbers, and on JAX those come from an explicit key: "
                 f"{owner}.apply(..., {self.definition.key_name}=jax.random.key(0)), another key for each call"
             )
-        return self._run(arrays, key, self._constants())
+        try:
+            return self._run(arrays, key, self._constants())
+        except TranslationError as error:
+            raise error if owner in str(error) else TranslationError(f"{owner}.{self.name}: {error}") from error
 
 
 def _is_double(value: Any) -> bool:

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any, cast
 
 import jax
+import numpy
 import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._subclasses.fake_tensor import (
@@ -45,12 +46,12 @@ from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import put_in, take_out
 from jaxfn._torch._inside import JaxCall
 from jaxfn._torch._interpret import by_name
-from jaxfn._torch._operations import entry_name
+from jaxfn._torch._operations import entry_name, refusal
 
 aten = torch.ops.aten
 
 # Where a source line is not the user's.
-_NOT_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_NOT_USERS = (*(Path(str(module.__file__)).parent for module in (torch, jax, numpy)), Path(__file__).parents[1])
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 # Constants of more elements than this are made in the graph where they can be.
@@ -85,6 +86,7 @@ class Recorder(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []  # so that no identity is used twice
         self._made: set[int] = set()  # the constants made in this trace
         self._outside: set[int] = set()  # the constants that depend on a tensor made outside
+        self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
@@ -180,7 +182,8 @@ class Recorder(TorchDispatchMode):
             raise TranslationError(f"{self.owner} uses a tensor of layout {tensor.layout}: {_NO_SPARSE}{source_line()}")
         self._put_gradient_aside(tensor)
         name = f"constant_{len(self.constants)}"
-        self.constants[name] = tensor.detach() if id(tensor) in self._made else tensor
+        with plain_torch():
+            self.constants[name] = tensor.detach() if id(tensor) in self._made else tensor
         return self.node(self._name(tensor, self.graph.get_attr(name)))
 
     def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
@@ -213,6 +216,9 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim":  # questions, as to the device
             return func(*args, **kwargs)
         operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if operands and all(x.device.type == "meta" for x in operands):  # torch asks itself for a shape
+            with plain_torch():
+                return func(*args, **kwargs)
         traced = any(isinstance(x, FakeTensor) for x in operands)
         if func in _IDENTITIES and traced:
             if self._stops and func is aten.detach.default:
@@ -249,11 +255,11 @@ class Recorder(TorchDispatchMode):
         except DataDependentOutputException:
             raise TranslationError(f"{self.owner}: {_NEEDS_VALUE}{source_line()}") from None
         except DynamicOutputShapeException:
-            raise TranslationError(
-                f"{self.owner}: the shape of what {func} returns depends on the values of a tensor, and JAX's shapes "
-                "are static. Use torch.where, or a mask that multiplies, instead of selecting elements"
-                f"{source_line()}"
-            ) from None
+            reason = refusal(str(func)) or (
+                "the shape of what it returns depends on the values of a tensor, and JAX's shapes are static. Use "
+                "torch.where, or a mask that multiplies, instead of selecting elements"
+            )
+            raise TranslationError(f"{self.owner}: {func}: {reason}{source_line()}") from None
         except (RuntimeError, NotImplementedError) as error:
             is_compiled_only = isinstance(error, UnsupportedOperatorException) or any(
                 words in str(error) for words in ("fake impl", "Could not run")
@@ -280,27 +286,42 @@ class Recorder(TorchDispatchMode):
             for operand in operands:
                 self.own(operand)
         outside = any(id(x) in self._outside or id(x) not in self._made for x in operands)
-        if func._schema.is_mutable and outside:
+        if func._schema.is_mutable and any(map(self._is_foreign, _written(func, args, kwargs))):
             raise TranslationError(f"{self.owner}: {func} {WRITES_OUTSIDE}{source_line()}")
-        if func is aten._local_scalar_dense.default and outside:
+        if outside and (func is aten._local_scalar_dense.default or _has_unknown_shape(func)):
             self.reads_outside = True
         for operand in operands:
             self._put_gradient_aside(operand)
         value = func(*args, **kwargs)
         parts = [x for x in torch_tree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+        foreign = {_memory(x) for x in operands if self._is_foreign(x)}
         for part in parts:
+            if _memory(part) in foreign:
+                self._foreign.add(id(part))
             self.own(part)
             if outside:
                 self._outside.add(id(part))
         is_large = any(part.numel() > _LARGE for part in parts)
-        if (
-            (outside or (is_large and not operands))
-            and entry_name(str(func))
-            and not any(tag in func.tags for tag in _DYNAMIC_SHAPE)
-        ):
+        if (outside or (is_large and not operands)) and entry_name(str(func)) and not _has_unknown_shape(func):
             # A parameter may get new values, so nothing that was computed from it is kept.
             self._record(func, (args, kwargs), value)
         return value
+
+    @property
+    def shape_env(self) -> Any:
+        """Asked for by torch's other ways to trace, which do not work inside of this one."""
+        raise TranslationError(
+            f"{self.owner} traces code with torch (torch.func.linearize, make_fx, torch.compile), which is being "
+            f"traced itself. Call the code, or torch.func.jvp in the place of torch.func.linearize{source_line()}"
+        )
+
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a constant that lies in memory of its own, and not in that of a tensor made outside."""
+        return not isinstance(tensor, FakeTensor) and not self._is_foreign(tensor)
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Whether a constant is a tensor made outside, or a view of one."""
+        return id(tensor) not in self._made or id(tensor) in self._foreign
 
     def _put_gradient_aside(self, tensor: torch.Tensor) -> None:
         """Autograd inside may add to the `.grad` of a parameter, which is put back in the end."""
@@ -360,6 +381,11 @@ _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _DYNAMIC_SHAPE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
+def _has_unknown_shape(func: Any) -> bool:
+    """Whether the shape of what an operation returns depends on values."""
+    return any(tag in func.tags for tag in _DYNAMIC_SHAPE)
+
+
 @contextlib.contextmanager
 def plain_torch() -> Generator[None]:
     """Inside, torch runs as if nothing was being traced."""
@@ -374,6 +400,19 @@ def _was_just_seeded(generator: torch.Generator) -> bool:
         seed = generator.initial_seed()
         is_default = seed == fresh.initial_seed()
         return not is_default and torch.equal(generator.get_state(), fresh.manual_seed(seed).get_state())
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    return [x for x in torch_tree.tree_leaves([given.get(name) for name in names]) if isinstance(x, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """What is the same for tensors that lie in the same memory; `None` for one without."""
+    is_dense = tensor.layout is torch.strided and not isinstance(tensor, FakeTensor)
+    return tensor.untyped_storage()._cdata if is_dense else None  # pyright: ignore[reportPrivateUsage]
 
 
 @functools.cache

@@ -65,11 +65,22 @@ _NEEDS_MEMORY = (
 class _Functionalization(FunctionalTensorMode):
     """torch's, with the questions it asks itself hidden from `PythonLevel`."""
 
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHECKS:
             return None
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            value = super().__torch_dispatch__(func, types, args, kwargs)
+            return torch_tree.tree_map_only(torch.Tensor, self._lifted, value)
+
+    def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor made outside, so that writes to it are seen; any other tensor as it is."""
+        if isinstance(tensor, FunctionalTensor) or not self._recorder.is_own(tensor):
+            return tensor
+        return FunctionalTensor(torch._to_functional_tensor(tensor), self)  # pyright: ignore
 
 
 # Raise for some values, which are not known while tracing. JAX's linear algebra gives NaN for what has no solution.
@@ -108,7 +119,7 @@ class Tracing:
             stack.enter_context(_disable_current_modes())  # another trace's, where its code applies this Function
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.recorder)
-            stack.enter_context(_Functionalization())
+            stack.enter_context(_Functionalization(self.recorder))
             stack.enter_context(PythonLevel(self))
             before = replace_current(self)
             try:

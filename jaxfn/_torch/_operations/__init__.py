@@ -1,6 +1,7 @@
 """What every core ATen operation is in JAX, by family."""
 
 from jaxfn._torch._operations import activations as activations
+from jaxfn._torch._operations import attention as attention
 from jaxfn._torch._operations import comparison as comparison
 from jaxfn._torch._operations import complex_numbers as complex_numbers
 from jaxfn._torch._operations import convolution as convolution

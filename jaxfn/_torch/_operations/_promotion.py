@@ -50,17 +50,33 @@ def _at_category(result: Any, other: Any, *, weak: bool) -> Any:
     return other
 
 
-def promoted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of operands that have been cast to their common dtype first; `None` stays."""
+def promoted(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Array] | None = None) -> Any:
+    """`function` of operands that have been cast to their common dtype first; `None` stays.
+
+    Args:
+      function: of arrays of one dtype.
+      cast: what casts; default: `as_dtype`.
+    """
+    cast = as_dtype if cast is None else cast
 
     @functools.wraps(function)
     def cast_first(*operands: Any, **options: Any) -> Any:
         dtype = result_type(*(operand for operand in operands if operand is not None))
         if dtype.itemsize == 2 and not all(operand is None or hasattr(operand, "dtype") for operand in operands):
             dtype = widened(dtype)  # torch does not round a Python number to half precision first
-        return function(*(None if x is None else jnp.asarray(x, dtype) for x in operands), **options)
+        return function(*(None if x is None else cast(x, dtype) for x in operands), **options)
 
     return cast_first
+
+
+def as_dtype(x: Any, dtype: Any) -> jax.Array:
+    """An operand as an array of this dtype; of a whole number that does not fit it the last bits, as in torch."""
+    dtype = np.dtype(dtype)
+    if type(x) is int and jnp.issubdtype(dtype, jnp.integer):
+        bits = 8 * dtype.itemsize
+        x %= 1 << bits
+        x -= (x >> bits - 1 << bits) if jnp.issubdtype(dtype, jnp.signedinteger) else 0
+    return jnp.asarray(x, dtype)
 
 
 def widened(dtype: Any) -> np.dtype[Any]:

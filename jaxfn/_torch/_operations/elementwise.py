@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax import Array, lax
 
 from jaxfn._torch._compat import CLAMP_SPLITS_TIES
 from jaxfn._torch._operations._promotion import (
+    as_dtype,
     is_inexact,
     promoted,
     promoted_to_inexact,
@@ -68,13 +70,16 @@ def reciprocal(x: Array) -> Array:
 
 @operation("aten.sign", "aten.sgn")
 def sign(x: Array) -> Array:
-    return x if x.dtype == np.bool_ else jnp.sign(x)
+    """0 of a nan, unless it is complex."""
+    if x.dtype == np.bool_:
+        return x
+    return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sign(x)
 
 
 @operation("aten.abs")
 def absolute(x: Array) -> Array:
     """torch's derivative at 0 is 0, JAX's 1."""
-    return x * lax.stop_gradient(jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
+    return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
 @operation("aten.rsqrt")
@@ -90,15 +95,15 @@ def sigmoid(x: Array) -> Array:
 @operation("aten.add")
 def add(x: Any, y: Any, alpha: Any = 1) -> Array:
     dtype = result_type(x, y)
-    scaled = jnp.asarray(y, dtype) if alpha == 1 else jnp.asarray(y, dtype) * jnp.asarray(alpha, dtype)
-    return jnp.asarray(x, dtype) + scaled
+    scaled = as_dtype(y, dtype) if alpha == 1 else as_dtype(y, dtype) * jnp.asarray(alpha, dtype)
+    return as_dtype(x, dtype) + scaled
 
 
 @operation("aten.sub")
 def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
     dtype = result_type(x, y)
-    scaled = jnp.asarray(y, dtype) if alpha == 1 else jnp.asarray(y, dtype) * jnp.asarray(alpha, dtype)
-    return jnp.asarray(x, dtype) - scaled
+    scaled = as_dtype(y, dtype) if alpha == 1 else as_dtype(y, dtype) * jnp.asarray(alpha, dtype)
+    return as_dtype(x, dtype) - scaled
 
 
 @operation("aten.rsub")
@@ -110,7 +115,7 @@ def rsub(x: Any, y: Any, alpha: Any = 1) -> Array:
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
     """Division; `rounding_mode` is None, "trunc" (towards zero) or "floor"."""
     dtype = result_type(x, y)
-    x, y = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+    x, y = as_dtype(x, dtype), as_dtype(y, dtype)
     if rounding_mode is None:
         return to_inexact(x) / to_inexact(y)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -167,6 +172,9 @@ def fmin(x: Array, y: Array) -> Array:
     return jnp.where((x <= y) | jnp.isnan(y), x, y)
 
 
+_with_bounds = functools.partial(promoted, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
+
+
 @operation("aten.clamp")
 def clamp(x: Array, low: Any, high: Any = None) -> Array:
     """The derivative at a bound is a convention, which torch changed in 2.15."""
@@ -179,7 +187,7 @@ def clamp(x: Array, low: Any, high: Any = None) -> Array:
     return _clamp_to_bounds(x, low, high)
 
 
-@promoted
+@_with_bounds
 def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
     """At a bound x has all of the derivative (`jnp.clip` halves it)."""
     if low is not None:
@@ -189,7 +197,7 @@ def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
     return x
 
 
-@promoted
+@_with_bounds
 def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
     """At a bound, which is a number, there is no derivative."""
     if low is not None:
@@ -199,7 +207,7 @@ def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
     return x
 
 
-@promoted
+@_with_bounds
 def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
     """At a bound x and the bound have half of the derivative each; x has all of it where there is room for no other."""
     if low is None or high is None:

@@ -33,9 +33,31 @@ refuse(
     "aten._unique",
     "aten._unique2",
     "aten.unique_dim",
+)
+refuse(
+    "the size of its result depends on the largest value, whatever `minlength` is, and JAX compiles for known sizes; "
+    "`torch.zeros(n).index_add_(0, values, weights)` counts n values",
     "aten.bincount",
+)
+refuse(
+    "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; with "
+    "`output_size=` it is known",
     "aten.repeat_interleave",
 )
+
+
+@operation("aten.repeat_interleave.Tensor")
+def repeated_places(repeats: Array, *, output_size: int) -> Array:
+    """Each place as often as is said, `output_size` in all."""
+    return jnp.repeat(np.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+
+
+@operation("aten.nonzero_static")
+def nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
+    """The places of the first `size` elements that are not 0, one in each row."""
+    if x.ndim == 0:
+        return jnp.zeros((size, 0), int)
+    return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), 1)
 
 
 @operation("aten.index", "aten._unsafe_index")

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._operations._derivative import pulled_back
-from jaxfn._torch._operations._table import enter_all, operation
+from jaxfn._torch._operations._table import enter_all, operation, refuse
 from jaxfn._torch._operations.reductions import vector_norm
 
 enter_all(
@@ -206,6 +206,21 @@ def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
         return jnp.zeros(0, a.dtype), jnp.linalg.qr(a, mode="r")
     q, r = jnp.linalg.qr(a, mode=mode)
     return q, r
+
+
+@operation("aten.geqrf")
+def geqrf(a: Array) -> tuple[Array, Array]:
+    """The reflections whose product is the orthogonal factor, below the diagonal of the other, and their factors."""
+    reflections, taus = jnp.linalg.qr(a, mode="raw")
+    return _transposed(reflections), taus
+
+
+refuse(
+    "JAX has no LDL factorization; use torch.linalg.eigh or lu_factor, or cholesky if the matrix is positive definite",
+    "aten.linalg_ldl_factor_ex",
+    "aten.linalg_ldl_factor",
+    "aten.linalg_ldl_solve",
+)
 
 
 @operation("aten._linalg_svd")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -58,6 +59,23 @@ def layer_norm_backward(
     grad_bias = jnp.sum(gradient, outer) if bias is not None else None
     first, second, third = output_mask
     return grad_x if first else None, grad_weight if second else None, grad_bias if third else None
+
+
+@operation("aten._weight_norm_interface")
+def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
+    """`v` with the norms `g` over all axes but one, and the norms that it had."""
+    over = tuple(axis for axis in range(v.ndim) if axis != dim % v.ndim)
+    norms = jnp.sqrt(jnp.sum(jnp.square(_widened(v)), over, keepdims=True))
+    return v * (g / norms), norms
+
+
+@operation("aten._weight_norm_interface_backward")
+def weight_norm_backward(gradient: Array, v: Array, g: Array, norms: Array, dim: int) -> tuple[Array, Array]:
+    def forward(v: Array, g: Array) -> Array:
+        return weight_norm(v, g, dim)[0]
+
+    pull = jax.vjp(forward, v, g)[1]
+    return pull(gradient.astype(jnp.result_type(v, g, norms)))
 
 
 @operation("aten.native_group_norm")

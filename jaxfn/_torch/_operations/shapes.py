@@ -50,7 +50,23 @@ def to_dtype(x: Array, dtype: Any = None, *_: Any) -> Array:
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return x != 0 if dtype == np.bool_ else jnp.real(x).astype(dtype)
-    return x.astype(dtype)
+    is_rounded = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer)
+    return _to_integer(x, np.dtype(dtype)) if is_rounded else x.astype(dtype)
+
+
+def _to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Floating point numbers as whole ones, and what does not fit as an x86 processor has it.
+
+    That is the lowest number, or the last bits of what is computed in 32 bits if the dtype has fewer.
+    """
+    if dtype.itemsize < 4:
+        return _to_integer(x, np.dtype(np.int32)).astype(dtype)
+    if dtype.name not in ("int32", "int64"):
+        return x.astype(dtype)
+    lowest = jnp.iinfo(dtype).min
+    # The highest number has no floating point number, and the one above it has.
+    fits = (x >= float(lowest)) & (x < -float(lowest))
+    return jnp.where(fits, x.astype(dtype), lowest)
 
 
 @operation("aten.copy")

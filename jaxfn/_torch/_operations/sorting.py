@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch._operations._dims import vector
@@ -140,6 +141,37 @@ def _running(x: Array, dim: int, better: Callable[[Array, Array], Array]) -> tup
     places = lax.broadcasted_iota(int, flat.shape, dim % flat.ndim)
     order = lax.associative_scan(later, (lax.stop_gradient(flat), places), axis=dim % flat.ndim)[1]
     return jnp.take_along_axis(flat, order, dim).reshape(x.shape), order.reshape(x.shape)
+
+
+@operation("aten.histogram.bin_ct")
+def histogram(
+    x: Array,
+    bins: int = 100,
+    *,
+    range: Sequence[float] | None = None,
+    weight: Array | None = None,
+    density: bool = False,
+) -> tuple[Array, Array]:
+    """How many elements lie in each of `bins` bins, and where those end."""
+    weights = None if weight is None else weight.reshape(-1)
+    low, high = (x.min(), x.max()) if range is None else (jnp.asarray(end, x.dtype) for end in range)
+    half = jnp.where(low == high, 0.5, 0).astype(x.dtype)
+    edges = _linspace(low - half, high + half, bins + 1)
+    return jnp.histogram(x.reshape(-1), edges, weights=weights, density=density)[0], edges
+
+
+def _linspace(low: Array, high: Array, count: int) -> Array:
+    """Numbers at equal distances, from the nearer end each, as torch has them."""
+    step, places = (high - low) / max(count - 1, 1), np.arange(count)
+    return jnp.where(places < count // 2, low + step * places, high - step * (count - 1 - places)).astype(low.dtype)
+
+
+@operation("aten.histogram.bins_tensor")
+def histogram_of_bins(
+    x: Array, bins: Array, *, weight: Array | None = None, density: bool = False
+) -> tuple[Array, Array]:
+    weights = None if weight is None else weight.reshape(-1)
+    return jnp.histogram(x.reshape(-1), bins, weights=weights, density=density)[0], bins
 
 
 @operation("aten.histc")

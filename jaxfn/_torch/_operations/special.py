@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -88,3 +89,122 @@ def lgamma_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Ar
 
 
 enter_all({"aten.lgamma": lgamma})
+
+
+# ---------------------------------------------------------------------------------------------------- error function
+
+
+@operation("aten.special_erfcx")
+def erfcx(x: Array) -> Array:
+    return _erfcx(to_inexact(x))
+
+
+@jax.custom_jvp
+def _erfcx(x: Array) -> Array:
+    """exp(x**2) erfc(x): by these where they are not too large or small, by a continued fraction above."""
+    is_large = x > 4
+    near = jnp.where(is_large, 0, x)
+    far = jnp.where(is_large, x, 4)
+    fraction = far
+    for k in range(40, 0, -1):
+        fraction = far + k / 2 / fraction
+    return jnp.where(is_large, 1 / (fraction * math.sqrt(math.pi)), jnp.exp(near * near) * jsp.erfc(near))
+
+
+@_erfcx.defjvp
+def _erfcx_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,) = primals
+    value = _erfcx(x)
+    return value, tangents[0] * (2 * x * value - 2 / math.sqrt(math.pi))
+
+
+# ---------------------------------------------------------------------------------------------------- Bessel functions
+
+
+@operation("aten.special_bessel_j0")
+def bessel_j0(x: Array) -> Array:
+    return _bessel_j(0, to_inexact(x))
+
+
+@operation("aten.special_bessel_j1")
+def bessel_j1(x: Array) -> Array:
+    return _bessel_j(1, to_inexact(x))
+
+
+def _bessel_j(order: int, x: Array) -> Array:
+    """By Bessel's integral up to 25, with as many points as make it exact, and by Hankel's expansion above."""
+    size = jnp.abs(x)
+    is_large = size > 25
+    near = jnp.where(is_large, 0, size)
+    angles = np.pi * (np.arange(48) + 0.5) / 48
+    total = sum(jnp.cos(order * angle - near * math.sin(angle)) for angle in angles)
+    far = jnp.where(is_large, size, 25)
+    cosines, sines, term = jnp.ones_like(x), jnp.zeros_like(x), jnp.ones_like(x)
+    for k in range(1, 16):
+        term = term * (4 * order**2 - (2 * k - 1) ** 2) / (8 * k * far)
+        sign = 1 if k % 4 < 2 else -1
+        cosines, sines = (cosines, sines + sign * term) if k % 2 else (cosines + sign * term, sines)
+    phase = far - (order / 2 + 0.25) * math.pi
+    expansion = jnp.sqrt(2 / (math.pi * far)) * (cosines * jnp.cos(phase) - sines * jnp.sin(phase))
+    value = jnp.where(is_large, expansion, jnp.asarray(total) / 48)
+    return jnp.where(x < 0, -value, value) if order % 2 else value
+
+
+@operation("aten.special_modified_bessel_k0")
+def modified_bessel_k0(x: Array) -> Array:
+    return scaled_modified_bessel_k0(x) * jnp.exp(-to_inexact(x))
+
+
+@operation("aten.special_modified_bessel_k1")
+def modified_bessel_k1(x: Array) -> Array:
+    return scaled_modified_bessel_k1(x) * jnp.exp(-to_inexact(x))
+
+
+@operation("aten.special_scaled_modified_bessel_k0")
+def scaled_modified_bessel_k0(x: Array) -> Array:
+    return _scaled_bessel_k(0, to_inexact(x))
+
+
+@operation("aten.special_scaled_modified_bessel_k1")
+def scaled_modified_bessel_k1(x: Array) -> Array:
+    return _scaled_bessel_k(1, to_inexact(x))
+
+
+def _scaled_bessel_k(order: int, x: Array) -> Array:
+    """By power series up to 2, and above by the trapezoidal rule for the integral of exp(x - x cosh(t)) cosh(n t)."""
+    is_small = x <= 2
+    near = jnp.where(is_small & (x > 0), x, 1)
+    series = (_series_k0 if order == 0 else _series_k1)(near) * jnp.exp(near)
+    far = jnp.where(is_small, 2, x)
+    width = 0.25
+    points = [width * k / jnp.sqrt(far) for k in range(40)]
+    heights = [jnp.exp(-2 * far * jnp.sinh(t / 2) ** 2) * jnp.cosh(order * t) for t in points]
+    integral = (sum(heights[1:], heights[0] / 2)) * width / jnp.sqrt(far)
+    value = jnp.where(is_small, series, integral)
+    return jnp.where(x < 0, np.nan, jnp.where(x == 0, np.inf, jnp.where(jnp.isinf(x), 0, value)))
+
+
+def _series_k0(x: Array) -> Array:
+    square, term, harmonic = x * x / 4, jnp.ones_like(x), 0.0
+    logarithm = jnp.log(x / 2) + np.euler_gamma
+    total = -logarithm
+    for k in range(1, 16):
+        term, harmonic = term * square / k**2, harmonic + 1 / k
+        total = total + term * (harmonic - logarithm)
+    return total
+
+
+def _series_k1(x: Array) -> Array:
+    square, term, harmonic = x * x / 4, x / 2, 0.0
+    logarithm = jnp.log(x / 2) + np.euler_gamma
+    total = 1 / x + term * (logarithm - 0.5)
+    for k in range(1, 16):
+        term, harmonic = term * square / (k * (k + 1)), harmonic + 1 / k
+        total = total + term * (logarithm - (2 * harmonic + 1 / (k + 1)) / 2)
+    return total
+
+
+@operation("aten.special_spherical_bessel_j0")
+def spherical_bessel_j0(x: Array) -> Array:
+    x = to_inexact(x)
+    return jnp.where(jnp.isinf(x), 0, jnp.sinc(x / np.pi))
