@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._composed import ctc_loss, embedding_bag, lstsq
 from jaxfn._torch._errors import TranslationError

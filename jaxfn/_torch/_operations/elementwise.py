@@ -178,10 +178,11 @@ _with_bounds = functools.partial(promoted, cast=jnp.asarray)  # a bound that doe
 @operation("aten.clamp")
 def clamp(x: Array, low: Any, high: Any = None) -> Array:
     """The derivative at a bound is a convention, which torch changed in 2.15."""
-    has_room = low is None or high is None or not isinstance(low, Array)
     if not CLAMP_SPLITS_TIES:
-        # Where both bounds are the same, torch loses what belongs to the lower one.
-        return _clamp_to_x(x, low if has_room else jnp.where(low == high, lax.stop_gradient(low), low), high)
+        if isinstance(low, Array) and isinstance(high, Array):
+            # Where both bounds are the same, torch loses what belongs to the lower one.
+            low = jnp.where(low == high, lax.stop_gradient(low), low)
+        return _clamp_to_x(x, low, high)
     if any(isinstance(bound, Array) for bound in (low, high)):
         return _clamp_to_halves(x, low, high)
     return _clamp_to_bounds(x, low, high)
@@ -210,8 +211,10 @@ def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
 @_with_bounds
 def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
     """At a bound x and the bound have half of the derivative each; x has all of it where there is room for no other."""
-    if low is None or high is None:
-        return jnp.maximum(x, low) if high is None else jnp.minimum(x, high)
+    if low is None:
+        return x if high is None else jnp.minimum(x, high)
+    if high is None:
+        return jnp.maximum(x, low)
     return jnp.where(low == high, _clamp_to_x(x, low, high), jnp.minimum(jnp.maximum(x, low), high))
 
 
