@@ -64,7 +64,9 @@ def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | N
         ) from error
     if not (isinstance(torch_function, type) and issubclass(torch_function, torch.autograd.Function)):
         raise TypeError(f"from_torch takes a subclass of torch.autograd.Function, not {torch_function!r}")
+    from jaxfn._torch._canary import check_torch
     from jaxfn._torch._from_torch import adopt
 
+    check_torch()
     caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
     return adopt(torch_function, ops or {}, caller)

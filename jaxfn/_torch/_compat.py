@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import (
-    _disable_current_modes as without_modes,  # pyright: ignore[reportPrivateUsage]
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 
 __all__ = [
@@ -38,6 +38,8 @@ __all__ = [
     "takes_boxed_gradients",
     "without_modes",
 ]
+
+without_modes = _disable_current_modes  # 2.8 to 2.15
 
 _SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 

@@ -131,6 +131,7 @@ class Adapter:
         arguments = take_out(tuple(values), is_array_leaf)
         specs = [self._spec(array) for array in arguments.leaves]
         batched = known_or_made(
+            f"{name}.vmap",
             self._batched,
             (arguments.template, dims, info.batch_size),
             specs,
@@ -198,6 +199,7 @@ class Adapter:
     def traced(self, arguments: Any, specs: Sequence[Spec], flags: tuple[bool, ...]) -> Forward:
         """`forward` traced for these arguments."""
         return known_or_made(
+            f"{self.definition.name}.forward",
             self._forwards,
             arguments,
             specs,
@@ -375,10 +377,11 @@ def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs:
     arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
     program, draws = adapter.preview(arguments)
     places = slots(program.output)
+    template = arguments.template  # all that the graph keeps of the arguments
 
     def of_arrays(*arrays: Any) -> list[Any]:
         options = {adapter.definition.key_name: as_key(arrays[-1])} if draws else {}
-        args, kwargs = put_in(arguments.template, arrays)
+        args, kwargs = put_in(template, arrays)
         return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
     site = Site(tracing, of_arrays, function.__name__, [program.specs[slot] for slot in places])

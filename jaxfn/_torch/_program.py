@@ -17,6 +17,7 @@ from jaxfn._torch._definition import Definition
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import Slot, put_in, slots, take_out
 from jaxfn._torch._interpret import Translation, explain
+from jaxfn._torch._leftovers import cleaned_up
 from jaxfn._torch._recorder import draws_random_numbers
 from jaxfn._torch._statics import Recent, ambient_key, static_key
 from jaxfn._torch._tracing import Tracing
@@ -223,6 +224,7 @@ class Forward(NoArrays):
     ) -> Derivative:
         """`backward` or `jvp`, traced for a template of gradients or tangents."""
         return known_or_made(
+            f"{self.definition.name}.{method}",
             self._derivatives,
             (method, given),
             specs,
@@ -332,17 +334,23 @@ _P = TypeVar("_P", "Forward", "Derivative", "Batched")
 
 
 def known_or_made(
-    known: Recent[_P], template: Any, specs: Sequence[Spec], fits: Callable[[_P], bool], make: Callable[[], _P]
+    owner: str,
+    known: Recent[_P],
+    template: Any,
+    specs: Sequence[Spec],
+    fits: Callable[[_P], bool],
+    make: Callable[[], _P],
 ) -> _P:
     """A trace for these arguments, an earlier one where there is one; kept, where that is safe."""
     try:
         key = static_key(template), tuple(specs), ambient_key()
     except TypeError:
-        return make()
-    found = known.get(key, fits)
+        key = None
+    found = None if key is None else known.get(key, fits)
     if found is None:
-        found = make()
-        if not found.traced.reads_outside:
+        with cleaned_up(owner):
+            found = make()
+        if key is not None and not found.traced.reads_outside:
             known.put(key, found)
     return found
 

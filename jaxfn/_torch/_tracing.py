@@ -20,6 +20,7 @@ from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import put_in, take_out
 from jaxfn._torch._inside import Site
 from jaxfn._torch._interception import PythonLevel
+from jaxfn._torch._leftovers import note
 from jaxfn._torch._patches import patched
 from jaxfn._torch._recorder import WRITES_OUTSIDE, Recorder, plain_torch, source_line
 from jaxfn._torch._selection import Selection, refuse
@@ -74,7 +75,7 @@ class _Functionalization(FunctionalTensorMode):
             return None
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             value = super().__torch_dispatch__(func, types, args, kwargs)
-            return torch_tree.tree_map_only(torch.Tensor, self._lifted, value)
+            return note(torch_tree.tree_map_only(torch.Tensor, self._lifted, value))
 
     def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor made outside, so that writes to it are seen; any other tensor as it is."""
@@ -190,7 +191,7 @@ class Tracing:
     def lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor from below functionalization as the code sees it."""
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            return FunctionalTensor.to_functional(tensor)
+            return note(FunctionalTensor.to_functional(tensor))
 
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
         """The present value of a tensor of the code's, as it is below functionalization."""
@@ -217,7 +218,8 @@ class Tracing:
             return torch_tree.tree_map_only(torch.Tensor, self.lift, value)
 
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
-        """The graph of everything that these outputs need."""
+        """The graph of everything that these outputs need. Nothing of the code's is held any more."""
+        self._inputs.clear()
         with plain_torch():
             return self.recorder.finish(outputs)
 
@@ -232,11 +234,12 @@ class Tracing:
     ) -> Any:
         """What a Python function returns that a JAX function stands for."""
         arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
-        lowered = put_in(arguments.template, [self.lower(tensor) for tensor in arguments.leaves])
+        template = arguments.template  # all that the graph keeps of the arguments
+        lowered = put_in(template, [self.lower(tensor) for tensor in arguments.leaves])
         outputs = take_out(self.recorder.shapes_of(replacement, *lowered), lambda leaf: isinstance(leaf, torch.Tensor))
 
         def of_arrays(*arrays: Any) -> list[Any]:
-            args, kwargs = put_in(arguments.template, arrays)
+            args, kwargs = put_in(template, arrays)
             return take_out(replacement(*args, **kwargs), is_array_leaf).leaves
 
         shapes = [(tuple(x.shape), x.dtype) for x in outputs.leaves]
