@@ -51,8 +51,8 @@ def _attention_backward(query: Any, key: Any, value: Any) -> Any:
 
 def _weight_norm(v: Any, g: Any, gradient: Any) -> Any:
     """Weights with given norms, and the gradients."""
-    weight, norms = aten._weight_norm_interface(v, g, 1)
-    return weight, norms, aten._weight_norm_interface_backward(gradient, v, g, norms, 1)
+    weight, norms = aten._weight_norm_interface(v, g, 2)
+    return weight, norms, aten._weight_norm_interface_backward(gradient, v, g, norms, 2)
 
 
 X = numbers(3, 4)
@@ -115,6 +115,10 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "normal.float_Tensor": (lambda x: aten.normal.float_Tensor(2.0, x.abs()), [X]),
     "rand": (lambda: aten.rand.default([3, 4]), []),
     "rand_like": (aten.rand_like.default, [X]),
+    "histogram.bins_tensor": (
+        lambda x, ends: aten.histogram.bins_tensor(x, ends),
+        [X, torch.tensor([-1.0, 0.2, 0.5, 3.0])],
+    ),
     "randint.low": (lambda: aten.randint.low(-3, 5, [3, 4]), []),
     "randint_like.low_dtype": (lambda x: aten.randint_like.low_dtype(x, -3, 5), [X]),
     "randperm": (lambda: aten.randperm.default(7), []),
@@ -125,7 +129,7 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "weight_norm_interface": (
         _weight_norm,
-        [numbers(5, 3, 2), numbers(1, 3, 1).abs() + 0.5, numbers(5, 3, 2)],
+        [numbers(5, 3, 2), numbers(1, 1, 2).abs() + 0.5, numbers(5, 3, 2)],
     ),
     "reflection_pad2d": padded("reflection_pad2d", 2),
     "reflection_pad3d": padded("reflection_pad3d", 3),

@@ -67,6 +67,7 @@ NOT_TRACED = {
 
 # Results that agree only after this, which is applied to both.
 DIFFERENT = {
+    "special.bessel_j0": (lambda result: result.round(decimals=5), "torch's is wrong in the eighth digit, as at 5"),
     "argsort": (lambda order: torch.sort(order.flatten())[0], "equal elements may come in any order in torch"),
     "kthvalue": (lambda results: results[0], "any of equal elements may be named in torch"),
     "logaddexp": (torch.exp, "a complex logarithm has several values"),

@@ -53,7 +53,7 @@ def apply_taken_before(function: Any, name: str) -> Any:
         tracing = current()
         if name == "setup_context":
             _THREAD.applied = None
-            return _set_up if getattr(_THREAD, "was_recorded", False) else value
+            return _set_up if hasattr(_THREAD, "recorded") else value
         is_separate = type.__getattribute__(function, "setup_context") is not torch.autograd.Function.setup_context
         _THREAD.applied = None
         if tracing is not None and not issubclass(function, Differentiable):
@@ -62,8 +62,9 @@ def apply_taken_before(function: Any, name: str) -> Any:
 
 
 def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
-    _THREAD.was_recorded = False
-    _keep(ctx, *_THREAD.recorded)
+    recorded = _THREAD.recorded
+    del _THREAD.recorded
+    _keep(ctx, *recorded)
 
 
 def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_separate: bool) -> Callable[..., Any]:
@@ -71,7 +72,6 @@ def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_se
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         ctx, *inputs = (None, *args) if is_separate else args
-        _THREAD.was_recorded = False
         if not _is_one_node(tracing, function, inputs, kwargs):
             returned = forward(*args, **kwargs)
         else:
@@ -79,7 +79,7 @@ def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_se
             if ctx is not None:
                 _keep(ctx, tracing, function, inputs, kwargs)
             else:
-                _THREAD.was_recorded, _THREAD.recorded = True, (tracing, function, inputs, kwargs)
+                _THREAD.recorded = tracing, function, inputs, kwargs
         if is_separate:
             _THREAD.applied = function
         return returned
@@ -91,6 +91,7 @@ def _keep(ctx: Any, tracing: Tracing, function: Any, inputs: Sequence[Any], kwar
     """Gives the ctx of a recorded node what autograd inside needs to go back through it."""
     arguments = take_out((tuple(inputs), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
     ctx.save_for_backward(*arguments.leaves)
+    template = arguments.template
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         gradients = [*grad_outputs[0]] if isinstance(grad_outputs[0], list) else grad_outputs
@@ -98,7 +99,7 @@ def _keep(ctx: Any, tracing: Tracing, function: Any, inputs: Sequence[Any], kwar
         with torch.enable_grad():
             # Views, so that no input is reached through another one.
             tensors = [x.view_as(x) for x in ctx.saved_tensors]
-            args, kwargs = put_in(arguments.template, tensors)
+            args, kwargs = put_in(template, tensors)
             returned = tracing.apply(function, args, kwargs)
             outputs = returned if isinstance(returned, tuple) else (returned,)
             pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]

@@ -53,6 +53,7 @@ def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     bags = offsets.shape[0] - bool(given["include_last_offset"])
     padding = given["padding_idx"]
     padding = None if padding is None else padding % weight.shape[0]
+    reduce = _BAGS[given["mode"]]
 
     def function(weight: Array, indices: Array, offsets: Array, *weights: Array) -> list[Array]:
         chosen = weight[indices]
@@ -60,7 +61,7 @@ def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
         places = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
         if padding is not None:
             places = jnp.where(indices == padding, bags, places)  # in no bag
-        return [_BAGS[given["mode"]](chosen, places, bags).astype(weight.dtype)]
+        return [reduce(chosen, places, bags).astype(weight.dtype)]
 
     operands = [weight, indices.reshape(-1), offsets, *([] if weights is None else [weights])]
     return Site(tracing, function, "embedding_bag", [((bags, weight.shape[1]), weight.dtype)])(*operands)[0]

@@ -78,15 +78,16 @@ class Site:
         """The site of the derivative, a function of these tensors and the gradients of the differentiable outputs."""
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
         outputs = [i for i, (_, dtype) in enumerate(self.outputs) if _is_differentiable(dtype)]
+        num_tensors, function = len(tensors), self.function  # all that the graph keeps of this
 
         def gradients(*operands: Any) -> Sequence[Any]:
-            arrays, cotangents = operands[: len(tensors)], operands[len(tensors) :]
+            arrays, cotangents = operands[:num_tensors], operands[num_tensors:]
 
             def of_inputs(*values: Any) -> list[Any]:
                 filled = list(arrays)
                 for place, value in zip(inputs, values, strict=True):
                     filled[place] = value
-                results = self.function(*filled)
+                results = function(*filled)
                 return [results[i] for i in outputs]
 
             _, pullback = jax.vjp(of_inputs, *(arrays[i] for i in inputs))

@@ -17,6 +17,7 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._torch._composed import ctc_loss, embedding_bag, lstsq
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._indexing import read, write
+from jaxfn._torch._leftovers import exchange
 from jaxfn._torch._recorder import source_line
 from jaxfn._torch._selection import Selection, call
 
@@ -141,7 +142,7 @@ def _into(empty: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """`tensor`, which is from now on what `other` was: writes cannot change the size of a traced tensor."""
-    torch.utils.swap_tensors(tensor, other.clone())
+    exchange(tensor, other.clone())
     return tensor
 
 

@@ -13,7 +13,7 @@ import gc
 import threading
 import types
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ def note(value: Any) -> Any:
         elif isinstance(value, (tuple, list)):
             noted += [weakref.ref(x) for x in torch_tree.tree_leaves(value) if isinstance(x, FunctionalTensor)]
     return value
+
+
+def exchange(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Makes each of two tensors of a trace the other one: `torch.utils.swap_tensors`, which wants no weak references."""
+    noted: list[weakref.ref[Any]] = getattr(_THREAD, "noted", None) or []
+    noted[:] = [reference for reference in noted if reference() is not a and reference() is not b]
+    torch.utils.swap_tensors(a, b)
+    note([a, b])
 
 
 @contextlib.contextmanager
@@ -63,29 +71,29 @@ def cleaned_up(owner: str) -> Generator[None]:
 
 
 def _release(noted: list[weakref.ref[Any]]) -> list[str]:
-    """Makes plain tensors of those that are still there; returns where those without values are kept."""
-    if any(_is_traced(tensor) for tensor in _alive(noted)):
+    """Makes plain tensors of those that are still there; returns where those are kept that have no values."""
+    tensors = _alive(noted)
+    if any(map(_is_traced, tensors)):
+        del tensors
         gc.collect()  # cycles of autograd's, and of frames of exceptions, keep tensors for a while
-    tensors = list(_alive(noted))
+        tensors = _alive(noted)
     noted.clear()  # tensors with weak references are not exchanged
     places: list[str] = []
     while tensors:
         tensor = tensors.pop()
         if _is_traced(tensor):
             places.append(_place(tensor, tensors))
-        _exchange(tensor)
-        del tensor
+        try:
+            _exchange(tensor)
+        except RuntimeError:  # torch holds it itself, in a cache or in autograd's graph, where nobody finds it
+            continue
     return places
 
 
-def _alive(noted: list[weakref.ref[Any]]) -> Iterator[torch.Tensor]:
+def _alive(noted: list[weakref.ref[Any]]) -> list[torch.Tensor]:
     """The tensors that are still there, each once."""
-    seen: set[int] = set()
-    for reference in noted:
-        tensor = reference()
-        if tensor is not None and id(tensor) not in seen and type(tensor) is FunctionalTensor:
-            seen.add(id(tensor))
-            yield tensor
+    tensors = (reference() for reference in noted)
+    return list({id(tensor): tensor for tensor in tensors if type(tensor) is FunctionalTensor}.values())
 
 
 def _below(tensor: Any) -> torch.Tensor:

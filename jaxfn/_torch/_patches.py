@@ -79,12 +79,12 @@ def patched(owner: str, functions: Iterable[Any]) -> Generator[None]:
                     _REPLACED.pop((id(name.owner), name.name)).put_back()
 
 
-def _applying(original: Any) -> Any:
+def _applying(_: Any) -> Any:
     def stand_in(function: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = current()
-        return (
-            original.__func__(function, *args, **kwargs) if tracing is None else apply(tracing, function, args, kwargs)
-        )
+        if tracing is None:
+            return _compat.apply_below(function)(*args, **kwargs)
+        return apply(tracing, function, args, kwargs)
 
     return classmethod(stand_in)
 

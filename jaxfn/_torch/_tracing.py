@@ -134,6 +134,7 @@ class Tracing:
                 replace_current(before)
                 with plain_torch():
                     self.recorder.restore_gradients()
+                torch.clear_autocast_cache()  # which may hold tensors of the trace
         if _random_states() != states:
             raise TranslationError(
                 f"{self.owner} draws from Python's or NumPy's random numbers, which would be drawn once, while "
