@@ -116,7 +116,7 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "rand": (lambda: aten.rand.default([3, 4]), []),
     "rand_like": (aten.rand_like.default, [X]),
     "histogram.bins_tensor": (
-        lambda x, ends: aten.histogram.bins_tensor(x, ends),
+        lambda x, ends: aten.histogram.bins_tensor(x, ends.to(x.dtype)),
         [X, torch.tensor([-1.0, 0.2, 0.5, 3.0])],
     ),
     "randint.low": (lambda: aten.randint.low(-3, 5, [3, 4]), []),

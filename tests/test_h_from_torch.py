@@ -644,7 +644,8 @@ def test_H10_explain():
     assert "MaskedReLU" in text and "aten.clamp.default" in text
     assert "grad_input[input < 0] = 0" in text and "def translated(input_0" in text
     assert [part.name for part in explanation.parts] == ["forward", "backward"]
-    assert "aten.index_put.default" in explanation.parts[1].operations
+    # Which of them torch makes of a write by a mask depends on its version.
+    assert {"aten.index_put.default", "aten.masked_fill.Scalar"} & set(explanation.parts[1].operations)
 
 
 def test_H10_explain_does_not_raise():

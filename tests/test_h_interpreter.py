@@ -66,7 +66,7 @@ def test_H2_vmap_and_grad_of_a_graph() -> None:
 def test_H2_the_code_computes_the_same() -> None:
     graph = trace(several, [X, Y])
     text = code(graph)
-    assert "aten.index_put" in text and "float32[3,4]" in text
+    assert ("aten.index_put" in text or "aten.masked_fill" in text) and "float32[3,4]" in text  # by torch's version
     names = {name: getattr(operations, name) for name in dir(operations)}
     constants = {name: to_jax(getattr(graph, name)) for name in dir(graph) if name.startswith("_tensor_constant")}
     scope: dict[str, Any] = {**names, "jnp": jnp, "jax": jax, "lax": jax.lax, "constants": constants}

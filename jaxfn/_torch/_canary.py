@@ -158,7 +158,6 @@ def _at_ties(x: Any) -> Any:
                 torch.maximum(x, x.flip(0)),
                 x.max(),
                 x.amax(),
-                x.aminmax().max,
                 rows.max(1).values,
                 rows.median(1).values,
                 torch.nn.functional.max_pool1d(x[None, None], 3)[0],

@@ -37,7 +37,7 @@ def note(value: Any) -> Any:
 
 
 def exchange(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Makes each of two tensors of a trace the other one: `torch.utils.swap_tensors`, which wants no weak references."""
+    """Makes each of two tensors of a trace the other one. (`torch.utils.swap_tensors` wants no weak references.)"""
     noted: list[weakref.ref[Any]] = getattr(_THREAD, "noted", None) or []
     noted[:] = [reference for reference in noted if reference() is not a and reference() is not b]
     torch.utils.swap_tensors(a, b)
