@@ -165,8 +165,8 @@ class Recorder(TorchDispatchMode):
     def continue_gradient(self, tensor: torch.Tensor) -> None:
         """Takes back that a tensor was detached."""
         node = self._nodes.get(id(tensor))
-        if node is not None and node.target is _STOP_GRADIENT:
-            self._nodes[id(tensor)] = cast(torch.fx.Node, node.args[0])
+        while node is not None and node.target is _STOP_GRADIENT:  # torch 2.8 detaches twice
+            node = self._nodes[id(tensor)] = cast(torch.fx.Node, node.args[0])
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """The node whose value a tensor is; a constant becomes one here."""
