@@ -36,7 +36,7 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad_output
 
 
-def test_H13_what_passed_is_remembered(fresh_canary, monkeypatch):
+def test_H11_what_passed_is_remembered(fresh_canary, monkeypatch):
     _canary.check_torch()
     (record,) = (fresh_canary / "jaxfn").iterdir()
     assert torch.__version__ in record.read_text()
@@ -45,14 +45,14 @@ def test_H13_what_passed_is_remembered(fresh_canary, monkeypatch):
     _canary.check_torch()
 
 
-def test_H13_a_home_that_cannot_be_written_to(fresh_canary, monkeypatch):
+def test_H11_a_home_that_cannot_be_written_to(fresh_canary, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     monkeypatch.setattr(_canary, "answers", dict)
     _canary.check_torch()
 
 
 @pytest.mark.parametrize("name", _canary.answers())
-def test_H13_each_answer_that_differs_is_named(fresh_canary, monkeypatch, name):
+def test_H11_each_answer_that_differs_is_named(fresh_canary, monkeypatch, name):
     answer = _canary.answers()[name]
     expected = np.asarray(answer.expected)
     broken = ~expected if expected.dtype == bool else expected + 1
@@ -63,7 +63,7 @@ def test_H13_each_answer_that_differs_is_named(fresh_canary, monkeypatch, name):
     assert not list(fresh_canary.iterdir())
 
 
-def test_H13_an_error_in_the_canary_is_an_answer_too(fresh_canary, monkeypatch):
+def test_H11_an_error_in_the_canary_is_an_answer_too(fresh_canary, monkeypatch):
     def failing(x):
         raise AttributeError("torch has lost it")
 
@@ -73,7 +73,7 @@ def test_H13_an_error_in_the_canary_is_an_answer_too(fresh_canary, monkeypatch):
         jaxfn.from_torch(Square)
 
 
-def test_H13_torch_that_is_too_old(fresh_canary, monkeypatch):
+def test_H11_torch_that_is_too_old(fresh_canary, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.7.1")
     with pytest.raises(TranslationError, match="needs torch 2.8 or newer, and this is 2.7.1"):
         jaxfn.from_torch(Square)
@@ -193,7 +193,7 @@ def inside_autograd(apply):
 
 @pytest.mark.parametrize("how", APPLIED)
 @pytest.mark.parametrize("where", [inside_forward, inside_backward, inside_autograd])
-def test_H13_a_function_that_another_one_applies_keeps_its_rule(where, how):
+def test_H11_a_function_that_another_one_applies_keeps_its_rule(where, how):
     function = where(APPLIED[how])
     x = torch.tensor([2.3, -0.8], requires_grad=True)
     y = function.apply(x)
@@ -219,7 +219,7 @@ def attributes_of_torch():
     return [dict(vars(owner)) for owner in owners]
 
 
-def test_H13_torch_is_as_it_was():
+def test_H12_torch_is_as_it_was():
     before = attributes_of_torch()
     jax.grad(lambda x: jaxfn.from_torch(Square).apply(x))(2.0)
 
@@ -242,7 +242,7 @@ def triangle(n):
     return torch.tril(torch.ones(n, n))
 
 
-def test_H13_constants_that_code_keeps_are_plain_tensors_afterwards():
+def test_H12_constants_that_code_keeps_are_plain_tensors_afterwards():
     kept = {}
     layer = torch.nn.Linear(3, 3)
 
@@ -273,7 +273,7 @@ def test_H13_constants_that_code_keeps_are_plain_tensors_afterwards():
     np.testing.assert_allclose(expected, f(x))
 
 
-def test_H13_a_tensor_of_the_inputs_that_code_keeps_is_refused():
+def test_H12_a_tensor_of_the_inputs_that_code_keeps_is_refused():
     neuron = torch.nn.Module()
     neuron.mem = None
 
@@ -309,7 +309,7 @@ KEPT = []
 
 
 @pytest.mark.parametrize(("keep", "place"), [(kept_in_list, "test_h_versions.KEPT"), (kept_in_closure, "a list")])
-def test_H13_the_place_is_named(keep, place):
+def test_H12_the_place_is_named(keep, place):
     class Keeping(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -326,7 +326,7 @@ def test_H13_the_place_is_named(keep, place):
     KEPT.clear()
 
 
-def test_H13_what_code_drops_again_is_no_leftover():
+def test_H12_what_code_drops_again_is_no_leftover():
     class Dropping(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -345,7 +345,7 @@ def test_H13_what_code_drops_again_is_no_leftover():
         gc.enable()
 
 
-def test_H13_one_thread_traces_and_another_trains():
+def test_H12_one_thread_traces_and_another_trains():
     """In torch, with Functions of its own and distributions that check their parameters."""
     failures = []
     done = threading.Event()
@@ -392,7 +392,7 @@ def test_H13_one_thread_traces_and_another_trains():
     assert not failures, failures
 
 
-def test_H13_threads_that_trace_side_by_side():
+def test_H12_threads_that_trace_side_by_side():
     failures = []
 
     def trace(factor):
