@@ -74,7 +74,11 @@ def test_H2_derivative_at_ties(name: str) -> None:
         return (y * torch.arange(1.0, 1.0 + y.numel()).reshape(y.shape)).sum()
 
     tensor = X.clone().requires_grad_()
-    (wanted,) = torch.autograd.grad(weighted(tensor), tensor)
+    try:
+        (wanted,) = torch.autograd.grad(weighted(tensor), tensor)
+    except RuntimeError as error:  # torch 2.8 has none of aminmax
+        assert name == "aminmax" and "is not implemented" in str(error)
+        pytest.skip(str(error))
     graph = trace(weighted, [X])
     got = jax.jit(jax.grad(lambda x: Translation(graph).run([x])))(jnp.asarray(X.numpy()))
     np.testing.assert_allclose(got, wanted.numpy(force=True), rtol=1e-5, atol=1e-6)
