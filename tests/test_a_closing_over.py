@@ -198,7 +198,8 @@ def test_A9_what_no_search_finds_is_never_lost(hides, wrap):
                 assert "Found.forward" in str(error)
                 continue
             except jax.errors.UnexpectedTracerError:
-                # JAX 0.10 computes with a tracer of a level that is done, and says so in the end only.
-                assert hides
+                # JAX 0.10 computes with a tracer of a level that is done, and says so in the end only. The coming
+                # custom_vjp traces every call, and such a tracer is not the program's.
+                assert hides or COMING
                 continue
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
