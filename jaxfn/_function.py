@@ -76,6 +76,8 @@ class Function:
 
     _jaxfn_apply: ClassVar[Callable[..., Any]]
 
+    _jaxfn_takes_torch_tensors: ClassVar[bool] = False
+
     generate_vmap_rule: ClassVar[bool] = False
     """Accepted for torch's sake; JAX batches every Function without a `vmap` by itself."""
 
@@ -178,7 +180,7 @@ class _Entry(Opaque):
         layouts: list[Layout] = []
         for position, value in enumerate(values):
             leaves, layout = split(value)
-            if layout is not ARRAY_LAYOUT:
+            if layout is not ARRAY_LAYOUT and not methods.takes_torch_tensors:
                 layout.refuse_torch(lambda: f"{methods.name}: {form.describe(position)}")
             arrays += map(as_array, leaves)
             layouts.append(layout)

@@ -52,12 +52,14 @@ class Methods:
       has_backward, has_jvp: whether it defines `backward` (or `vjp`), and `jvp`.
       has_forward_mode: whether forward mode is to work, by `jvp` or by `generate_jvp_rule`.
       may_close_over: whether `forward` or `setup_context` holds anything in a closure or in defaults.
+      takes_torch_tensors: whether torch's tensors are constants to it, and no mistake.
       hides_arrays: whether a run of `forward` has kept an array inside a closure or an object on ctx; see `_attached`.
     """
 
     def __init__(self, function: Any) -> None:
         self.name: str = function.__name__
         self.hides_arrays = False
+        self.takes_torch_tensors: bool = function._jaxfn_takes_torch_tensors
         self._function = function
         self._looked_up = _looked_up(function)
         self._forward = function.forward

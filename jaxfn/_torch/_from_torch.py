@@ -42,6 +42,7 @@ class Adopted(Function):
 
     torch_function: ClassVar[Any]
     adapter: ClassVar[Adapter]
+    _jaxfn_takes_torch_tensors = True  # as constants
 
     @classmethod
     def explain(cls, *args: Any, **kwargs: Any) -> Explanation:
