@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import Batch, Primitive, ad, batching, mlir, partial_eval
+from jaxfn._compat import (
+    Batch,
+    MappedOperations,
+    Primitive,
+    SeenPrimitive,
+    ad,
+    batches_of,
+    batching,
+    mlir,
+    partial_eval,
+)
 from jaxfn._leaves import is_inexact
 from jaxfn._refusal import Refusal, refused_tangent
 
@@ -61,17 +71,22 @@ _SHUT = Gate()
 
 
 class Mapping(NamedTuple):
-    """What `jax.vmap` maps of a program that it maps as a whole, after it was traced.
+    """What one use of `jax.vmap` maps of a run.
 
     Attributes:
-      batch: which use of `jax.vmap`.
+      operations: what it interprets, the run itself or a program that it was traced into.
       unbatched: the places of arrays made that do not depend on the batch.
       inputs: the places of inputs that have it.
     """
 
-    batch: Batch
+    operations: MappedOperations
     unbatched: frozenset[int]
     inputs: frozenset[int]
+
+    @property
+    def batch(self) -> Batch:
+        """Which use of `jax.vmap`."""
+        return self.operations.batch
 
 
 class _Attachment:
@@ -104,13 +119,16 @@ class _Attachment:
     def with_rule(self, rule: Rule) -> _Attachment:
         return _Attachment(rule, self.num_made, self.num_kept, self.made_is_detached, self.is_uniform, self.mappings)
 
-    def note_mapping(self, axis: object, dims: Sequence[Any]) -> None:
-        """Notes that `jax.vmap` maps the operands, where it leaves out some that were made."""
+    def note_mapping(self, operations: MappedOperations, operands: Sequence[Any]) -> None:
+        """Notes that `jax.vmap` maps some operands, where it leaves out some that were made."""
+        if self.mappings is None or self.is_uniform:
+            return
+        has_batch = [operations.batch in batches_of(x) for x in operands]
         first_input = self.num_made + self.num_kept
-        unbatched = frozenset(i for i, d in enumerate(dims[: self.num_made]) if d is None)
-        inputs = frozenset(i for i, d in enumerate(dims[first_input:]) if d is not None)
-        if self.mappings is not None and unbatched and not self.is_uniform:
-            self.mappings.append(Mapping(Batch(axis), unbatched, inputs))
+        unbatched = frozenset(i for i, flag in enumerate(has_batch[: self.num_made]) if not flag)
+        inputs = frozenset(i for i, flag in enumerate(has_batch[first_input:]) if flag)
+        if any(has_batch) and unbatched:
+            self.mappings.append(Mapping(operations, unbatched, inputs))
 
 
 class _Settling:
@@ -129,7 +147,11 @@ class _Settling:
         self.unbatched = unbatched
 
 
-attach_p = Primitive("attach")
+def _see_attach(operations: MappedOperations, operands: Sequence[Any], params: dict[str, Any]) -> None:
+    params["attachment"].note_mapping(operations, operands)
+
+
+attach_p = SeenPrimitive("attach", _see_attach)
 attach_p.multiple_results = True
 
 detach_p = Primitive("detach")
@@ -263,7 +285,6 @@ def _attach_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, at
     num_made = attachment.num_made
     if all(d is None for d in dims):  # JAX asks even so
         return attach_p.bind(*operands, attachment=attachment), [None] * num_made
-    attachment.note_mapping(axis, dims)
     moved = _settled(operands, dims, axis.size, num_made, attachment.is_uniform)
     axes = _axes(dims, num_made, attachment.is_uniform)
     if not isinstance(attachment.rule, Refusal):

@@ -6,12 +6,13 @@ that runs attached where it is differentiated, and so on.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxfn._attach import Gate, attach, detach, settle
+from jaxfn._attach import Gate, Mapping, attach, detach, settle
 from jaxfn._compat import under_batches
 from jaxfn._differentiable import differentiable
 from jaxfn._hooks import Hooks
@@ -82,9 +83,7 @@ class CallRule(Rule):
         self.call.refuse_perturbed_refs(perturbed_inputs)
         self._refuse_perturbed_closed_over(inputs, perturbed[self._num_inputs :])
         done = _run_once(self.call, inputs, perturbed_inputs, hooks, self._stand_ins(operands))
-        outputs = _attached(done, inputs)
-        done.run.mappings_of_program.clear()  # what maps this run itself is seen without
-        return Linearized(Outputs(outputs, done.run.outputs), *done.run.residuals(inputs, outputs, done.own))
+        return _linearized(done, inputs)
 
     def of_inputs(self, of_operands: Sequence[Any]) -> Sequence[Any]:
         return of_operands[: self._num_inputs]
@@ -281,7 +280,16 @@ def _detached(call: Call, inputs: Sequence[Any], gate: Gate) -> list[Any]:
     return [x if is_ref else next(remaining) for x, is_ref in zip(inputs, call.are_refs, strict=True)]
 
 
-def _attached(done: Done, inputs: Sequence[Any]) -> Sequence[Any]:
+def _linearized(done: Done, inputs: Sequence[Any]) -> Linearized:
+    """The outputs, attached, and what their derivative needs."""
+    run = copy.copy(done.run)
+    run.mappings_of_program = []  # another order of derivative has mappings of its own
+    outputs = _attached(done, inputs, run.mappings_of_program)
+    run.mappings_of_program.clear()  # what maps this run itself is seen without
+    return Linearized(Outputs(outputs, run.outputs), *run.residuals(inputs, outputs, done.own))
+
+
+def _attached(done: Done, inputs: Sequence[Any], mappings: list[Mapping] | None = None) -> Sequence[Any]:
     """The outputs with the Function's own rule for an outer differentiation."""
     run, outputs = done.run, done.outputs
     operands = run.call.without_refs(inputs)
@@ -295,7 +303,7 @@ def _attached(done: Done, inputs: Sequence[Any]) -> Sequence[Any]:
             rule,
             made_is_detached=run.is_detached,
             is_uniform=is_uniform,
-            mappings=run.mappings_of_program,
+            mappings=mappings,
         )
     elif any(map(is_traced, outputs)):
         outputs = settle(outputs, operands, is_uniform=is_uniform)
@@ -339,8 +347,7 @@ class _OutputsRule(Rule):
         flags = tuple(self.call.with_refs(perturbed[self._num_before :], False))
         outputs, own = operands[: self._num_outputs], operands[self._num_outputs : self._num_before]
         run, own = _widened(self._run, outputs, own, inputs, flags)
-        outputs = _attached(Done(run, outputs, own), inputs)
-        return Linearized(Outputs(outputs, run.outputs), *run.residuals(inputs, outputs, own))
+        return _linearized(Done(run, outputs, own), inputs)
 
     def of_inputs(self, of_operands: Sequence[Any]) -> Sequence[Any]:
         return self.call.with_refs(of_operands[self._num_before :], None)

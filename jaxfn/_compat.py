@@ -6,6 +6,7 @@ Every entry says which versions it was checked on. Nothing here reaches into `ja
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ __all__ = [
     "AbstractRef",
     "Batch",
     "EnclosingBatches",
+    "MappedOperations",
     "Primitive",
+    "SeenPrimitive",
     "SymbolicZero",
     "ad",
     "batches_of",
@@ -120,15 +123,59 @@ def batches_of(array: Any) -> frozenset[Batch]:
     return frozenset(batches)
 
 
+class MappedOperations:
+    """Operations that one use of `jax.vmap` interprets, and JAX's interpreter of them (0.10.0 to 0.12.0).
+
+    For the primal, the `fwd` and the `bwd` of a custom derivative that it maps `jax.vmap` has an interpreter each,
+    which share a tag.
+
+    Attributes:
+      batch: which use of `jax.vmap`.
+    """
+
+    __slots__ = ("_interpreter", "_tag", "batch")
+
+    def __init__(self, interpreter: Any) -> None:
+        self.batch = Batch(interpreter.axis_data)
+        self._tag = getattr(interpreter, "tag", None)
+        self._interpreter = weakref.ref(interpreter)
+
+    def are_of_one_run(self, other: MappedOperations) -> bool:
+        """Whether one interpreter interprets these and others, so that both are in what it maps."""
+        return self._interpreter() is other._interpreter() is not None
+
+    def are_of_one_rule(self, other: MappedOperations) -> bool:
+        """Whether these and others are of the `fwd` and of the `bwd` of one call that is mapped."""
+        return self._tag is other._tag is not None and not self.are_of_one_run(other)
+
+
+class SeenPrimitive(Primitive):
+    """A primitive that is seen wherever `jax.vmap` interprets it (0.10.0 to 0.12.0).
+
+    Args:
+      name: what JAX is to call it.
+      see: called with the operations that `jax.vmap` interprets, the operands, and the primitive's parameters.
+    """
+
+    def __init__(self, name: str, see: Callable[[MappedOperations, Sequence[Any], dict[str, Any]], None]) -> None:
+        super().__init__(name)
+        self._see = see
+
+    def bind_with_trace(self, trace: Any, args: Any, *others: Any) -> Any:
+        if hasattr(trace, "axis_data"):
+            self._see(MappedOperations(trace), args, others[-1])
+        return super().bind_with_trace(trace, args, *others)
+
+
 class EnclosingBatches(NamedTuple):
     """The uses of `jax.vmap` in the midst of which something is computed.
 
     Attributes:
       here: those that map this computation itself, batched arrays or not, the innermost first.
-      num_around: how many there are outside of a derivative that is being taken, in the same program.
+      num_around: how many others there are, outside of a derivative that is being taken, in the same program.
     """
 
-    here: tuple[Batch, ...]
+    here: tuple[MappedOperations, ...]
     num_around: int
 
 
@@ -138,11 +185,11 @@ def enclosing_batches() -> EnclosingBatches:
     `jax.vmap` around `jax.jit` is not among them where the jitted function is traced; it is where JAX maps that
     function's program and runs a custom derivative's `bwd` for it.
     """
-    here: list[Batch] = []
+    here: list[MappedOperations] = []
     num_around = 0
     trace = _trace_probe.bind()[0]
-    while (axis := getattr(trace, "axis_data", None)) is not None:
-        here.append(Batch(axis))
+    while hasattr(trace, "axis_data"):
+        here.append(MappedOperations(trace))
         trace = trace.parent_trace
     while trace is not None and not hasattr(trace, "frame"):  # which a program being written down has
         num_around += hasattr(trace, "axis_data")

@@ -63,15 +63,14 @@ def _mapped(site: Site, run: Run, outputs: Sequence[Any], inputs: Sequence[Any])
         return run
     of_inputs, of_outputs = list(map(batches_of, inputs)), list(map(batches_of, outputs))
     mappings: list[Mapping] = []
-    here = enclosing_batches().here
-    for batch in here[: max(len(here) - site.num_around, 0)]:
-        unbatched = frozenset(i for i, batches in enumerate(of_outputs) if batch not in batches)
-        mapped = frozenset(i for i, batches in enumerate(of_inputs) if batch in batches)
-        if unbatched:
-            mappings.append(Mapping(batch, unbatched, mapped))
-    if mappings:
+    here, num_around = enclosing_batches()
+    for operations in here[: max(len(here) + num_around - site.num_around, 0)]:
+        unbatched = frozenset(i for i, batches in enumerate(of_outputs) if operations.batch not in batches)
+        mapped = frozenset(i for i, batches in enumerate(of_inputs) if operations.batch in batches)
+        mappings.append(Mapping(operations, unbatched, mapped))
+    if any(m.unbatched for m in mappings):
         run = copy.copy(run)
-        run.mappings, run.mapped_by = mappings, here
+        run.mappings = mappings
     return run
 
 
@@ -86,14 +85,21 @@ def _mappings(run: Run) -> list[Mapping]:
 
         grad(vmap(jit(f)))    fwd: jit            bwd: vmap, transposing jit
         vmap(grad(jit(f)))    fwd: jit            bwd: transposing jit, vmap
+
+    Where a program has the derivative inside, `bwd` may run in the midst of a vmap from outside as well, such as where
+    a jitted function returns what `jax.vjp` did, or where JAX's coming checkpoint computes residuals again. But `fwd`
+    and `bwd` are not mapped as the rule of one call then.
     """
     if not run.mappings and not run.mappings_of_program:
         return []
     here = enclosing_batches().here
-    # JAX's coming custom_vjp maps fwd and bwd one by one.
-    same = dict(zip(run.mapped_by, here, strict=False))
-    of_call = [m._replace(batch=same.get(m.batch, m.batch)) for m in run.mappings]
-    return [*of_call, *(m for m in run.mappings_of_program if m.batch in here)]
+    of_call = [
+        m._replace(operations=bwd)  # JAX's coming custom_vjp maps fwd and bwd one by one, each by a batch of its own
+        for m, bwd in zip(run.mappings, here, strict=False)
+        if m.unbatched and not m.operations.are_of_one_run(bwd)
+    ]
+    of_program = [m for m in run.mappings_of_program if any(map(m.operations.are_of_one_rule, here))]
+    return [*of_call, *of_program]
 
 
 def _pull_apart(

@@ -13,7 +13,7 @@ import jax
 from jaxfn import _compat
 from jaxfn._arguments import Form
 from jaxfn._attach import Mapping
-from jaxfn._compat import Batch, current_trace, is_out_of_reach
+from jaxfn._compat import current_trace, is_out_of_reach
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, restored, saved_by, show_saved_for_forward
 from jaxfn._gradients import input_cotangents
 from jaxfn._hooks import Hooks
@@ -209,9 +209,9 @@ class Run:
         self._program = current_trace() if self.hides_arrays and self._hides_staged() else None
         self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in own)
         self.is_detached = True  # whether forward saw its inputs without their derivatives; see `_attached`
-        # Where outputs lack a batch: of this call, mapped by these; and of mapped programs. See `_reverse`.
+        # Where outputs lack a batch: by the uses of vmap that map this call, the innermost first, and by those that map
+        # programs with it. See `_reverse`.
         self.mappings: list[Mapping] = []
-        self.mapped_by: Sequence[Batch] = ()
         self.mappings_of_program: list[Mapping] = []
         self.fingerprint: Fingerprint | None = None  # of what forward computed, where it may have to run again
         self.outputs = returned.layout

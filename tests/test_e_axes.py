@@ -580,6 +580,94 @@ def test_E1c_the_cotangent_of_an_output_without_a_batch_counts_once(maps, inside
         np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+class OneForAllSaving(OneForAll):
+    """The same, with an intermediate saved."""
+
+    @staticmethod
+    def forward(ctx, x, u):
+        slope = jnp.cos(u)
+        ctx.save_for_backward(x, u, slope)
+        return jnp.sin(u), x * u
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, u, slope = ctx.saved_tensors
+        return h * u, g * slope + h * x
+
+
+def of_shared(x, u):
+    return jnp.sin(u), x * u
+
+
+def coupled(f):
+    def loss(x, u):
+        y, z = f(x, u)
+        return y * y + jnp.sin(z) * y
+
+    return loss
+
+
+def total_of(loss, xs):
+    return lambda u: jax.vmap(loss, (0, None))(xs, u).sum()
+
+
+def jitted_pullback(loss):
+    """The gradient by `u`, by a jitted function that returns what `jax.vjp` did."""
+    vjp = jax.jit(lambda x, u: jax.vjp(loss, x, u))
+
+    def gradient(x, u):
+        y, pullback = vjp(x, u)
+        return pullback(jnp.ones_like(y))[1]
+
+    return gradient
+
+
+def evaluated(loss):
+    """The same function, by its jaxpr."""
+
+    def function(x, u):
+        program = jax.make_jaxpr(loss)(x, u)
+        return jax.core.eval_jaxpr(program.jaxpr, program.consts, x, u)[0]
+
+    return function
+
+
+# In each, derivatives lie inside of vmap, or on both sides of it.
+INTERLEAVED = {
+    "vmap(grad grad)": lambda f, x, u: jax.vmap(jax.grad(jax.grad(f, 1), 1), (0, None))(x, u),
+    "vmap(grad3)": lambda f, x, u: jax.vmap(jax.grad(jax.grad(jax.grad(f, 1), 1), 1), (0, None))(x, u),
+    "vmap(jacrev2)": lambda f, x, u: jax.vmap(jax.jacrev(jax.jacrev(f, (0, 1)), (0, 1)), (0, None))(x, u),
+    "vmap(vmap(grad grad))": lambda f, x, u: jax.vmap(jax.vmap(jax.grad(jax.grad(f, 1), 1), (0, None)), (None, 0))(
+        x, u * jnp.arange(1.0, 6)
+    ),
+    "vmap(grad grad vmap)": lambda f, x, u: jax.vmap(jax.grad(jax.grad(total_of(f, x))))(u * jnp.arange(1.0, 6)),
+    "grad(vmap(grad))": lambda f, x, u: jax.grad(total_of(jax.grad(f, 1), x))(u),
+    "grad(vmap(grad grad))": lambda f, x, u: jax.grad(lambda x: total_of(jax.grad(jax.grad(f, 1), 1), x)(u))(x),
+    "grad3(vmap)": lambda f, x, u: jax.grad(jax.grad(jax.grad(total_of(f, x))))(u),
+    "vmap(jitted pullback)": lambda f, x, u: jax.vmap(jitted_pullback(f), (0, None))(x, u),
+    "grad(vmap(jitted pullback))": lambda f, x, u: jax.grad(total_of(jitted_pullback(f), x))(u),
+    "vmap(grad(jaxpr))": lambda f, x, u: jax.vmap(jax.grad(evaluated(f), 1), (0, None))(x, u),
+    "grad(vmap(jaxpr))": lambda f, x, u: jax.grad(total_of(evaluated(f), x))(u),
+}
+
+
+@pytest.mark.parametrize("function", [OneForAll, OneForAllSaving])
+@pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize("derivative", INTERLEAVED)
+def test_E1c_derivatives_on_both_sides_of_vmap_where_an_output_lacks_the_batch(derivative, inside, function):
+    xs, u = jnp.array([0.1, 0.2, 0.3, 0.5]), jnp.float32(0.7)
+
+    def wrapped(f):
+        return INSIDE[inside](lambda both: coupled(f)(*both))
+
+    def of(f):
+        return INTERLEAVED[derivative](lambda x, u: wrapped(f)((x, u)), xs, u)
+
+    expected = of(of_shared)
+    for got in (of(function.apply), jax.jit(lambda: of(function.apply))()):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
+
+
 @pytest.mark.parametrize("inside", INSIDE)
 def test_E1c_a_mapped_array_that_was_saved_and_nothing_else_mapped(inside):
     x, ws = jnp.float32(0.7), jnp.arange(1.0, BATCH + 1)

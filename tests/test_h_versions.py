@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
-from jaxfn._torch import _canary  # noqa: E402
+from jaxfn._torch import _canary, _compat  # noqa: E402
 from jaxfn._torch._errors import TranslationError  # noqa: E402
 
 
@@ -25,15 +25,34 @@ def fresh_canary(monkeypatch, tmp_path):
     return tmp_path
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
+def squared(slope):
+    """A Function that squares, with this derivative."""
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 2 * ctx.saved_tensors[0] * grad_output
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * slope(ctx.saved_tensors[0])
+
+    return Outer
+
+
+def by_autograd(function):
+    """The derivative of a function of tensors, by torch."""
+
+    def slope(x):
+        with torch.enable_grad():
+            z = x.clone() if x.requires_grad else x.clone().requires_grad_()
+            return torch.autograd.grad(function(z).sum(), z, create_graph=True)[0]
+
+    return slope
+
+
+Square = squared(lambda x: 2 * x)
 
 
 def test_H11_what_passed_is_remembered(fresh_canary, monkeypatch):
@@ -161,34 +180,11 @@ def inside_forward(apply):
 
 
 def inside_backward(apply):
-    class Outer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * 2 * apply(ctx.saved_tensors[0])
-
-    return Outer
+    return squared(lambda x: 2 * apply(x))
 
 
 def inside_autograd(apply):
-    class Outer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            with torch.enable_grad():
-                z = x.clone() if x.requires_grad else x.clone().requires_grad_()
-                return g * torch.autograd.grad((apply(z) * z).sum(), z, create_graph=True)[0]
-
-    return Outer
+    return squared(by_autograd(lambda x: apply(x) * x))
 
 
 @pytest.mark.parametrize("how", APPLIED)
@@ -208,6 +204,62 @@ def test_H11_a_function_that_another_one_applies_keeps_its_rule(where, how):
     np.testing.assert_allclose(jax.grad(lambda x: ours(x).sum())(at), slope.detach().numpy(), rtol=1e-5)
     second = jax.grad(lambda x: jax.grad(lambda x: ours(x).sum())(x).sum())
     np.testing.assert_allclose(second(at), curvature.numpy(), rtol=1e-5)
+
+
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        mask = torch.rand_like(x) + 0.5
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+masked_taken, doubled_taken = Masked.apply, Doubled.apply
+NOT_REPEATABLE = {
+    "draws": (lambda x: Masked.apply(x), masked_taken),
+    "writes": (lambda x: Doubled.apply(x.clone()), lambda x: doubled_taken(x.clone())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
+@pytest.mark.parametrize("kind", NOT_REPEATABLE)
+@pytest.mark.parametrize("is_taken_before", [False, True])
+def test_H11_a_call_that_cannot_be_made_again_is_right_or_refused(is_taken_before, kind):
+    apply = NOT_REPEATABLE[kind][is_taken_before]
+
+    def deviation(x):
+        """Of the slope from the ratio, which is the same for what is linear."""
+        with torch.enable_grad():
+            z = x.clone().requires_grad_()
+            y = apply(z)
+            (slope,) = torch.autograd.grad(y.sum(), z)
+        return slope - y.detach() / x
+
+    ours = jaxfn.from_torch(squared(deviation)).apply
+    options = {"key": jax.random.key(0)} if kind == "draws" else {}
+    gradient = jax.grad(lambda x: ours(x, **options).sum())
+    at = jnp.array([2.3, -0.8])
+    if is_taken_before and _compat.HAS_COMPILED_APPLY:
+        with pytest.raises(TranslationError, match=f"{kind}.*taken before.*Write \\w+.apply"):
+            gradient(at)
+    else:
+        np.testing.assert_allclose(gradient(at), [0, 0], atol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------- what is left behind

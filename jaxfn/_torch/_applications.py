@@ -23,6 +23,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch import _compat
 from jaxfn._torch._current import current
+from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import put_in, take_out
 from jaxfn._torch._inside import Differentiable
 
@@ -53,7 +54,7 @@ def apply_taken_before(function: Any, name: str) -> Any:
         tracing = current()
         if name == "setup_context":
             _THREAD.applied = None
-            return _set_up if hasattr(_THREAD, "recorded") else value
+            return _set_up if getattr(_THREAD, "recorded", None) is not None else value
         is_separate = type.__getattribute__(function, "setup_context") is not torch.autograd.Function.setup_context
         _THREAD.applied = None
         if tracing is not None and not issubclass(function, Differentiable):
@@ -62,8 +63,7 @@ def apply_taken_before(function: Any, name: str) -> Any:
 
 
 def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
-    recorded = _THREAD.recorded
-    del _THREAD.recorded
+    recorded, _THREAD.recorded = _THREAD.recorded, None
     _keep(ctx, *recorded)
 
 
@@ -72,6 +72,7 @@ def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_se
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         ctx, *inputs = (None, *args) if is_separate else args
+        _THREAD.recorded = None
         if not _is_one_node(tracing, function, inputs, kwargs):
             returned = forward(*args, **kwargs)
         else:
@@ -92,8 +93,15 @@ def _keep(ctx: Any, tracing: Tracing, function: Any, inputs: Sequence[Any], kwar
     arguments = take_out((tuple(inputs), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
     ctx.save_for_backward(*arguments.leaves)
     template = arguments.template
+    can_repeat = tracing.can_repeat(function, inputs, kwargs)
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if not can_repeat:
+            raise TranslationError(
+                f"{tracing.owner} differentiates through {function.__name__}, which draws random numbers or writes to "
+                "an argument, by an `apply` that was taken before. torch 2.15 and later do not show that call, and it "
+                f"cannot be made again. Write {function.__name__}.apply(...) where it is called."
+            )
         gradients = [*grad_outputs[0]] if isinstance(grad_outputs[0], list) else grad_outputs
         creates_graph = torch.is_grad_enabled()
         with torch.enable_grad():

@@ -371,12 +371,31 @@ def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> 
     return type(function.__name__, (Adopted,), body)
 
 
+class _Previewed(NamedTuple):
+    """A call of a Function inside another one, before it is recorded; see `Adapter.preview`."""
+
+    adopted: type[Adopted]
+    arguments: Flat
+    program: Forward
+    draws: bool
+
+
+def _previewed(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Previewed:
+    adopted = adopt(function, tracing.replacements.all, __name__)
+    arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+    return _Previewed(adopted, arguments, *adopted.adapter.preview(arguments))
+
+
+def can_be_repeated(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the same call once more gives the same again: it draws nothing, and writes to no argument."""
+    _, _, program, draws = _previewed(tracing, function, args, kwargs)
+    return not draws and not program.dirty
+
+
 def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a torch Function returns that the code being traced applies: a call of its own jaxfn Function."""
-    adopted = adopt(function, tracing.replacements.all, __name__)
+    adopted, arguments, program, draws = _previewed(tracing, function, args, kwargs)
     adapter = adopted.adapter
-    arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
-    program, draws = adapter.preview(arguments)
     places = slots(program.output)
     template = arguments.template  # all that the graph keeps of the arguments
 

@@ -230,6 +230,12 @@ class Tracing:
 
         return applied_inside(self, function, args, kwargs)
 
+    def can_repeat(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether `apply` once more, with the same arguments, would give the same."""
+        from jaxfn._torch._from_torch import can_be_repeated
+
+        return can_be_repeated(self, function, args, kwargs)
+
     def call_replacement(
         self, function: Any, replacement: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
