@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._compat import Batch, Primitive, ad, batches_of, batching, mlir, zeros_of
@@ -23,6 +22,7 @@ from jaxfn._linearity import is_linear, is_zero
 from jaxfn._outputs import Outputs
 from jaxfn._rules import NOT_MAPPED, Differentiable, Rule, Site
 from jaxfn._run import Run
+from jaxfn._summing import example_of
 
 Cotangents = Sequence[jax.Array | None]
 
@@ -330,7 +330,7 @@ def _linear_batch(
         results |= zip(with_batch, _bind(batched, residuals, moved), strict=True)
     if without_batch:
         unbatched = _Unbatched(linear, without_batch, [i for i, d in enumerate(tangent_dims) if d is not None])
-        examples = [_example(x, d) for x, d in zip(operands, dims, strict=True)]
+        examples = [example_of(x, d) for x, d in zip(operands, dims, strict=True)]
         bound = _bind(unbatched, examples[:num_residuals], examples[num_residuals:])
         results |= zip(without_batch, bound, strict=True)
     return [results[i] for i in range(len(depends))], [0 if is_batched else None for is_batched in depends]
@@ -354,15 +354,6 @@ def _batched_results(
 
     program = jax.make_jaxpr(_vmap(push, axis, tuple(dims)))(*operands)
     return depends, list(program.out_avals)
-
-
-def _example(array: Any, axis: int | None) -> Any:
-    """One example of a batch, where it does not matter which."""
-    if axis is None:
-        return array
-    if array.shape[axis] == 0:
-        return jnp.zeros([size for i, size in enumerate(array.shape) if i != axis], array.dtype)
-    return jax.lax.index_in_dim(array, 0, axis, keepdims=False)
 
 
 linear_p.def_impl(_linear_impl)

@@ -98,7 +98,11 @@ def _mappings(run: Run) -> list[Mapping]:
         for m, bwd in zip(run.mappings, here, strict=False)
         if m.unbatched and not m.operations.are_of_one_run(bwd)
     ]
-    of_program = [m for m in run.mappings_of_program if any(map(m.operations.are_of_one_rule, here))]
+    of_program = [
+        m._replace(inputs=frozenset(run.call.places_without_refs[i] for i in m.inputs))
+        for m in run.mappings_of_program
+        if any(map(m.operations.are_of_one_rule, here))
+    ]
     return [*of_call, *of_program]
 
 

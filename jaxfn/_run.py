@@ -42,6 +42,11 @@ class Call:
         self._may_close_over = methods.may_close_over or any(layout is not ARRAY_LAYOUT for layout in layouts)
         self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
+    @property
+    def places_without_refs(self) -> list[int]:
+        """Which array leaves are not references."""
+        return [i for i, is_ref in enumerate(self.are_refs) if not is_ref]
+
     def without_refs(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The array leaves, or what belongs to them, that are not references."""
         if not self.has_refs:

@@ -62,14 +62,16 @@ def _sum_batch(
         moved = [batching.bdim_at_front(x, d, axis.size) for x, d in zip(terms, dims, strict=True)]
         return sum_over_batches(moved, absent, sought), 0
     summed = [
-        x if d is None else _example(x, d) if batch in without else jnp.sum(x, d)
+        x if d is None else example_of(x, d) if batch in without else jnp.sum(x, d)
         for x, d, without in zip(terms, dims, absent, strict=True)
     ]
     return sum_over_batches(summed, absent, sought), None
 
 
-def _example(array: Any, axis: int) -> Any:
-    """One row of a batch, all of which are the same."""
+def example_of(array: Any, axis: int | None) -> Any:
+    """One example of a batch, where it does not matter which; what has no batch is one."""
+    if axis is None:
+        return array
     if array.shape[axis] == 0:
         return jnp.zeros(array.shape[:axis] + array.shape[axis + 1 :], array.dtype)
     return jax.lax.index_in_dim(array, 0, axis, keepdims=False)

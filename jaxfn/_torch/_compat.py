@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
+from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,8 +27,10 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "APPLYING_CLASS",
+    "BELOW_FUNCTIONALIZATION",
     "CLAMP_SPLITS_TIES",
     "HAS_COMPILED_APPLY",
+    "OPERATION_TYPES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -35,11 +41,67 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "apply_below",
+    "decomposed",
+    "decompositions",
+    "functional",
+    "lstsq_result",
+    "memory",
+    "plain_torch",
     "takes_boxed_gradients",
+    "without_functions",
     "without_modes",
+    "wrapper",
 ]
 
-without_modes = _disable_current_modes  # 2.8 to 2.15
+without_modes = _disable_current_modes  # 2.8 to 2.15: no `TorchDispatchMode` inside
+
+# 2.8 to 2.15: no `__torch_function__` inside.
+without_functions = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
+
+# The place of torch's FakeTensorMode, which modes of no kind are above (2.8 to 2.15).
+BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
+
+OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
+
+
+@contextlib.contextmanager
+def plain_torch() -> Generator[None]:
+    """Inside, torch runs as if nothing was being traced (2.8 to 2.15)."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
+        yield
+
+
+def functional(tensor: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:
+    """A tensor of which `mode` sees what is written to it (2.8 to 2.15)."""
+    return FunctionalTensor(torch._to_functional_tensor(tensor), mode)  # pyright: ignore
+
+
+def wrapper(kind: type[torch.Tensor], dtype: torch.dtype) -> Any:
+    """An empty tensor of a subclass, which says what happens to it (2.8 to 2.15)."""
+    return torch.Tensor._make_wrapper_subclass(kind, (0,), dtype=dtype)  # pyright: ignore
+
+
+def memory(tensor: torch.Tensor) -> int | None:
+    """What is the same for tensors that lie in the same memory; `None` for one without (2.8 to 2.15)."""
+    is_dense = tensor.layout is torch.strided and not isinstance(tensor, FakeTensor)
+    return tensor.untyped_storage()._cdata if is_dense else None  # pyright: ignore[reportPrivateUsage]
+
+
+@functools.cache
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """What torch knows of operations in terms of others (2.8 to 2.15)."""
+    return {**decomposition_table, **core_aten_decompositions()}
+
+
+def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:
+    """An operation in terms of others, as its kernel says; `NotImplemented` if torch knows none (2.8 to 2.15)."""
+    return operation.decompose(*args, **kwargs) if operation._can_decompose() else NotImplemented
+
+
+def lstsq_result(parts: Any) -> Any:
+    """What `torch.linalg.lstsq` returns, of its parts (2.8 to 2.15)."""
+    return torch.return_types.linalg_lstsq(parts)  # pyright: ignore[reportAttributeAccessIssue]
+
 
 _SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from jax import Array, lax
 
+from jaxfn._torch._compat import lstsq_result
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._inside import Site
-from jaxfn._torch._recorder import source_line
+from jaxfn._torch._source_lines import source_line
 
 if TYPE_CHECKING:
     from jaxfn._torch._tracing import Tracing
@@ -176,4 +177,4 @@ def lstsq(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
         residuals = torch.where((rank == a.shape[-1])[..., None], squares, torch.nan)
     values = values if driver in ("gelsd", "gelss") else a.new_empty(0)
     found: Sequence[torch.Tensor] = (solution[..., 0] if is_vector else solution, residuals, rank, values)
-    return torch.return_types.linalg_lstsq(found)  # pyright: ignore[reportAttributeAccessIssue]
+    return lstsq_result(found)

@@ -14,12 +14,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
+from jaxfn._torch._compat import plain_torch
 from jaxfn._torch._composed import ctc_loss, embedding_bag, lstsq
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._indexing import read, write
 from jaxfn._torch._leftovers import exchange
-from jaxfn._torch._recorder import source_line
 from jaxfn._torch._selection import Selection, call
+from jaxfn._torch._source_lines import source_line
 
 if TYPE_CHECKING:
     from jaxfn._torch._tracing import Tracing
@@ -101,7 +102,7 @@ def _values(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
             f"{mode.tracing.owner}: `.{func.__name__}()` asks for the values of a tensor, and while JAX traces there "
             f"are none. Write that part in torch operations{source_line()}"
         )
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
+    with plain_torch():
         return func(tensor.detach(), *args[1:], **kwargs)
 
 

@@ -17,6 +17,7 @@ from jax import lax
 from torch.fx import GraphModule, Node
 
 from jaxfn._torch._arrays import jax_dtype, to_jax
+from jaxfn._torch._compat import plain_torch
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._inside import JaxCall
 from jaxfn._torch._operations import TABLE, Operation, entry_name, refusal
@@ -413,7 +414,7 @@ def _limit(graph_module: GraphModule, node: Node) -> int | None:
         return None
     if value.layout is not torch.strided:
         return None
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
+    with plain_torch():
         return max(-int(value.amin()), int(value.amax()), 0)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import FakeTensor, FunctionalTensor, without_modes
+from jaxfn._torch._compat import FakeTensor, FunctionalTensor, without_functions, without_modes
 from jaxfn._torch._errors import TranslationError
 
 _THREAD = threading.local()
@@ -97,7 +97,7 @@ def _alive(noted: list[weakref.ref[Any]]) -> list[torch.Tensor]:
 
 
 def _below(tensor: Any) -> torch.Tensor:
-    with without_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+    with without_modes(), without_functions():
         return tensor.from_functional()
 
 
@@ -108,7 +108,7 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 def _exchange(tensor: torch.Tensor) -> None:
     """Makes a plain tensor of one that a trace made, which is the same object."""
     value = _below(tensor)
-    with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # pyright: ignore[reportPrivateUsage]
+    with without_modes(), without_functions(), torch.no_grad():
         requires_grad = tensor.requires_grad
         if isinstance(value, FakeTensor):
             plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

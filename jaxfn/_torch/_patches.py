@@ -20,7 +20,7 @@ from jaxfn._torch import _compat
 from jaxfn._torch._applications import apply, apply_taken_before
 from jaxfn._torch._current import current
 from jaxfn._torch._errors import TranslationError
-from jaxfn._torch._recorder import is_users
+from jaxfn._torch._source_lines import is_users
 
 
 class _Name(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._leaves import NoArrays
-from jaxfn._torch._compat import takes_boxed_gradients
+from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch._context import TorchContext
 from jaxfn._torch._definition import Definition
 from jaxfn._torch._errors import TranslationError
@@ -142,7 +142,7 @@ class Forward(NoArrays):
             output = self._run_code(ctx, inputs)
             for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
             made = take_out((output, ctx.to_save, for_forward, ctx.attributes), _is_tensor, each_once=True)
-            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            with without_functions():
                 self.runs_again = any(made.leaves[slot].grad_fn is not None for slot in slots(made.template[1:]))
             # Also after it was written to, an input is that input.
             places = {id(x): i for i, x in enumerate(inputs)}

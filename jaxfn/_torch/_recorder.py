@@ -15,44 +15,38 @@ of those end up in the graph.
 from __future__ import annotations
 
 import contextlib
-import functools
-import linecache
 import operator
-import sys
-import sysconfig
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-import numpy
 import torch
-from torch._decomp import core_aten_decompositions, decomposition_table
-from torch._subclasses.fake_tensor import (
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._leaves import is_array_leaf
+from jaxfn._torch._arrays import jax_dtype, torch_dtype
+from jaxfn._torch._compat import (
+    BELOW_FUNCTIONALIZATION,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     UnsupportedOperatorException,
+    decomposed,
+    decompositions,
+    memory,
+    plain_torch,
 )
-from torch.fx.node import map_aggregate
-from torch.utils import _pytree as torch_tree
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from jaxfn._leaves import is_array_leaf
-from jaxfn._torch._arrays import jax_dtype, torch_dtype
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import put_in, take_out
 from jaxfn._torch._inside import JaxCall
 from jaxfn._torch._interpret import by_name
 from jaxfn._torch._operations import entry_name, refusal
+from jaxfn._torch._source_lines import source_line
 
 aten = torch.ops.aten
-
-# Where a source line is not the user's.
-_NOT_USERS = (*(Path(str(module.__file__)).parent for module in (torch, jax, numpy)), Path(__file__).parents[1])
-_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 # Constants of more elements than this are made in the graph where they can be.
 _LARGE = 4096
@@ -69,8 +63,7 @@ class Recorder(TorchDispatchMode):
       replaced: the operations that a JAX function stands for.
     """
 
-    # In the place where torch puts its FakeTensorMode: below functionalization, which modes of no kind are above.
-    _mode_key = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
+    _mode_key = BELOW_FUNCTIONALIZATION
 
     def __init__(self, owner: str, replaced: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
@@ -274,11 +267,11 @@ class Recorder(TorchDispatchMode):
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation that the table does not have, in terms of others; `NotImplemented` if torch knows none."""
-        rule = _decompositions().get(func)
+        rule = decompositions().get(func)
         with self:
             if rule is not None:
                 return rule(*args, **kwargs)
-            return func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented  # pyright: ignore
+            return decomposed(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any, operands: Sequence[torch.Tensor]) -> Any:
         """An operation on constants alone."""
@@ -294,9 +287,9 @@ class Recorder(TorchDispatchMode):
             self._put_gradient_aside(operand)
         value = func(*args, **kwargs)
         parts = [x for x in torch_tree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-        foreign = {_memory(x) for x in operands if self._is_foreign(x)}
+        foreign = {memory(x) for x in operands if self._is_foreign(x)}
         for part in parts:
-            if _memory(part) in foreign:
+            if memory(part) in foreign:
                 self._foreign.add(id(part))
             self.own(part)
             if outside:
@@ -386,13 +379,6 @@ def _has_unknown_shape(func: Any) -> bool:
     return any(tag in func.tags for tag in _DYNAMIC_SHAPE)
 
 
-@contextlib.contextmanager
-def plain_torch() -> Generator[None]:
-    """Inside, torch runs as if nothing was being traced."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
-        yield
-
-
 def _was_just_seeded(generator: torch.Generator) -> bool:
     """Whether a generator has a seed of the user's and nothing has been drawn from it since."""
     with plain_torch():
@@ -409,17 +395,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [x for x in torch_tree.tree_leaves([given.get(name) for name in names]) if isinstance(x, torch.Tensor)]
 
 
-def _memory(tensor: torch.Tensor) -> int | None:
-    """What is the same for tensors that lie in the same memory; `None` for one without."""
-    is_dense = tensor.layout is torch.strided and not isinstance(tensor, FakeTensor)
-    return tensor.untyped_storage()._cdata if is_dense else None  # pyright: ignore[reportPrivateUsage]
-
-
-@functools.cache
-def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    return {**decomposition_table, **core_aten_decompositions()}
-
-
 def _plain(arguments: Any) -> Any:
     """Arguments as a graph takes them: torch's own lists and tuples are not all plain ones."""
     return map_aggregate(arguments, _itself)
@@ -427,35 +402,3 @@ def _plain(arguments: Any) -> Any:
 
 def _itself(argument: Any) -> Any:
     return argument
-
-
-def source_line(frames: Iterable[FrameType] | None = None) -> str:
-    """The line of the user's code that is running, as part of a message.
-
-    Args:
-      frames: where to look, the innermost first; default: where Python is now.
-    """
-    for frame in running_frames() if frames is None else frames:
-        code, line = frame.f_code, frame.f_lineno
-        if is_users(code.co_filename):
-            text = linecache.getline(code.co_filename, line).strip()
-            return f'\n  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}'
-    return ""
-
-
-def running_frames() -> Iterator[FrameType]:
-    """The frames of this thread, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-@functools.lru_cache(maxsize=1024)
-def is_users(filename: str) -> bool:
-    """Whether code of this file is the user's, and not torch's, jaxfn's or Python's."""
-    path = Path(filename)
-    if filename.startswith("<") or any(map(path.is_relative_to, _NOT_USERS)):
-        return False
-    is_standard = path.is_relative_to(_STANDARD_LIBRARY)
-    return not is_standard or "site-packages" in path.relative_to(_STANDARD_LIBRARY).parts

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils import _pytree as torch_tree
 
+from jaxfn._torch._compat import wrapper
 from jaxfn._torch._errors import TranslationError
-from jaxfn._torch._recorder import source_line
+from jaxfn._torch._source_lines import source_line
 
 if TYPE_CHECKING:
     from jaxfn._torch._tracing import Tracing
@@ -55,7 +56,7 @@ class Selection(torch.Tensor):
     @staticmethod
     def of(full: torch.Tensor, mask: torch.Tensor) -> Selection:
         """The selection with these parts."""
-        selection = torch.Tensor._make_wrapper_subclass(Selection, (0,), dtype=full.dtype)  # pyright: ignore
+        selection = wrapper(Selection, full.dtype)
         selection.full, selection.mask = full, mask
         return selection
 

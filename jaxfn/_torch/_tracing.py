@@ -10,11 +10,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils import _pytree as torch_tree
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from jaxfn._leaves import is_array_leaf
+from jaxfn._torch._compat import (
+    OPERATION_TYPES,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    functional,
+    plain_torch,
+    without_functions,
+    without_modes,
+)
 from jaxfn._torch._current import current, replace_current
 from jaxfn._torch._errors import TranslationError
 from jaxfn._torch._flat import put_in, take_out
@@ -22,8 +29,9 @@ from jaxfn._torch._inside import Site
 from jaxfn._torch._interception import PythonLevel
 from jaxfn._torch._leftovers import note
 from jaxfn._torch._patches import patched
-from jaxfn._torch._recorder import WRITES_OUTSIDE, Recorder, plain_torch, source_line
+from jaxfn._torch._recorder import WRITES_OUTSIDE, Recorder
 from jaxfn._torch._selection import Selection, refuse
+from jaxfn._torch._source_lines import source_line
 
 
 class Replacements(NamedTuple):
@@ -47,8 +55,7 @@ class Replacements(NamedTuple):
 
 
 def _is_operation(op: object) -> bool:
-    kinds = (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
-    return isinstance(op, kinds) or hasattr(op, "_opoverload")
+    return isinstance(op, (str, *OPERATION_TYPES)) or hasattr(op, "_opoverload")
 
 
 # What torch says where something looks into a tensor's memory.
@@ -73,7 +80,7 @@ class _Functionalization(FunctionalTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHECKS:
             return None
-        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        with without_functions():
             value = super().__torch_dispatch__(func, types, args, kwargs)
             return note(torch_tree.tree_map_only(torch.Tensor, self._lifted, value))
 
@@ -81,7 +88,7 @@ class _Functionalization(FunctionalTensorMode):
         """A copy of a tensor made outside, so that writes to it are seen; any other tensor as it is."""
         if isinstance(tensor, FunctionalTensor) or not self._recorder.is_own(tensor):
             return tensor
-        return FunctionalTensor(torch._to_functional_tensor(tensor), self)  # pyright: ignore
+        return functional(tensor, self)
 
 
 # Raise for some values, which are not known while tracing. JAX's linear algebra gives NaN for what has no solution.
@@ -117,7 +124,7 @@ class Tracing:
         states = _random_states()
         with contextlib.ExitStack() as stack:
             stack.enter_context(patched(self.owner, self.replacements.functions))
-            stack.enter_context(_disable_current_modes())  # another trace's, where its code applies this Function
+            stack.enter_context(without_modes())  # another trace's, where its code applies this Function
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.recorder)
             stack.enter_context(_Functionalization(self.recorder))
@@ -191,7 +198,7 @@ class Tracing:
 
     def lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor from below functionalization as the code sees it."""
-        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        with without_functions():
             return note(FunctionalTensor.to_functional(tensor))
 
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -200,7 +207,7 @@ class Tracing:
             refuse("keeping or returning")
         if not isinstance(tensor, FunctionalTensor):
             return tensor
-        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        with without_functions():
             return tensor.from_functional()
 
     def is_traced(self, value: object) -> bool:
@@ -213,7 +220,7 @@ class Tracing:
 
     def call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
         """Records a call of a function of JAX arrays, which gives `value` (of `Recorder.fake` tensors)."""
-        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        with without_functions():
             lowered = [self.lower(tensor) for tensor in tensors]
             value = self.recorder.call(target, tuple(lowered), {}, value)
             return torch_tree.tree_map_only(torch.Tensor, self.lift, value)
