@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar, cast
 
-from jaxfn._arguments import Form
-from jaxfn._attached import CallRule
 from jaxfn._compat import refuses_symbolic_zeros, stages_constants
-from jaxfn._differentiable import differentiable
-from jaxfn._hooks import hooks_in_force
-from jaxfn._leaves import ARRAY_LAYOUT, Layout, Opaque, as_array, is_traced, split
-from jaxfn._methods import Methods, undefined
-from jaxfn._rules import Differentiable, Site
-from jaxfn._run import Call
+from jaxfn._derivatives.differentiable import differentiable
+from jaxfn._derivatives.every_order import CallRule
+from jaxfn._derivatives.rule import Differentiable, Site
+from jaxfn._protocol.hooks import hooks_in_force
+from jaxfn._run.call import Call
+from jaxfn._run.methods import Methods, undefined
+from jaxfn._values.arguments import Form
+from jaxfn._values.arrays import as_array, is_traced
+from jaxfn._values.hidden import Opaque
+from jaxfn._values.layouts import ARRAY_LAYOUT, Layout, split
 from jaxfn._watch import current_watch, watching
 
 # Per Function: how many argument structures and static values are kept prepared at the same time.

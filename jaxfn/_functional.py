@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jaxfn._function import Function
-from jaxfn._methods import Methods
+from jaxfn._run.methods import Methods
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -11,7 +11,7 @@ import pytest
 from jax.custom_derivatives import linear_call
 
 import jaxfn
-from jaxfn import _tangents
+from jaxfn._protocol import tangents as _tangents
 from tests import cases
 from tests.cases import make_args, with_attributes
 from tests.conftest import NO_REMAT_TRANSPOSE

@@ -459,7 +459,7 @@ def test_blocks_give_the_same_verdict(reference):
 
 
 def test_programs_stay_below_the_memory_that_they_may_use(monkeypatch):
-    from jaxfn._gradcheck import _sweep
+    from jaxfn._gradcheck import sweep as _sweep
 
     needed, batches = [], []
     original = _sweep.Sweep._program
@@ -480,7 +480,7 @@ def test_programs_stay_below_the_memory_that_they_may_use(monkeypatch):
 
 
 def test_the_second_check_on_other_values_compiles_nothing(monkeypatch):
-    from jaxfn._gradcheck import _programs
+    from jaxfn._gradcheck import programs as _programs
 
     compiled = []
     monkeypatch.setattr(_programs, "compile_quickly", lambda lowered: compiled.append(lowered) or lowered.compile())
@@ -523,7 +523,7 @@ def test_callbacks_are_told_apart():
 
 
 def test_kept_programs_are_bounded(monkeypatch):
-    from jaxfn._gradcheck import _programs
+    from jaxfn._gradcheck import programs as _programs
 
     monkeypatch.setattr(_programs, "_PROGRAMS_KEPT", 2)
     for size in (1, 2, 3):

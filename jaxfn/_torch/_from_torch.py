@@ -12,11 +12,10 @@ import jax
 import numpy as np
 import torch
 
-from jaxfn._context import FunctionCtx, state_of
 from jaxfn._function import Function
-from jaxfn._leaves import as_array, is_array_leaf, is_none
-from jaxfn._methods import Methods
-from jaxfn._once import once_differentiable
+from jaxfn._protocol.context import FunctionCtx, state_of
+from jaxfn._protocol.once_differentiable import once_differentiable
+from jaxfn._run.methods import Methods
 from jaxfn._torch._arrays import torch_dtype
 from jaxfn._torch._definition import Definition
 from jaxfn._torch._errors import TranslationError
@@ -26,6 +25,7 @@ from jaxfn._torch._inside import Site, as_key, new_key
 from jaxfn._torch._program import Batched, Forward, Spec, known_or_made, spec_of
 from jaxfn._torch._statics import Recent
 from jaxfn._torch._tracing import Replacements, Tracing
+from jaxfn._values.arrays import as_array, is_array_leaf, is_none
 
 # Per Function: how many traces of `forward`, and of `vmap`, are kept.
 _FORWARDS_KEPT = 256

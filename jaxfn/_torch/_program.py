@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._leaves import NoArrays
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch._context import TorchContext
 from jaxfn._torch._definition import Definition
@@ -21,6 +20,7 @@ from jaxfn._torch._leftovers import cleaned_up
 from jaxfn._torch._recorder import draws_random_numbers
 from jaxfn._torch._statics import Recent, ambient_key, static_key
 from jaxfn._torch._tracing import Tracing
+from jaxfn._values.hidden import NoArrays
 
 # How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
 _DERIVATIVES_KEPT = 32

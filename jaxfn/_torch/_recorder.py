@@ -24,7 +24,6 @@ import torch
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._leaves import is_array_leaf
 from jaxfn._torch._arrays import jax_dtype, torch_dtype
 from jaxfn._torch._compat import (
     BELOW_FUNCTIONALIZATION,
@@ -45,6 +44,7 @@ from jaxfn._torch._inside import JaxCall
 from jaxfn._torch._interpret import by_name
 from jaxfn._torch._operations import entry_name, refusal
 from jaxfn._torch._source_lines import source_line
+from jaxfn._values.arrays import is_array_leaf
 
 aten = torch.ops.aten
 

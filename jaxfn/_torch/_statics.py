@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from jaxfn._leaves import value_key
 from jaxfn._torch._flat import Slot
+from jaxfn._values.layouts import value_key
 
 _T = TypeVar("_T")
 

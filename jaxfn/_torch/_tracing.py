@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._leaves import is_array_leaf
 from jaxfn._torch._compat import (
     OPERATION_TYPES,
     FunctionalTensor,
@@ -32,6 +31,7 @@ from jaxfn._torch._patches import patched
 from jaxfn._torch._recorder import WRITES_OUTSIDE, Recorder
 from jaxfn._torch._selection import Selection, refuse
 from jaxfn._torch._source_lines import source_line
+from jaxfn._values.arrays import is_array_leaf
 
 
 class Replacements(NamedTuple):

@@ -1,0 +1,216 @@
+"""A rule as a `jax.custom_vjp`: reverse mode by the user's `backward`.
+
+    arrays --primal--> Outputs                      nothing is differentiated
+    arrays --fwd-----> Outputs, Residuals           detach, the user's forward, attach
+    Residuals, cotangents --bwd--> cotangents       the user's backward
+
+What `forward` decided besides arrays leaves the traced function as the static part of the `Outputs` and `Residuals`
+pytree nodes, never through a closure: JAX may cache a trace and not run the function again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfn._compat import Batch, SymbolicZero, batches_of, enclosing_batches, is_batched, zeros_of
+from jaxfn._derivatives.names_for_jax import describe
+from jaxfn._derivatives.rule import Differentiable, Rule, Site
+from jaxfn._primitives.attach import Mapping
+from jaxfn._primitives.linearity import is_constant, is_zero
+from jaxfn._primitives.summing import NOT_MAPPED, sum_over_batches
+from jaxfn._protocol.outputs import Outputs
+from jaxfn._run.run import Run
+from jaxfn._values.arrays import as_array, is_inexact
+
+
+def reverse_mode(rule: Rule) -> Differentiable:
+    """The rule's function, differentiable in reverse mode, at every order."""
+
+    def primal(site: Site, *operands: Any) -> Outputs:
+        outputs = rule.primal(site, [as_array(x) for x in operands])
+        site.outputs = outputs.layout
+        return outputs
+
+    def fwd(site: Site, *primals: Any) -> tuple[Outputs, Residuals]:
+        operands = [as_array(p.value) for p in primals]
+        # JAX's coming checkpoint says of integers too that they are perturbed.
+        perturbed = tuple(p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, operands, strict=True))
+        outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
+        site.check_outputs(run)
+        return outputs, _kept(site, _mapped(site, run, outputs.arrays, rule.of_inputs(operands)), residuals)
+
+    def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
+        run = residuals.run
+        mappings = _mappings(run)
+        pull = partial(_pull_apart, mappings) if mappings else Run.backward
+        return None, *rule.of_operands(pull(run, residuals.arrays, cotangents.arrays))
+
+    describe(rule, primal, fwd, bwd)
+    differentiable = jax.custom_vjp(primal)
+    differentiable.defvjp(fwd, bwd, symbolic_zeros=True)
+    return differentiable
+
+
+def _mapped(site: Site, run: Run, outputs: Sequence[Any], inputs: Sequence[Any]) -> Run:
+    """The run, knowing which outputs lack a batch that an input has, where a mapped call is differentiated."""
+    if not any(map(is_batched, inputs)):
+        return run
+    of_inputs, of_outputs = list(map(batches_of, inputs)), list(map(batches_of, outputs))
+    mappings: list[Mapping] = []
+    here, num_around = enclosing_batches()
+    for operations in here[: max(len(here) + num_around - site.num_around, 0)]:
+        unbatched = frozenset(i for i, batches in enumerate(of_outputs) if operations.batch not in batches)
+        mapped = frozenset(i for i, batches in enumerate(of_inputs) if operations.batch in batches)
+        mappings.append(Mapping(operations, unbatched, mapped))
+    if any(m.unbatched for m in mappings):
+        run = copy.copy(run)
+        run.mappings = mappings
+    return run
+
+
+def _mappings(run: Run) -> list[Mapping]:
+    """The uses of `jax.vmap` of which the derivative is taken from outside, where outputs lack their batch.
+
+    # Note: grad of vmap, and vmap of grad, of a jitted function
+
+    Under `jax.jit` forward runs where no batch is seen. `jax.vmap` maps the program that it was traced into, and there
+    `attach` notes which operands are mapped. It does so in either order; but only where the derivative is taken from
+    outside JAX runs `bwd` in the midst of that very vmap:
+
+        grad(vmap(jit(f)))    fwd: jit            bwd: vmap, transposing jit
+        vmap(grad(jit(f)))    fwd: jit            bwd: transposing jit, vmap
+
+    Where a program has the derivative inside, `bwd` may run in the midst of a vmap from outside as well, such as where
+    a jitted function returns what `jax.vjp` did, or where JAX's coming checkpoint computes residuals again. But `fwd`
+    and `bwd` are not mapped as the rule of one call then.
+    """
+    if not run.mappings and not run.mappings_of_program:
+        return []
+    here = enclosing_batches().here
+    of_call = [
+        m._replace(operations=bwd)  # JAX's coming custom_vjp maps fwd and bwd one by one, each by a batch of its own
+        for m, bwd in zip(run.mappings, here, strict=False)
+        if m.unbatched and not m.operations.are_of_one_run(bwd)
+    ]
+    of_program = [
+        m._replace(inputs=frozenset(run.call.places_without_refs[i] for i in m.inputs))
+        for m in run.mappings_of_program
+        if any(map(m.operations.are_of_one_rule, here))
+    ]
+    return [*of_call, *of_program]
+
+
+def _pull_apart(
+    mappings: Sequence[Mapping], run: Run, residuals: Sequence[Any], cotangents: Sequence[Any]
+) -> list[jax.Array | None]:
+    """The user's backward for each output that lacks a batch, and for all others together; see `summing`.
+
+    Raises:
+      NotImplementedError: an input's gradient by an output without a batch depends on that batch. JAX has summed that
+        output's cotangent over the batch (0.10.0 to 0.12.0), so no example's own is left.
+    """
+    zeros: list[Any] = [SymbolicZero(aval.to_tangent_aval()) for aval in run.output_avals]
+    lacking = [
+        i
+        for i in sorted(frozenset[int]().union(*(m.unbatched for m in mappings)))
+        if not isinstance(cotangents[i], SymbolicZero) and is_inexact(run.output_avals[i].dtype)
+    ]
+    if not lacking:
+        return run.backward(residuals, cotangents)
+    others = [zeros[i] if i in lacking else ct for i, ct in enumerate(cotangents)]
+    terms: list[list[tuple[Any, frozenset[Batch]]]] = [
+        [] if ct is None else [(ct, frozenset())] for ct in run.backward(residuals, others)
+    ]
+    for place in lacking:
+        absent = [m for m in mappings if place in m.unbatched]
+        alone = [*zeros[:place], cotangents[place], *zeros[place + 1 :]]
+        for i, of_input in enumerate(run.backward(residuals, alone)):
+            if of_input is None:
+                continue
+            if any(i in m.inputs for m in absent):  # as the output does not depend on this input, so must its gradient
+                _refuse_unless_zero(run, residuals, alone, place, i)
+                continue
+            _refuse_unless_constant(run, residuals, alone, i, [m.batch for m in absent])
+            terms[i].append((of_input, frozenset(m.batch for m in absent)))
+    return [_sum(of_input, [m.batch for m in mappings if i not in m.inputs]) for i, of_input in enumerate(terms)]
+
+
+def _sum(terms: Sequence[tuple[Any, frozenset[Batch]]], sought: Sequence[Batch]) -> jax.Array | None:
+    if not terms:
+        return None
+    return sum_over_batches([x for x, _ in terms], [absent for _, absent in terms], frozenset(sought))
+
+
+def _refuse_unless_zero(
+    run: Run, residuals: Sequence[Any], cotangents: Sequence[Any], place: int, input_place: int
+) -> None:
+    def of_input(cotangent: Any) -> list[Any]:
+        gradient = run.backward(residuals, [*cotangents[:place], cotangent, *cotangents[place + 1 :]])[input_place]
+        return [] if gradient is None else [gradient]
+
+    if not is_zero(of_input, [zeros_of(run.output_avals[place])]):
+        raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
+
+
+def _refuse_unless_constant(
+    run: Run, residuals: Sequence[Any], cotangents: Sequence[Any], input_place: int, batches: Sequence[Batch]
+) -> None:
+    mapped = [i for i, x in enumerate(residuals) if not batches_of(x).isdisjoint(batches)]
+
+    def of_input(*values: Any) -> list[Any]:
+        filled = list(residuals)
+        for i, value in zip(mapped, values, strict=True):
+            filled[i] = value
+        gradient = run.backward(filled, cotangents)[input_place]
+        return [] if gradient is None else [gradient]
+
+    if mapped and not is_constant(of_input, [residuals[i] for i in mapped]):
+        raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
+
+
+class Residuals:
+    """The arrays kept for backward, and where they belong: a pytree node.
+
+    JAX keeps the trace of `fwd` for every pattern of perturbed inputs (under `cond`, `scan` and `jit`), but the tree of
+    the residuals only of the last one. So the tree must not depend on the pattern: it holds the site, and which run the
+    residuals are of is told by the shape of a last, empty one.
+    """
+
+    def __init__(self, arrays: Sequence[Any], site: Site) -> None:
+        self.arrays = arrays
+        self.site = site
+
+    @property
+    def run(self) -> Run:
+        """The run that kept them."""
+        runs = self.site.runs
+        return runs[-1] if runs[-1].has_one_pattern else runs[self.arrays[-1].shape[-1]]
+
+
+jax.tree_util.register_pytree_node(Residuals, lambda r: (r.arrays, r.site), lambda site, a: Residuals(a, site))
+
+
+def _kept(site: Site, run: Run, residuals: list[Any]) -> Residuals:
+    """The residuals of a run at this site."""
+    site.runs.append(run)
+    if run.has_one_pattern:
+        return Residuals(residuals, site)
+    if run.read_needs_input_grad:
+        # What such a forward saves may depend on the pattern, so their number must not show either.
+        residuals = residuals + [_token(0)] * (_RESIDUALS_ROUNDED_TO - len(residuals) % _RESIDUALS_ROUNDED_TO)
+    # Looked up, not counted: two threads may be differentiating the same traced call.
+    return Residuals([*residuals, _token(site.runs.index(run))], site)
+
+
+_RESIDUALS_ROUNDED_TO = 16
+
+
+@lru_cache
+def _token(number: int) -> np.ndarray[Any, Any]:
+    return np.zeros((0, number), bool)

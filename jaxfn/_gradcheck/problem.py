@@ -1,0 +1,238 @@
+"""What is being differentiated: a function of a list of double-precision arrays that returns a list of them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
+
+from jaxfn._compat import is_ref
+from jaxfn._functional import CallableFunction
+from jaxfn._run.methods import Methods
+from jaxfn._values.arrays import double, is_array_leaf, is_inexact, is_none
+
+# A function of arrays that returns a list of arrays.
+Flat = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array that is differentiated, or differentiated with respect to.
+
+    A complex array of `size` elements has `2 * size` real components: first all real parts, then all imaginary ones.
+
+    Attributes:
+      name: what reports call it.
+      shape: its shape.
+      dtype: `float64` or `complex128`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def is_complex(self) -> bool:
+        return self.dtype.kind == "c"
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=int))
+
+    @property
+    def num_components(self) -> int:
+        return self.size * (2 if self.is_complex else 1)
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    def locate(self, component: int) -> tuple[tuple[int, ...], str]:
+        """The index of a component, and for complex arrays which part it is."""
+        part, element = divmod(component, max(self.size, 1))
+        index = tuple(int(i) for i in np.unravel_index(element, self.shape)) if self.shape else ()
+        return index, ("real", "imaginary")[part] if self.is_complex else ""
+
+
+@dataclass
+class Problem:
+    """A function, and where it is differentiated.
+
+    Attributes:
+      name: the function's.
+      call: the function itself.
+      measured: the function whose derivative is meant, and whose values finite differences take.
+      reference: the same for autodiff, without custom rules as far as they can be taken off.
+      inputs: what is differentiated with respect to.
+      values: their values, in double precision.
+      describe_outputs: the names of what `call` returned last, and their dtypes before they were made double.
+      may_stop: whether an output may have no derivative, as one that is marked non-differentiable.
+    """
+
+    name: str
+    call: Flat
+    measured: Flat
+    reference: Flat
+    inputs: tuple[Leaf, ...]
+    values: list[jax.Array]
+    describe_outputs: Callable[[], list[tuple[str, Any]]]
+    may_stop: bool = True
+
+
+def as_double(array: Any) -> jax.Array:
+    """An inexact array in double precision, any other as it is."""
+    array = jnp.asarray(array)
+    return array.astype(double(array.dtype)) if is_inexact(array.dtype) else array
+
+
+def make_problem(
+    func: Callable[..., Any],
+    inputs: Any,
+    argnums: int | Sequence[int] | None,
+    surrogate: Callable[..., Any] | None = None,
+) -> Problem:
+    """Takes the inputs apart.
+
+    Args:
+      func: any callable.
+      inputs: its positional arguments, or the one argument.
+      argnums: which of them are differentiated; by default every floating or complex array leaf of all of them.
+      surrogate: another function whose derivative is meant.
+
+    Raises:
+      ValueError: nothing is differentiable, or `argnums` names an argument that is not there or not differentiable.
+    """
+    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    chosen = _chosen(argnums, len(args))
+    names = _argument_names(func, args)
+    paths, tree = tree_flatten_with_path(args, is_leaf=is_none)
+    leaves: list[Any] = []  # of all arguments; the differentiated ones will be replaced
+    positions: list[int] = []
+    described: list[Leaf] = []
+    for path, leaf in paths:
+        argument = path[0].idx
+        if is_array_leaf(leaf) and is_ref(leaf):
+            raise TypeError(
+                f"{names[argument]}{keystr(path[1:])} is a jax.Ref. The function may write to it, so it cannot be run "
+                "again and again: make the Ref inside the function."
+            )
+        is_number = argnums is not None and argument in chosen and type(leaf) in (float, complex)
+        if not (is_number or is_array_leaf(leaf)):
+            leaves.append(leaf)
+            continue
+        array = as_double(leaf)
+        if argument in chosen and is_inexact(array.dtype):
+            name = names[argument] + keystr(path[1:])
+            _warn_of_precision(name, leaf)
+            positions.append(len(leaves))
+            described.append(Leaf(name, array.shape, double(array.dtype)))
+        leaves.append(array)
+    _require_differentiable(argnums, chosen, [paths[i][0][0].idx for i in positions])
+    outputs: list[list[tuple[str, Any]]] = [[]]
+
+    def flat(function: Callable[..., Any]) -> Flat:
+        def call(*values: Any) -> list[jax.Array]:
+            merged = list(leaves)
+            for position, value in zip(positions, values, strict=True):
+                merged[position] = value
+            returned = function(*tree_unflatten(tree, merged))
+            outputs[0], arrays = _inexact_outputs(returned)
+            return arrays
+
+        return call
+
+    values = [leaves[i] for i in positions]
+    call = flat(func)
+    measured = call if surrogate is None else flat(surrogate)
+    # JAX's own rules are taken off here; Functions lose theirs when they are called.
+    has_rule = surrogate is None and isinstance(func, (jax.custom_vjp, jax.custom_jvp))
+    bare = flat(cast(Any, func).__wrapped__) if has_rule else measured
+    return Problem(function_name(func), call, measured, bare, tuple(described), values, lambda: outputs[0])
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """What reports call a function."""
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or type(func).__name__
+
+
+def _chosen(argnums: int | Sequence[int] | None, count: int) -> frozenset[int]:
+    if argnums is None:
+        return frozenset(range(count))
+    wanted = [argnums] if isinstance(argnums, int) else list(argnums)
+    for argnum in wanted:
+        if not -count <= argnum < count:
+            raise ValueError(f"argnums names argument {argnum}, but there are {count} inputs")
+    return frozenset(argnum % count for argnum in wanted)
+
+
+def _require_differentiable(argnums: int | Sequence[int] | None, chosen: frozenset[int], found: Sequence[int]) -> None:
+    missing = sorted(chosen - set(found))
+    if argnums is not None and missing:
+        raise ValueError(f"argnums names input {missing[0]}, which has no floating or complex array")
+    if not found:
+        raise ValueError(
+            "gradcheck expects at least one floating or complex array among its inputs, to differentiate with respect "
+            "to. Python numbers are static: make them arrays, or name their argument in argnums."
+        )
+
+
+def _argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """`input 0 ('x')` and so on, by the function's signature where it says."""
+    try:
+        owner = function_of(func)
+        signature = inspect.signature(func) if owner is None else Methods(owner).parameters.signature
+        bound = signature.bind(*args).arguments
+    except (TypeError, ValueError):
+        return [f"input {i}" for i in range(len(args))]
+    names: list[str] = []
+    for name in bound:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}[{i}]" for i in range(len(bound[name]))]
+        else:
+            names.append(name)
+    return [f"input {i} ({name!r})" for i, name in enumerate(names)]
+
+
+def function_of(func: Any) -> Any:
+    """The `Function` class whose `apply` this is, or that a decorated function has underneath; `None` otherwise."""
+    owner = getattr(func, "_jaxfn_owner", None)
+    return func.Function if owner is None and isinstance(func, CallableFunction) else owner
+
+
+def _warn_of_precision(name: str, leaf: Any) -> None:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and double(dtype) != dtype:
+        warnings.warn(
+            f"{name} is {dtype}, which is not double precision. gradcheck converts it and computes in double "
+            "precision; a function that converts it back will likely fail the check.",
+            stacklevel=5,
+        )
+
+
+def _inexact_outputs(returned: Any) -> tuple[list[tuple[str, Any]], list[jax.Array]]:
+    """The names, dtypes and double-precision values of the floating and complex leaves that a function returned."""
+    several = isinstance(returned, tuple)
+    described: list[tuple[str, Any]] = []
+    arrays: list[jax.Array] = []
+    for path, leaf in tree_flatten_with_path(returned)[0]:
+        if not (is_array_leaf(leaf) or type(leaf) in (float, complex)):
+            continue
+        dtype = jnp.result_type(leaf)
+        if not is_inexact(dtype):
+            continue
+        name, rest = (f"output {_position(path[0])}", path[1:]) if several else ("output 0", path)
+        described.append((name + keystr(rest), dtype))
+        arrays.append(as_double(leaf))
+    return described, arrays
+
+
+def _position(key: Any) -> str:
+    """An entry of a tuple or of a namedtuple."""
+    return str(getattr(key, "idx", getattr(key, "name", key)))

@@ -1,0 +1,91 @@
+"""The inputs of a parity check: NumPy arrays and Python values, which torch and JAX both get copies of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
+
+from jaxfn._values.arrays import double, is_array_leaf, is_inexact, is_none
+
+Array = np.ndarray[Any, Any]
+
+# With more differentiable inputs than this, only each alone and all together are tried, not every subset.
+_ALL_SUBSETS_UP_TO = 5
+# A step off a kink: large against double precision, small against the values themselves.
+_NUDGE = 1e-4
+
+
+class Inputs:
+    """The arguments of one call.
+
+    Args:
+      args: any pytrees; array leaves become NumPy arrays.
+
+    Attributes:
+      names: of the array leaves that are differentiated, `input 0` and so on with paths into pytrees.
+      values: those arrays.
+    """
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        paths, self._tree = tree_flatten_with_path(tuple(args), is_leaf=is_none)
+        self._leaves = [np.asarray(leaf) if is_array_leaf(leaf) else leaf for _, leaf in paths]
+        self._positions = [
+            i for i, leaf in enumerate(self._leaves) if isinstance(leaf, np.ndarray) and is_inexact(leaf.dtype)
+        ]
+        self.names = [f"input {paths[i][0][0].idx}{keystr(paths[i][0][1:])}" for i in self._positions]
+        self.values: list[Array] = [self._leaves[i] for i in self._positions]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments."""
+        return tree_unflatten(self._tree, self._leaves)
+
+    def call(self, function: Callable[..., Any], convert: Callable[[Any], Any], values: Sequence[Any]) -> Any:
+        """Calls a function of all arguments.
+
+        Args:
+          function: the function.
+          convert: makes an array argument of it out of a NumPy array.
+          values: the differentiable arguments, which are passed as they are.
+        """
+        leaves = [convert(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in self._leaves]
+        for position, value in zip(self._positions, values, strict=True):
+            leaves[position] = value
+        return function(*tree_unflatten(self._tree, leaves))
+
+    def patterns(self) -> list[tuple[int, ...]]:
+        """Which of the differentiable inputs are differentiated together: every subset, or singles and all."""
+        everything = tuple(range(len(self.values)))
+        sizes = range(1, len(everything) + 1) if len(everything) <= _ALL_SUBSETS_UP_TO else (1, len(everything))
+        return [subset for size in sizes for subset in combinations(everything, size)]
+
+    def _with_values(self, values: Sequence[Array]) -> Inputs:
+        leaves = list(self._leaves)
+        for position, value in zip(self._positions, values, strict=True):
+            leaves[position] = value
+        return Inputs(tree_unflatten(self._tree, leaves))
+
+    def in_double(self) -> Inputs:
+        """The same in double precision."""
+        return self._with_values([x.astype(double(x.dtype)) for x in self.values])
+
+    def nudged(self) -> Inputs:
+        """In double precision, each number moved a little in a direction of its own."""
+        moved = [
+            x + _NUDGE * (1 + abs(x)) * draw(1000 + i, x.shape, x.dtype) for i, x in enumerate(self.in_double().values)
+        ]
+        return self._with_values(moved)
+
+
+def draw(seed: int, shape: Sequence[int], dtype: Any) -> Array:
+    """Normal random numbers that both sides draw alike."""
+    generator = np.random.default_rng(seed)
+    numbers = generator.standard_normal(shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        numbers = numbers + 1j * generator.standard_normal(shape)
+    return np.asarray(numbers, dtype)

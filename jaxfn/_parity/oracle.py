@@ -1,0 +1,108 @@
+"""What torch computed, and the file that keeps it: a plain `.npz` of arrays and one JSON text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfn._parity.inputs import Array
+from jaxfn._parity.sides import Measurements
+
+_RUNS = ("given", "double", "nudged")
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What torch computed.
+
+    Attributes:
+      name: the function's.
+      args: its arguments, arrays among them as NumPy's.
+      given, double, nudged: what was measured on them, on them in double precision, and a small step aside.
+      refusal: why there are no second derivatives, if there are none.
+      versions: of torch and NumPy.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    given: Measurements
+    double: Measurements
+    nudged: Measurements
+    refusal: str | None
+    versions: dict[str, str]
+
+
+def save(path: str, oracle: Oracle) -> None:
+    """Writes an oracle; `path` is taken as it is."""
+    arrays: dict[str, Array] = {}
+    args = [_encoded(arg, f"argument {i}", arrays) for i, arg in enumerate(oracle.args)]
+    for run in _RUNS:
+        arrays |= {f"{run}/{what}": array for what, array in getattr(oracle, run).items()}
+    content = {
+        "name": oracle.name,
+        "args": args,
+        "refusal": oracle.refusal,
+        "versions": oracle.versions,
+        # NumPy's format does not know bfloat16 and its kin; they are written as bits.
+        "dtypes": {name: str(array.dtype) for name, array in arrays.items()},
+    }
+    plain = {name: array.view(f"u{array.itemsize}") if _is_foreign(array) else array for name, array in arrays.items()}
+    with open(path, "wb") as file:
+        np.savez(file, allow_pickle=False, content=np.array(json.dumps(content)), **plain)
+
+
+def load(path: str) -> Oracle:
+    """Reads an oracle."""
+    with np.load(path, allow_pickle=False) as file:
+        content = json.loads(str(file["content"]))
+        arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
+    runs = {
+        run: {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}
+        for run in _RUNS
+    }
+    args = tuple(_decoded(arg, arrays) for arg in content["args"])
+    return Oracle(content["name"], args, **runs, refusal=content["refusal"], versions=content["versions"])
+
+
+def _is_foreign(array: Array) -> bool:
+    return array.dtype.kind == "V"
+
+
+def _with_dtype(array: Array, dtype: str) -> Array:
+    return array if str(array.dtype) == dtype else array.view(jnp.dtype(dtype))
+
+
+def _encoded(value: Any, where: str, arrays: dict[str, Array]) -> dict[str, Any]:
+    """A value as JSON, its arrays put aside."""
+    if isinstance(value, np.ndarray):
+        name = f"input/{len(arrays)}"
+        arrays[name] = value
+        return {"array": name}
+    if isinstance(value, (tuple, list)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_encoded(item, f"{where}[{i}]", arrays) for i, item in enumerate(value)]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _encoded(item, f"{where}[{key!r}]", arrays) for key, item in value.items()}}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    raise TypeError(
+        f"record_oracle cannot write {where}, a {type(value).__name__}: it writes arrays, numbers, strings, None, and "
+        "lists, tuples and dicts of them. Record a function that has the rest built in."
+    )
+
+
+def _decoded(encoded: Mapping[str, Any], arrays: Mapping[str, Array]) -> Any:
+    ((kind, content),) = encoded.items()
+    if kind == "array":
+        return arrays[content]
+    if kind == "dict":
+        return {key: _decoded(item, arrays) for key, item in content.items()}
+    if kind in ("tuple", "list"):
+        items = [_decoded(item, arrays) for item in content]
+        return tuple(items) if kind == "tuple" else items
+    return content

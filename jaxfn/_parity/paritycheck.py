@@ -1,0 +1,234 @@
+"""`paritycheck` and `record_oracle`: a port beside the torch Function that it was ported from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfn._parity.inputs import Array, Inputs
+from jaxfn._parity.oracle import Oracle, load, save
+from jaxfn._parity.report import ParityReport, Row
+from jaxfn._parity.sides import JaxSide, Measurements, TorchSide
+from jaxfn._values.arrays import double
+
+# Relative, by the coarser dtype of the two; what rounding in sums and products of usual length leaves.
+_RTOL = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-5, "complex64": 2e-5}
+_RTOL_DOUBLE = 1e-9
+
+
+def paritycheck(
+    jax_fn: Any,
+    torch_fn: Any,
+    inputs: Sequence[Any] | None = None,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    second_order: bool = True,
+) -> ParityReport:
+    """Compares a Function on JAX with the torch one that it was ported from, on the same numbers.
+
+    Outputs, the gradients for every subset of differentiated inputs, and second derivatives are computed by both, once
+    in the dtypes of the inputs and once in double precision. Where they differ, the second run tells rounding from a
+    wrong formula; a third one, a small step aside, finds differences that exist at a kink only (torch and JAX choose
+    different derivatives of `clamp`, `abs`, `maximum` and norms exactly there).
+
+    Args:
+      jax_fn: a `jaxfn.Function` or any function of JAX arrays.
+      torch_fn: a `torch.autograd.Function` or any function of tensors; or the path of what `record_oracle` wrote,
+        with which torch is not needed.
+      inputs: the arguments, arrays (NumPy's, of any shapes) and Python values; left out with a recorded oracle.
+      rtol, atol: how far apart numbers may be: `|jax - torch| <= atol + rtol * |torch|`. By default what rounding in
+        the dtype at hand leaves, `atol` relative to the largest number of the array.
+      second_order: whether to compare second derivatives too.
+
+    Returns:
+      A report: true where everything agrees; `print` shows it as a table, `to_json()` gives it as JSON.
+
+    Raises:
+      ImportError: torch is not installed, and `torch_fn` is not a path.
+      ValueError: `torch_fn` returned no tensor.
+
+    Example:
+      >>> import torch, jax.numpy as jnp, numpy as np, jaxfn
+      >>> class TorchSquare(torch.autograd.Function):
+      ...     @staticmethod
+      ...     def forward(ctx, x):
+      ...         ctx.save_for_backward(x)
+      ...         return x * x
+      ...     @staticmethod
+      ...     def backward(ctx, grad_output):
+      ...         (x,) = ctx.saved_tensors
+      ...         return 2 * x * grad_output
+      >>> def port(x):
+      ...     return x * x
+      >>> report = jaxfn.paritycheck(port, TorchSquare, [np.array([1.0, 2.0], np.float32)])
+      >>> bool(report), report.rows[1].what
+      (True, 'gradient of input 0')
+
+    Torch counterpart: none.
+    """
+    if isinstance(torch_fn, (str, os.PathLike)):
+        if inputs is not None:
+            raise TypeError("paritycheck: a recorded oracle has its own inputs; leave `inputs` out")
+        oracle = load(os.fspath(torch_fn))
+    else:
+        if inputs is None:
+            raise TypeError("paritycheck: say on which `inputs` to compare")
+        oracle = _ask_torch(torch_fn, inputs, second_order, "paritycheck")
+    return _compare(JaxSide(jax_fn), oracle, rtol, atol, second_order)
+
+
+def record_oracle(torch_fn: Any, inputs: Sequence[Any], path: str | os.PathLike[str]) -> None:
+    """Writes what `paritycheck` needs of a torch Function to a file, for an environment without torch.
+
+    Args:
+      torch_fn: a `torch.autograd.Function` or any function of tensors.
+      inputs: the arguments, arrays and such Python values as JSON has.
+      path: the file, usually `*.npz`; it holds inputs, outputs, gradients, second derivatives and versions, and no
+        pickles.
+
+    Raises:
+      ImportError: torch is not installed.
+      TypeError: an argument cannot be written.
+      ValueError: `torch_fn` returned no tensor.
+
+    Example:
+      >>> import os, tempfile, jax, torch, numpy as np, jaxfn
+      >>> path = os.path.join(tempfile.mkdtemp(), "relu.npz")
+      >>> jaxfn.record_oracle(torch.nn.functional.relu, [np.array([-1.0, 2.0], np.float32)], path)
+      >>> bool(jaxfn.paritycheck(jax.nn.relu, path))
+      True
+
+    Torch counterpart: none.
+    """
+    save(os.fspath(path), _ask_torch(torch_fn, inputs, True, "record_oracle"))
+
+
+def _ask_torch(torch_fn: Any, args: Sequence[Any], second_order: bool, what: str) -> Oracle:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"jaxfn.{what} runs the torch Function, and PyTorch is not installed: pip install torch (the CPU build "
+            "will do), or record an oracle where it is (jaxfn.record_oracle) and check against that file"
+        ) from error
+    if not isinstance(args, (list, tuple)):
+        args = (args,)
+    inputs = Inputs(args)
+    side = TorchSide(torch_fn)
+    measured, refusal = side.measure(inputs, second_order)
+    name = getattr(torch_fn, "__qualname__", repr(torch_fn))
+    if not any(row.startswith("output") for row in measured):
+        raise ValueError(f"jaxfn.{what}: {name} returned no tensor for these inputs, so there is nothing to compare")
+    return Oracle(
+        name=name,
+        args=inputs.args,
+        given=measured,
+        double=side.measure(inputs.in_double(), second_order)[0],
+        nudged=side.measure(inputs.nudged(), second_order)[0],
+        refusal=refusal,
+        versions={"torch": torch.__version__, "numpy": np.__version__},
+    )
+
+
+def _compare(side: JaxSide, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool) -> ParityReport:
+    inputs = Inputs(oracle.args)
+    second_order = second_order and oracle.refusal is None
+    ours, refusal = side.measure(inputs, second_order)
+    with jax.enable_x64(True):
+        in_double, _ = side.measure(inputs.in_double(), second_order)
+        nudged, _ = side.measure(inputs.nudged(), second_order)
+    report = ParityReport(oracle.name, {**oracle.versions, "jax": jax.__version__}, [], [])
+    if oracle.refusal is not None:
+        report.notes.append(f"torch gives no second derivatives: {oracle.refusal}")
+    if refusal is not None:
+        report.notes.append(f"JAX gives no second derivatives: {refusal}")
+    for what, expected in oracle.given.items():
+        if what.startswith("second derivative") and not second_order:
+            continue
+        double_error = _relative_error(in_double.get(what), oracle.double.get(what))
+        row = _row(what, ours.get(what), expected, rtol, atol, double_error)
+        if row.verdict == "differs":
+            row.verdict = _explain(what, in_double, nudged, oracle)
+        report.rows.append(row)
+    extra = [what for what in ours if what.startswith("output") and what not in oracle.given]
+    report.notes += [f"JAX returns {what}, which torch does not" for what in extra]
+    report.has_extra_outputs = bool(extra)
+    if any(row.verdict == "kink" for row in report.rows):
+        report.notes.append(
+            "kink: the derivatives agree a small step aside. torch and JAX choose different derivatives of clamp, abs, "
+            "maximum, minimum and norms exactly at the kink or tie; choose inputs off it, or write the derivative out."
+        )
+    return report
+
+
+def _row(
+    what: str, ours: Array | None, expected: Array, rtol: float | None, atol: float | None, double_error: float | None
+) -> Row:
+    row = Row(what, expected.shape, str(expected.dtype), double_error=double_error)
+    if ours is None:
+        row.verdict = "missing"
+        return row
+    if ours.shape != expected.shape:
+        row.verdict = f"shape {ours.shape}"
+        return row
+    dtype = jax.dtypes.canonicalize_dtype(expected.dtype)
+    row.max_error, row.relative_error, excess, row.tolerance = _errors(ours, expected, dtype, rtol, atol)
+    if ours.dtype != dtype:
+        row.verdict = f"dtype {ours.dtype}"
+    else:
+        row.verdict = "differs" if excess > 1 else "equal"
+    return row
+
+
+def _errors(
+    ours: Array, expected: Array, dtype: Any, rtol: float | None, atol: float | None
+) -> tuple[float, float, float, float]:
+    """The largest absolute and relative error, the largest one in units of its tolerance, and that tolerance."""
+    a, b = ours.astype(_common_double(ours, expected)), expected.astype(_common_double(ours, expected))
+    if not a.size:
+        return 0.0, 0.0, 0.0, 0.0
+    usual = _RTOL.get(str(dtype), _RTOL_DOUBLE)
+    finite = np.abs(b[np.isfinite(b)])
+    scale = float(finite.max()) if finite.size else 0.0
+    tolerance = (usual * scale if atol is None else atol) + (usual if rtol is None else rtol) * np.abs(b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        error = np.where(same, 0.0, np.abs(a - b))
+        error = np.where(np.isnan(error), np.inf, error)
+        excess = np.where(error > 0, error / np.where(np.isfinite(tolerance), tolerance, 0.0), 0.0)
+        relative = np.where(error > 0, error / np.abs(b), 0.0)
+    worst = int(np.argmax(excess))
+    return float(error.max()), float(relative.max()), float(excess.max()), float(np.ravel(tolerance)[worst])
+
+
+def _common_double(*arrays: Array) -> Any:
+    """The dtype in which these are compared."""
+    return double(np.complex64 if any(x.dtype.kind == "c" for x in arrays) else np.float32)
+
+
+def _explain(what: str, in_double: Measurements, nudged: Measurements, oracle: Oracle) -> str:
+    """Why a row differs: "rounding", "kink" or "formula"."""
+    if _agrees(in_double.get(what), oracle.double.get(what)):
+        return "rounding"
+    if not what.startswith("output") and _agrees(nudged.get(what), oracle.nudged.get(what)):
+        return "kink"
+    return "formula"
+
+
+def _agrees(ours: Array | None, expected: Array | None) -> bool:
+    if ours is None or expected is None or ours.shape != expected.shape:
+        return False
+    # A function that computes in single precision whatever it is given agrees to that only.
+    coarser = min((ours.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
+    return _errors(ours, expected, coarser, None, None)[2] <= 1
+
+
+def _relative_error(ours: Array | None, expected: Array | None) -> float | None:
+    if ours is None or expected is None or ours.shape != expected.shape:
+        return None
+    return _errors(ours, expected, ours.dtype, None, None)[1]

@@ -1,0 +1,188 @@
+"""A function's outputs, gradients and second derivatives, by torch and by JAX, as NumPy arrays under the same names.
+
+Gradients are in torch's convention for complex numbers on both sides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import tree_leaves
+
+from jaxfn._parity.inputs import Array, Inputs, draw
+from jaxfn._protocol.gradients import conjugate
+from jaxfn._torch._arrays import to_jax, to_torch
+from jaxfn._values.arrays import is_array_leaf, is_inexact
+
+Measurements = dict[str, Array]
+"""By what was measured: `output 0`, `gradient of input 0 (alone)`, ..."""
+
+
+class Side(ABC):
+    """One library's way of computing what is compared."""
+
+    def __init__(self, function: Any) -> None:
+        self.function: Callable[..., Any] = getattr(function, "apply", function)
+
+    def measure(self, inputs: Inputs, second_order: bool) -> tuple[Measurements, str | None]:
+        """Everything that is compared, and why there are no second derivatives, if there are none."""
+        measured: Measurements = {f"output {i}": y for i, y in enumerate(self.outputs(inputs))}
+        for pattern in inputs.patterns():
+            gradients = self.gradients(inputs, pattern)
+            for i, gradient in zip(pattern, gradients, strict=True):
+                measured[f"gradient of {inputs.names[i]}{_together(inputs, pattern)}"] = gradient
+        refusal = None
+        if second_order and inputs.values:
+            try:
+                seconds = self.second_derivatives(inputs)
+                measured |= {f"second derivative, {name}": x for name, x in seconds.items()}
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                refusal = str(error).splitlines()[0]
+        return measured, refusal
+
+    @abstractmethod
+    def outputs(self, inputs: Inputs) -> list[Array]:
+        """The array leaves that the function returns."""
+
+    @abstractmethod
+    def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
+        """The gradients of these inputs, only they being differentiated, for drawn gradients of the outputs."""
+
+    @abstractmethod
+    def second_derivatives(self, inputs: Inputs) -> Measurements:
+        """The gradients of all gradients, for drawn gradients of those, by input and by `grad_output 0`, ..."""
+
+
+def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
+    if len(inputs.values) == 1:
+        return ""
+    if len(pattern) == 1:
+        return " (alone)"
+    return f" (with {', '.join(inputs.names[i].removeprefix('input ') for i in pattern)})"
+
+
+def _directions(values: Sequence[Any]) -> list[Array]:
+    return [draw(100 + i, tuple(x.shape), np.asarray(x).dtype) for i, x in enumerate(values)]
+
+
+class TorchSide(Side):
+    """By torch, on the CPU."""
+
+    def _call(self, inputs: Inputs, leaves: Sequence[Any]) -> list[Any]:
+        import torch
+
+        # Copies, since a Function may write to its inputs, which autograd forbids for leaves.
+        returned = inputs.call(self.function, to_torch, [leaf.clone() for leaf in leaves])
+        return [y for y in tree_leaves(returned) if isinstance(y, torch.Tensor)]
+
+    def _differentiated(self, inputs: Inputs, pattern: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """The inputs as leaves of torch's graph, and the outputs that have derivatives."""
+        leaves = [to_torch(x).requires_grad_(i in pattern) for i, x in enumerate(inputs.values)]
+        outputs = self._call(inputs, leaves)
+        return [leaves[i] for i in pattern], [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
+
+    def outputs(self, inputs: Inputs) -> list[Array]:
+        return [_to_numpy(y) for y in self._call(inputs, [to_torch(x) for x in inputs.values])]
+
+    def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
+        leaves, outputs = self._differentiated(inputs, pattern)
+        grad_outputs = [to_torch(draw(i, tuple(y.shape), _numpy_dtype(y))) for i, y in outputs]
+        return [_to_numpy(x) for x in _torch_grad([y for _, y in outputs], leaves, grad_outputs)]
+
+    def second_derivatives(self, inputs: Inputs) -> Measurements:
+        leaves, outputs = self._differentiated(inputs, range(len(inputs.values)))
+        grad_outputs = [to_torch(draw(i, tuple(y.shape), _numpy_dtype(y))).requires_grad_() for i, y in outputs]
+        gradients = _torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
+        if any(map(_leads_to_a_refusal, gradients)):
+            raise RuntimeError("backward was marked with @once_differentiable")
+        moving = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
+        directions = [to_torch(draw(100 + i, tuple(g.shape), _numpy_dtype(g))) for i, g in moving]
+        seconds = _torch_grad([g for _, g in moving], [*leaves, *grad_outputs], directions)
+        names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
+        return {name: _to_numpy(x) for name, x in zip(names, seconds, strict=True)}
+
+
+def _torch_grad(outputs: list[Any], leaves: list[Any], grad_outputs: list[Any], create_graph: bool = False) -> Any:
+    import torch
+
+    if not outputs:
+        return [torch.zeros_like(x) for x in leaves]
+    gradients: Any = torch.autograd.grad(outputs, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)]
+
+
+def _leads_to_a_refusal(tensor: Any) -> bool:
+    """Whether differentiating a tensor meets a node that only raises; `torch.autograd.grad` takes a way round it."""
+    pending: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__name__ == "Error":
+            return True
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+    return False
+
+
+def _to_numpy(tensor: Any) -> Array:
+    with jax.enable_x64(True):
+        return np.asarray(to_jax(tensor.detach()))
+
+
+def _numpy_dtype(tensor: Any) -> Any:
+    return _to_numpy(tensor).dtype
+
+
+class JaxSide(Side):
+    """By JAX, under the x64 setting in force."""
+
+    def _call(self, inputs: Inputs, values: Sequence[Any]) -> list[jax.Array]:
+        returned = inputs.call(self.function, jnp.asarray, values)
+        return [jnp.asarray(y) for y in tree_leaves(returned) if is_array_leaf(y)]
+
+    def outputs(self, inputs: Inputs) -> list[Array]:
+        return [np.asarray(y) for y in self._call(inputs, [jnp.asarray(x) for x in inputs.values])]
+
+    def _pullback(self, inputs: Inputs, values: Sequence[Any], pattern: Sequence[int]) -> tuple[list[Any], Any]:
+        """The outputs that have derivatives, numbered, and a function from their gradients to those of the inputs."""
+        numbers: list[int] = []
+
+        def of_chosen(*chosen: Any) -> list[jax.Array]:
+            merged = list(values)
+            for i, value in zip(pattern, chosen, strict=True):
+                merged[i] = value
+            outputs = self._call(inputs, merged)
+            numbers[:] = [i for i, y in enumerate(outputs) if is_inexact(y.dtype)]
+            return [outputs[i] for i in numbers]
+
+        outputs, vjp = jax.vjp(of_chosen, *(values[i] for i in pattern))
+
+        def pullback(grad_outputs: Sequence[Any]) -> list[jax.Array]:
+            return [conjugate(g) for g in vjp([conjugate(jnp.asarray(g)) for g in grad_outputs])]
+
+        return list(zip(numbers, outputs, strict=True)), pullback
+
+    def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
+        outputs, pullback = self._pullback(inputs, [jnp.asarray(x) for x in inputs.values], pattern)
+        return [np.asarray(g) for g in pullback([draw(i, y.shape, y.dtype) for i, y in outputs])]
+
+    def second_derivatives(self, inputs: Inputs) -> Measurements:
+        values = [jnp.asarray(x) for x in inputs.values]
+        everything = range(len(values))
+        outputs, _ = self._pullback(inputs, values, everything)
+        grad_outputs = [jnp.asarray(draw(i, y.shape, y.dtype)) for i, y in outputs]
+
+        def gradients(values: Sequence[Any], grad_outputs: Sequence[Any]) -> list[jax.Array]:
+            return self._pullback(inputs, values, everything)[1](grad_outputs)
+
+        firsts, vjp = jax.vjp(gradients, values, grad_outputs)
+        of_inputs, of_grad_outputs = vjp([conjugate(jnp.asarray(d)) for d in _directions(firsts)])
+        names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
+        return {name: np.asarray(conjugate(x)) for name, x in zip(names, (*of_inputs, *of_grad_outputs), strict=True)}

@@ -1,0 +1,305 @@
+"""The ctx that user code sees in `forward`, `setup_context` and `backward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+from jaxfn._values.arguments import Form
+from jaxfn._values.arrays import is_array_leaf
+
+_T = TypeVar("_T")
+
+
+class NeedsInputGrad(tuple[bool, ...]):
+    """Whether each input is being differentiated: by position, `["weight"]` or `.weight`.
+
+    The name of a `*args` parameter gives the tuple of its items' flags.
+    """
+
+    _jaxfn_named: dict[str, bool | tuple[bool, ...]]
+
+    def __new__(cls, flags: tuple[bool, ...], form: Form) -> NeedsInputGrad:
+        self = super().__new__(cls, flags)
+        self._jaxfn_named = dict(zip(form.names, flags, strict=True))
+        if form.variadic is not None:
+            items = zip(form.names, flags, strict=True)
+            self._jaxfn_named[form.variadic] = tuple(
+                flag for name, flag in items if name.startswith(f"{form.variadic}[")
+            )
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if key not in self._jaxfn_named:
+            raise KeyError(f"{key!r} is not among the parameters: {', '.join(self._jaxfn_named)}")
+        return self._jaxfn_named[key]
+
+    def __getattribute__(self, name: str) -> Any:
+        # Before tuple's own attributes, or a parameter called `index` or `count` would read as a method, always true.
+        named = super().__getattribute__("__dict__").get("_jaxfn_named", {})
+        return named[name] if name in named else super().__getattribute__(name)
+
+
+class SavedVariables(Mapping[str, Any]):
+    """What was saved by name: `saved["weight"]`, `saved.weight`, in the order given."""
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._jaxfn_named = dict(named)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._jaxfn_named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._jaxfn_named)
+
+    def __len__(self) -> int:
+        return len(self._jaxfn_named)
+
+    def __getattribute__(self, name: str) -> Any:
+        # Before Mapping's own attributes: `values`, `items` and `keys` are good names for saved arrays.
+        named = super().__getattribute__("__dict__").get("_jaxfn_named", {})
+        return named[name] if name in named else super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}")
+
+    def __repr__(self) -> str:
+        return f"SavedVariables({self._jaxfn_named!r})"
+
+
+class ContextState:
+    """What a `FunctionCtx` holds for jaxfn, out of the way of the user's own attributes."""
+
+    # Class attributes are the defaults, so that making one for every call is cheap.
+    read_needs_input_grad: bool = False
+    num_outputs: int | None = None
+    tensors: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = MappingProxyType({})
+    for_forward: tuple[Any, ...] | None = None  # None: save_for_forward was not called
+    non_differentiable: tuple[Any, ...] = ()
+    dirty: tuple[Any, ...] = ()
+    materialize_grads: bool = True
+    numbers: Sequence[Any] = ()  # inputs that are Python numbers, and would be arrays were they differentiated
+
+    def __init__(self, form: Form, needs_input_grad: tuple[bool, ...]) -> None:
+        self.form = form
+        self.needs_input_grad = needs_input_grad
+
+
+class _Overridable(Generic[_T]):
+    """A property that may be assigned to, as any other name on ctx."""
+
+    def __init__(self, compute: Callable[[FunctionCtx], _T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, ctx: FunctionCtx | None, owner: type) -> _T:
+        if ctx is None:
+            return cast(Any, self)
+        return self._compute(ctx)
+
+
+class FunctionCtx:
+    """Carries what `forward` wants `backward` to have: torch's ctx.
+
+    Assign any attribute (`ctx.scale = scale`): arrays inside become residuals, the rest travels as it is. Each call of
+    a Function has a ctx of its own.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> class Scale(jaxfn.Function):
+      ...     @staticmethod
+      ...     def forward(ctx, x, factor):
+      ...         ctx.factor = factor
+      ...         return x * factor
+      ...     @staticmethod
+      ...     def backward(ctx, grad_output):
+      ...         return grad_output * ctx.factor, None
+      >>> print(jax.grad(Scale.apply)(1.0, 3.0))
+      3.0
+
+    Torch counterpart: `torch.autograd.function.FunctionCtx`.
+    """
+
+    # One slot of jaxfn's own, so that vars(ctx) is exactly what the user assigned.
+    __slots__ = ("__dict__", "__weakref__", "_jaxfn")
+
+    def __init__(self, state: ContextState) -> None:
+        self._jaxfn = state
+
+    def save_for_backward(self, *tensors: Any, **named: Any) -> None:
+        """Keeps arrays for `backward`; a second call replaces what the first one kept.
+
+        Args:
+          *tensors: arrays (inputs, outputs or intermediates) or `None`, read back as `ctx.saved_tensors`.
+          **named: the same by name, read back as `ctx.saved_variables.name`; other Python values may be saved too.
+
+        Raises:
+          TypeError: a positional argument is neither an array nor `None`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxfn
+          >>> @jaxfn.function
+          ... def square(ctx, x):
+          ...     ctx.save_for_backward(x)
+          ...     return x * x
+          >>> @square.backward
+          ... def _(ctx, grad_output):
+          ...     (x,) = ctx.saved_tensors
+          ...     return 2 * x * grad_output
+          >>> print(jax.grad(square)(3.0))
+          6.0
+
+        Torch counterpart: `ctx.save_for_backward`; the named form is R torch's.
+        """
+        _check_saved("save_for_backward", tensors, self._jaxfn.numbers)
+        self._jaxfn.tensors = tensors
+        self._jaxfn.named = named
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """Keeps arrays for `jvp`, which reads them as `ctx.saved_tensors`; a second call replaces what the first kept.
+
+        Where it is not called, `jvp` reads what `save_for_backward` kept.
+
+        Args:
+          *tensors: arrays (inputs, outputs or intermediates) or `None`.
+
+        Raises:
+          TypeError: an argument is neither an array nor `None`.
+
+        Example:
+          >>> import jax, jaxfn
+          >>> class Square(jaxfn.Function):
+          ...     @staticmethod
+          ...     def forward(ctx, x):
+          ...         ctx.save_for_forward(x)
+          ...         return x * x
+          ...     @staticmethod
+          ...     def jvp(ctx, tangent):
+          ...         (x,) = ctx.saved_tensors
+          ...         return 2 * x * tangent
+          >>> _, tangent = jax.jvp(Square.apply, (3.0,), (1.0,))
+          >>> print(tangent)
+          6.0
+
+        Torch counterpart: `ctx.save_for_forward`.
+        """
+        _check_saved("save_for_forward", tensors, self._jaxfn.numbers)
+        self._jaxfn.for_forward = tensors
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """What `save_for_backward` kept: the positional ones, then the named ones that are arrays or `None`."""
+        named = self._jaxfn.named.values()
+        return self._jaxfn.tensors + tuple(value for value in named if value is None or is_array_leaf(value))
+
+    @property
+    def saved_variables(self) -> SavedVariables:
+        """What `save_for_backward` kept by name (R torch's form)."""
+        return SavedVariables(self._jaxfn.named)
+
+    @_Overridable
+    def needs_input_grad(self) -> NeedsInputGrad:
+        """Whether each input is being differentiated, by position and by parameter name."""
+        self._jaxfn.read_needs_input_grad = True
+        return NeedsInputGrad(self._jaxfn.needs_input_grad, self._jaxfn.form)
+
+    @_Overridable
+    def num_inputs(self) -> int:
+        """How many inputs `forward` has, those left to their defaults included."""
+        return len(self._jaxfn.form.names)
+
+    @_Overridable
+    def num_outputs(self) -> int:
+        """How many outputs `forward` returned."""
+        if self._jaxfn.num_outputs is None:
+            raise AttributeError("ctx.num_outputs is known once forward has returned: in setup_context and backward")
+        return self._jaxfn.num_outputs
+
+    def mark_non_differentiable(self, *outputs: Any) -> None:
+        """Says that these outputs have no derivative: they pass through `jax.lax.stop_gradient`.
+
+        `backward` still gets an argument for each: zeros, or `None` when not materializing.
+
+        Torch counterpart: `ctx.mark_non_differentiable`.
+        """
+        self._jaxfn.non_differentiable = outputs
+
+    def mark_dirty(self, *inputs: Any) -> None:
+        """Says that these inputs are updated by `forward`, which returns their new values.
+
+        JAX arrays are immutable, so the caller's array keeps its value and the new one is the returned one. A
+        `jax.Ref` argument really is written in place and need not be returned.
+
+        Torch counterpart: `ctx.mark_dirty`.
+        """
+        self._jaxfn.dirty = inputs
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """With `False`, `backward` gets `None`, not zeros, for an output whose gradient is symbolically zero.
+
+        Torch counterpart: `ctx.set_materialize_grads`.
+        """
+        self._jaxfn.materialize_grads = value
+
+
+def _check_saved(method: str, tensors: tuple[Any, ...], numbers: Sequence[Any]) -> None:
+    for position, tensor in enumerate(tensors):
+        if tensor is not None and not is_array_leaf(tensor) and not any(tensor is number for number in numbers):
+            by_name = " or save it by name (ctx.save_for_backward(name=value))" if method == "save_for_backward" else ""
+            raise TypeError(
+                f"{method} can only save arrays or None, but argument {position} is of type {type(tensor).__name__}. "
+                f"Set it as an attribute (ctx.name = value){by_name}."
+            )
+
+
+class SavedNames(NamedTuple):
+    """What the values that a ctx keeps are called."""
+
+    num_tensors: int
+    named: tuple[str, ...]
+    num_for_forward: int | None
+    attributes: tuple[str, ...]
+
+    @property
+    def num_for_backward(self) -> int:
+        """How many of the values were given to `save_for_backward`; they come first."""
+        return self.num_tensors + len(self.named)
+
+
+def state_of(ctx: FunctionCtx) -> ContextState:
+    """jaxfn's side of a ctx."""
+    return ctx._jaxfn  # pyright: ignore[reportPrivateUsage]
+
+
+def saved_by(ctx: FunctionCtx) -> tuple[SavedNames, list[Any]]:
+    """Everything that a ctx keeps for `backward` and `jvp`."""
+    state, attributes = state_of(ctx), vars(ctx)
+    for_forward = state.for_forward
+    num_for_forward = None if for_forward is None else len(for_forward)
+    names = SavedNames(len(state.tensors), tuple(state.named), num_for_forward, tuple(attributes))
+    return names, [*state.tensors, *state.named.values(), *(for_forward or ()), *attributes.values()]
+
+
+def restored(state: ContextState, names: SavedNames, values: Iterable[Any]) -> FunctionCtx:
+    """A ctx that has what `saved_by` returned of another."""
+    values = iter(values)
+    ctx = FunctionCtx(state)
+    state.tensors = tuple(islice(values, names.num_tensors))
+    if names.named:
+        state.named = dict(zip(names.named, islice(values, len(names.named)), strict=True))
+    if names.num_for_forward is not None:
+        state.for_forward = tuple(islice(values, names.num_for_forward))
+    if names.attributes:
+        vars(ctx).update(zip(names.attributes, values, strict=True))
+    return ctx
+
+
+def show_saved_for_forward(state: ContextState) -> None:
+    """Makes `saved_tensors` what `jvp` is to see."""
+    if state.for_forward is not None:
+        state.tensors, state.named = state.for_forward, {}

@@ -1,0 +1,76 @@
+"""Comparing what user code returned, leaf by leaf, with a value of the structure that it should have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from jaxfn._values.arrays import is_none
+from jaxfn._values.layouts import Layout
+
+
+class StructureError(ValueError):
+    """Says where two structures differ."""
+
+
+class AvalLeaf:
+    """An array leaf, in the place where it was. Has what pytree classes look at when they are rebuilt.
+
+    Args:
+      aval: its type.
+      is_wanted: whether anything is wanted for it.
+    """
+
+    def __init__(self, aval: Any, is_wanted: bool) -> None:
+        self.aval = aval
+        self.is_wanted = is_wanted
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+
+def paired_leaves(value: Any, skeleton: Any, layout: Layout) -> Iterator[tuple[str, Any, Any]]:
+    """Each leaf of the skeleton: its path, what `value` has for it, and the leaf itself.
+
+    Args:
+      value: what was returned; `None` anywhere stands for the whole subtree.
+      skeleton: the structure it should have.
+      layout: the skeleton's.
+
+    Raises:
+      StructureError: `value` has another structure.
+    """
+    if layout.treedef is None:
+        yield "", value, skeleton
+        return
+    wanted = tree_flatten_with_path(skeleton, is_leaf=is_none)[0]
+    got: dict[Any, Any] = {(): None}
+    if value is not None:
+        got = dict(tree_flatten_with_path(value, is_leaf=is_none)[0])
+    used: set[Any] = set()
+    for path, leaf in wanted:
+        found = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
+        if found is None:
+            raise StructureError(f"nothing was returned for {_at(path)}")
+        if len(found) < len(path) and got[found] is not None:
+            raise StructureError(f"one value was returned at {_at(found)}, where several leaves belong")
+        used.add(found)
+        yield keystr(path), got[found], leaf
+    for path, piece in got.items():
+        if path not in used and piece is not None:
+            raise StructureError(f"there is nothing at {_at(path)}")
+
+
+def _at(path: Iterable[Any]) -> str:
+    return keystr(tuple(path)) or "its top"

@@ -1,0 +1,118 @@
+"""A call of a Function: what is the same whatever its arrays hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import jax
+
+from jaxfn import _compat
+from jaxfn._protocol.context import ContextState, FunctionCtx
+from jaxfn._protocol.marks import check_dirty, non_differentiable_positions
+from jaxfn._protocol.outputs import Returned
+from jaxfn._run.methods import Methods
+from jaxfn._run.vmap import forward_with_vmap
+from jaxfn._values.arguments import Form
+from jaxfn._values.arrays import is_traced
+from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
+
+
+class Call:
+    """A way of calling a Function: everything about the arguments but the arrays."""
+
+    def __init__(self, methods: Methods, form: Form, layouts: tuple[Layout, ...]) -> None:
+        self.methods = methods
+        self.name = methods.name
+        self.form = form
+        self.layouts = layouts
+        self.are_refs = tuple(flag for layout in layouts for flag in layout.are_refs)  # one for each array leaf
+        self.unperturbed = (False,) * len(self.are_refs)
+        self.has_refs = any(self.are_refs)
+        self._numbers = [layout.leaves[0] for layout in layouts if layout.is_number]
+        self._may_close_over = methods.may_close_over or any(layout is not ARRAY_LAYOUT for layout in layouts)
+        self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
+
+    @property
+    def places_without_refs(self) -> list[int]:
+        """Which array leaves are not references."""
+        return [i for i, is_ref in enumerate(self.are_refs) if not is_ref]
+
+    def without_refs(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The array leaves, or what belongs to them, that are not references."""
+        if not self.has_refs:
+            return leaves
+        return [x for x, is_ref in zip(leaves, self.are_refs, strict=True) if not is_ref]
+
+    def with_refs(self, leaves: Sequence[Any], stand_in: Any) -> Sequence[Any]:
+        """The inverse: `stand_in` where the references are."""
+        remaining = iter(leaves)
+        return [stand_in if is_ref else next(remaining) for is_ref in self.are_refs]
+
+    def refuse_perturbed_refs(self, perturbed: Sequence[bool]) -> None:
+        """Raises where a reference itself is being differentiated, whose derivative would be lost silently."""
+        if not self.has_refs:
+            return
+        owners = (i for i, layout in enumerate(self.layouts) for _ in range(layout.num_arrays))
+        for owner, is_ref, is_perturbed in zip(owners, self.are_refs, perturbed, strict=True):
+            if is_ref and is_perturbed:
+                raise NotImplementedError(
+                    f"{self.name}: {self.form.describe(owner)} is a jax.Ref that was made inside the function being "
+                    "differentiated. What a Function reads from or writes to it would have no derivative. Make the Ref "
+                    "outside, or return the value instead of writing it."
+                )
+
+    def closed_over_tracers(self) -> Iterator[object]:
+        """The arrays that JAX traces and that `forward` sees beside the array leaves."""
+        return chain(self.methods.closed_over_tracers(), *(layout.hidden_tracers() for layout in self.layouts))
+
+    def closes_over_tracers(self) -> bool:
+        """Whether there are any."""
+        return self._may_close_over and any(True for _ in self.closed_over_tracers())
+
+    def closed_over_operands(self) -> list[Any]:
+        """Those of them that are no references, each once."""
+        if not self._may_close_over:
+            return []
+        tracers = {id(x): x for x in self.closed_over_tracers() if is_traced(x)}
+        return [x for x in tracers.values() if not _compat.is_ref(x)]
+
+    def needs_input_grad(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
+        """For each input, whether some array leaf of it is perturbed."""
+        if self._is_flat:
+            return perturbed
+        flags = iter(perturbed)
+        return tuple(any(list(islice(flags, layout.num_arrays))) for layout in self.layouts)
+
+    def inputs(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """The inputs, with these arrays in their places."""
+        remaining = iter(arrays)
+        return tuple(layout.merge(remaining) for layout in self.layouts)
+
+    def forward(self, arrays: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[ContextState, FunctionCtx, Returned]:
+        """Runs the user's forward with these arrays in their places: the ctx that it filled and its outputs."""
+        state = ContextState(self.form, self.needs_input_grad(perturbed))
+        ctx = FunctionCtx(state)
+        if self._numbers and not any(perturbed):
+            state.numbers = self._numbers
+        try:
+            if self.methods.vmap is not None and any(map(is_traced, arrays)):
+                returned = forward_with_vmap(self, ctx, arrays)
+            else:
+                returned = self.methods.forward(ctx, self.form, self.inputs(arrays))
+        except jax.errors.UnexpectedTracerError as error:
+            if self.closes_over_tracers():
+                raise self.methods.out_of_reach("forward") from error
+            raise
+        if state.dirty and check_dirty(self.name, state, arrays, returned.arrays):
+            self.methods.warn_of_dirty()
+        if state.non_differentiable:
+            marked = non_differentiable_positions(self.name, state, returned.originals)
+            returned = returned._replace(non_differentiable=marked)
+        return state, ctx, returned
+
+    def undecorated(self, arrays: Sequence[Any]) -> Any:
+        """The outputs as the user's forward computes them, without the Function's rule."""
+        _, _, returned = self.forward(arrays, self.unperturbed)
+        return returned.layout.merge(returned.arrays)

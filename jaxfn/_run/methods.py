@@ -1,0 +1,195 @@
+"""The methods that a Function class defines, looked up and called."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import jax
+
+from jaxfn._compat import is_out_of_reach
+from jaxfn._protocol.context import FunctionCtx, state_of
+from jaxfn._protocol.marks import warn_of_dirty
+from jaxfn._protocol.outputs import Returned, take_apart
+from jaxfn._run.provenance import closed_over_origins
+from jaxfn._run.source import place_without_return
+from jaxfn._values.arguments import Form, Parameters
+from jaxfn._values.arrays import is_traced
+from jaxfn._values.hidden import hidden_tracers, is_plain_function
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_MARK = "_jaxfn_undefined"
+
+
+def undefined(method: _F) -> _F:
+    """Marks a base-class method as one that a subclass may define."""
+    setattr(method, _MARK, True)
+    return method
+
+
+def _is_defined(method: Any) -> bool:
+    return not getattr(method, _MARK, False)
+
+
+def _looked_up(function: Any) -> tuple[Any, ...]:
+    """What decides how a call is made."""
+    f = function
+    return f.forward, f.setup_context, f.backward, f.vjp, f.jvp, f.vmap, f.generate_jvp_rule
+
+
+class Methods:
+    """One Function class's methods, as the rest of jaxfn calls them.
+
+    Args:
+      function: the class.
+
+    Attributes:
+      name: the class's name.
+      place: where `forward` was written, " at file:line", as far as it is known.
+      parameters: what `forward` takes besides the ctx.
+      has_backward, has_jvp: whether it defines `backward` (or `vjp`), and `jvp`.
+      has_forward_mode: whether forward mode is to work, by `jvp` or by `generate_jvp_rule`.
+      may_close_over: whether `forward` or `setup_context` holds anything in a closure or in defaults.
+      takes_torch_tensors: whether torch's tensors are constants to it, and no mistake.
+      hides_arrays: whether a run of `forward` has kept an array in a closure or an object on ctx; see `every_order`.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.name: str = function.__name__
+        self.hides_arrays = False
+        self.takes_torch_tensors: bool = function._jaxfn_takes_torch_tensors
+        self._function = function
+        self._looked_up = _looked_up(function)
+        self._forward = function.forward
+        self._setup_context = function.setup_context
+        self._is_separate = _is_defined(self._setup_context)
+        methods = (self._forward, self._setup_context) if self._is_separate else (self._forward,)
+        self._with_closures = [method for method in methods if not is_plain_function(method)]
+        self.may_close_over = bool(self._with_closures)
+        self._warned_of_dirty = False
+        self._warned_of_no_return = False
+        if not _is_defined(self._forward):
+            raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
+        code = getattr(inspect.unwrap(self._forward), "__code__", None)
+        self.place = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+        self.parameters = Parameters(self._forward, not self._is_separate, self.name)
+        self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
+        self.has_jvp = _is_defined(function.jvp)
+        self.has_forward_mode = self.has_jvp or (self.has_backward and function.generate_jvp_rule)
+        self.vmap: Callable[..., Any] | None = function.vmap if _is_defined(function.vmap) else None
+        if self.has_jvp and function.generate_jvp_rule:
+            raise RuntimeError(
+                f"{self.name} has both generate_jvp_rule=True and a jvp of its own. Delete one of them, to say which "
+                "rule forward mode is to use."
+            )
+
+    def is_current(self) -> bool:
+        """Whether the class still has what this looked up."""
+        return _looked_up(self._function) == self._looked_up
+
+    def closed_over_tracers(self) -> Iterator[object]:
+        """The arrays that JAX traces and that `forward` sees beside its arguments."""
+        return chain.from_iterable(map(hidden_tracers, self._with_closures))
+
+    def why_vmap_is_refused(self) -> str | None:
+        """What is wrong with the class's `vmap`, if anything; said where a call is batched."""
+        if self.vmap is None:
+            return None
+        if self._function.generate_vmap_rule:
+            return (
+                f"You tried to vmap over {self.name}, but it has both generate_vmap_rule=True and a vmap static method "
+                "of its own. Set generate_vmap_rule=False or delete the vmap static method."
+            )
+        if not self._is_separate:
+            return (
+                f"You tried to vmap over {self.name}, which has a vmap static method, so it must also have the "
+                "setup_context static method: write forward(...) without ctx, and setup_context(ctx, inputs, output)."
+            )
+        return None
+
+    def forward(self, ctx: FunctionCtx, form: Form, inputs: tuple[Any, ...]) -> Returned:
+        """Calls `forward`, and `setup_context` where there is one."""
+        if self._is_separate:
+            return self.set_up(ctx, inputs, self.forward_alone(form, inputs))
+        returned = take_apart(form.call(self._forward, (ctx,), inputs))
+        state_of(ctx).num_outputs = len(returned.layouts)
+        return returned
+
+    def forward_alone(self, form: Form, inputs: Sequence[Any]) -> Returned:
+        """Calls a `forward` that takes no ctx."""
+        return take_apart(form.call(self._forward, (), inputs))
+
+    def set_up(self, ctx: FunctionCtx, inputs: tuple[Any, ...], returned: Returned) -> Returned:
+        """Calls `setup_context`; returns the outputs that it was given."""
+        state_of(ctx).num_outputs = len(returned.layouts)
+        self._setup_context(ctx, inputs, returned.value)
+        return returned
+
+    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any]) -> Any:
+        """Calls `backward`, or `vjp`, its other name."""
+        if not self.has_backward:
+            raise NotImplementedError(
+                f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
+                "backward(ctx, *grad_outputs) as a static method."
+            )
+        has_vjp = _is_defined(self._function.vjp)
+        if has_vjp and _is_defined(self._function.backward):
+            raise RuntimeError(
+                f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
+                "only implement one of them."
+            )
+        backward = self._function.vjp if has_vjp else self._function.backward
+        returned = self._within_reach("backward", backward, ctx, grad_outputs)
+        if returned is None and not self._warned_of_no_return:
+            self._warn_of_no_return(backward)
+        return returned
+
+    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
+        """Calls `jvp`."""
+        return self._within_reach("jvp", self._function.jvp, ctx, tangents)
+
+    def out_of_reach(self, method: str) -> Exception:
+        """What is raised where a method uses a traced value that does not belong to the program at hand."""
+        return NotImplementedError(
+            f"{self.name}.{method} closes over a value that JAX traces in another program than the one that {method} "
+            "is called in, as it is in jit, vmap, scan and checkpoint. Pass that value to "
+            f"{self.name} as an argument, and save it on ctx where backward needs it."
+        )
+
+    def _warn_of_no_return(self, backward: Callable[..., Any]) -> None:
+        """Warns, the first time, where `backward` has no return statement at all."""
+        self._warned_of_no_return = True
+        place = place_without_return(backward)
+        if place is not None:
+            warnings.warn(
+                f"{self.name}.backward returned nothing, so its gradients are zero: there is no return statement in it "
+                f"({place}). Return the gradients, or write return None where there are none.",
+                stacklevel=2,
+            )
+
+    def _within_reach(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, given: Sequence[Any]) -> Any:
+        """What a rule returns, refused where it depends on a traced value that does not belong to this program."""
+        arguments = (list(given),) if method == "backward" and self._function.boxed_grads_call else given
+        if is_plain_function(rule):
+            return rule(ctx, *arguments)
+        lost = [x for x in hidden_tracers(rule) if is_traced(x) and is_out_of_reach(x)]
+        try:
+            returned = rule(ctx, *arguments)
+        except jax.errors.UnexpectedTracerError as error:
+            if lost:
+                raise self.out_of_reach(method) from error
+            raise
+        if lost:
+            origins = closed_over_origins(jax.tree_util.tree_leaves(returned), ())
+            if not {id(x.full_lower()) for x in origins}.isdisjoint(map(id, lost)):
+                raise self.out_of_reach(method)
+        return returned
+
+    def warn_of_dirty(self) -> None:
+        """Warns, the first time, that `mark_dirty` leaves the caller's array alone."""
+        if not self._warned_of_dirty:
+            self._warned_of_dirty = True
+            warn_of_dirty(self.name)

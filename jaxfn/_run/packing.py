@@ -1,0 +1,76 @@
+"""Residuals under saved-tensor hooks: packed, and unpacked again, with the derivative of the arrays themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxfn._compat import memory_space
+from jaxfn._primitives.attach import attach, detach
+from jaxfn._primitives.refusal import Refusal
+from jaxfn._protocol.hooks import Hooks
+from jaxfn._values.arrays import as_array, is_array_leaf, is_inexact, is_traced
+from jaxfn._values.layouts import Layout, split
+
+
+def pack(owner: str, hooks: Hooks, array: Any) -> tuple[list[Any], Layout]:
+    """What `pack_hook` makes of a residual, taken apart.
+
+    Args:
+      owner: the Function's name, for messages.
+      hooks: the hooks.
+      array: the residual.
+    """
+    if not is_traced(array):
+        leaves, layout = split(hooks.pack(array))
+        return [as_array(x) for x in leaves], layout
+    leaves, layout = split(hooks.pack(as_array(*detach([array]))))
+    return _carrying([as_array(x) for x in leaves], [array], owner), layout
+
+
+def unpack(owner: str, hooks: Hooks, leaves: Sequence[Any], layout: Layout) -> Any:
+    """The residual again."""
+    is_live = any(map(is_traced, leaves))
+    array = hooks.unpack(layout.merge(iter(detach(leaves) if is_live else leaves)))
+    if not is_array_leaf(array):
+        raise TypeError(
+            f"{owner}: the unpack_hook of saved_tensors_hooks returned a {type(array).__name__}; expected the array "
+            "that pack_hook was given."
+        )
+    array = as_array(array)
+    return _carrying([array], leaves, owner)[0] if is_live else array
+
+
+def _carrying(made: list[Any], sources: Sequence[Any], owner: str) -> list[Any]:
+    """What a hook made, with the derivative of what it was made of."""
+    if not any(is_inexact(x.dtype) for x in sources):
+        return made
+    alike = len(made) == len(sources) == 1 and is_inexact(made[0].dtype) and made[0].shape == sources[0].shape
+    refusal = Refusal(
+        NotImplementedError,
+        f"{owner}: a second derivative goes through an array that saved_tensors_hooks packed into something other than "
+        "one floating array of its shape, which has no derivative. Differentiate twice without the hooks, or let "
+        "pack_hook return such an array.",
+    )
+    return attach(made, (), sources, _same_but_for_dtype if alike else refusal, made_is_detached=True)
+
+
+def _same_but_for_dtype(made: Any, source: Any) -> Sequence[Any]:
+    return [_with_tangent_of(made, source)]
+
+
+@jax.custom_jvp
+def _with_tangent_of(made: Any, source: Any) -> Any:
+    return made
+
+
+@_with_tangent_of.defjvp
+def _with_tangent_of_jvp(primals: Any, tangents: Any) -> Any:
+    (made, source), (_, tangent) = primals, tangents
+    tangent = tangent.astype(made.dtype)
+    here, there = memory_space(source), memory_space(made)
+    if here != there:
+        tangent = jax.device_put(tangent, there, src=here)  # src is where its transpose goes back to
+    return _with_tangent_of(*primals), tangent

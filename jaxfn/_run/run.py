@@ -1,0 +1,201 @@
+"""One run of the user's `forward`, and the `backward` and `jvp` that belong to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from jaxfn._compat import current_trace, is_out_of_reach
+from jaxfn._primitives.attach import Mapping
+from jaxfn._protocol.context import ContextState, FunctionCtx, restored, show_saved_for_forward
+from jaxfn._protocol.gradients import input_cotangents
+from jaxfn._protocol.hooks import Hooks
+from jaxfn._protocol.outputs import Returned
+from jaxfn._protocol.tangents import input_tangents, output_tangents
+from jaxfn._run.call import Call
+from jaxfn._run.packing import pack, unpack
+from jaxfn._run.provenance import Fingerprint
+from jaxfn._run.saved import Saved, save
+from jaxfn._values.arrays import is_inexact, is_staged, is_traced
+from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
+
+
+class Run:
+    """One run of `forward`, less its arrays: all that `backward` and `jvp` need besides the residuals."""
+
+    def __init__(
+        self,
+        call: Call,
+        perturbed: tuple[bool, ...],
+        expected: tuple[bool, ...],
+        state: ContextState,
+        hooks: Hooks | None,
+        saved: Saved,
+        own: Sequence[Any],
+        inputs: Sequence[Any],
+        returned: Returned,
+    ) -> None:
+        self.call = call
+        self.perturbed = perturbed
+        self.expected = expected  # what forward was told of `perturbed`, and of derivatives further out
+        self.needs_input_grad = call.needs_input_grad(perturbed)
+        self.read_needs_input_grad = state.read_needs_input_grad
+        self.materialize_grads = state.materialize_grads
+        self.hooks = hooks
+        self.saved = saved
+        self._packed: list[tuple[slice, Layout]] = []  # under hooks, for each residual, where what is kept of it is
+        # An array inside a closure or an object is an intermediate too, though no residual.
+        self.hides_arrays = any(map(Layout.hides_arrays, saved.layouts))
+        self._program = current_trace() if self.hides_arrays and self._hides_staged() else None
+        self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in own)
+        self.is_detached = True  # whether forward saw its inputs without their derivatives; see `every_order`
+        # Where outputs lack a batch: by the uses of vmap that map this call, the innermost first, and by those that map
+        # programs with it. See `reverse`.
+        self.mappings: list[Mapping] = []
+        self.mappings_of_program: list[Mapping] = []
+        self.fingerprint: Fingerprint | None = None  # of what forward computed, where it may have to run again
+        self.outputs = returned.layout
+        # Types only: a closure over the arrays themselves would leak their tracers into backward.
+        self.input_avals = [jax.typeof(x) for x in inputs]
+        self.output_avals = [jax.typeof(x) for x in returned.arrays]
+        # Whether only one pattern of perturbed inputs is possible.
+        self.has_one_pattern = [is_inexact(aval.dtype) for aval in self.input_avals].count(True) == 1
+
+    @property
+    def hides_staged(self) -> bool:
+        """Whether it hides arrays that belong to the program that forward was written into."""
+        return self._program is not None
+
+    def _hides_staged(self) -> bool:
+        """Whether hidden arrays belong to the program that forward is being written into, which alone can use them."""
+        from_outside = set(map(id, self.call.closed_over_tracers()))
+        return any(is_staged(tracer) and id(tracer) not in from_outside for tracer in self._hidden_tracers())
+
+    def _hidden_tracers(self) -> list[Any]:
+        tracers = (tracer for layout in self.saved.layouts for tracer in layout.hidden_tracers())
+        return list(filter(is_traced, tracers))
+
+    def with_perturbed(self, perturbed: tuple[bool, ...]) -> Run:
+        """The same run, as if other inputs had been perturbed."""
+        run = copy.copy(self)
+        run.perturbed = perturbed
+        run.needs_input_grad = self.call.needs_input_grad(perturbed)
+        return run
+
+    def residuals(self, inputs: Sequence[Any], outputs: Sequence[Any], own: Sequence[Any]) -> tuple[Run, list[Any]]:
+        """The arrays to keep for `backward` and `jvp`, and the run that knows them."""
+        arrays = {"input": inputs, "output": outputs, "own": own}
+        residuals = [arrays[source.kind][source.place] for source in self.saved.sources]
+        return (self, residuals) if self.hooks is None else self._pack(self.hooks, residuals)
+
+    def _pack(self, hooks: Hooks, residuals: Sequence[Any]) -> tuple[Run, list[Any]]:
+        run = copy.copy(self)
+        run._packed = []
+        kept: list[Any] = []
+        for source, residual in zip(self.saved.sources, residuals, strict=True):
+            leaves, layout = pack(self.call.name, hooks, residual) if source.is_packed else ([residual], ARRAY_LAYOUT)
+            run._packed.append((slice(len(kept), len(kept) + len(leaves)), layout))
+            kept += leaves
+        return run, kept
+
+    def _unpack(self, hooks: Hooks, kept: Sequence[Any]) -> list[Any]:
+        return [
+            unpack(self.call.name, hooks, kept[where], layout) if source.is_packed else kept[where][0]
+            for source, (where, layout) in zip(self.saved.sources, self._packed, strict=True)
+        ]
+
+    def _ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx]:
+        """The ctx as `forward` left it."""
+        if self._program is not None and self._program != current_trace():
+            raise self.hidden_elsewhere()
+        if self.hides_arrays and any(map(is_out_of_reach, self._hidden_tracers())):
+            raise self.hidden_elsewhere()
+        if self.hooks is not None:
+            residuals = self._unpack(self.hooks, residuals)
+        state = ContextState(self.call.form, self.needs_input_grad)
+        state.num_outputs = len(self.outputs.layouts)
+        state.materialize_grads = self.materialize_grads
+        arrays = iter([residuals[i] for i in self.saved.order])
+        return state, restored(state, self.saved.names, [layout.merge(arrays) for layout in self.saved.layouts])
+
+    def hidden_elsewhere(self) -> Exception:
+        """What to raise where a hidden array belongs to another program than the one that needs it."""
+        return NotImplementedError(
+            f"{self.call.name}.forward keeps a JAX array inside a closure or an object on ctx, and JAX has traced it "
+            "into another program than backward, as it does in jit, scan and checkpoint, or differentiates it at "
+            "another level. Save the array itself: ctx.save_for_backward(array), or ctx.name = array."
+        )
+
+    @contextmanager
+    def _hidden_arrays_named(self) -> Generator[None]:
+        """Says what is wrong where user code finds that a hidden array belongs elsewhere."""
+        try:
+            yield
+        except jax.errors.UnexpectedTracerError as error:
+            if self.hides_arrays:
+                raise self.hidden_elsewhere() from error
+            raise
+
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
+        """Calls the user's backward.
+
+        Args:
+          residuals: what `residuals` returned.
+          cotangents: one for each array leaf of the outputs, symbolic zeros among them.
+
+        Returns:
+          A cotangent for each array leaf of the inputs, `None` for zero.
+        """
+        grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
+        if grad_outputs is None:
+            return [None] * len(self.input_avals)
+        _, ctx = self._ctx(residuals)
+        with self._hidden_arrays_named():
+            returned = self.call.methods.backward(ctx, grad_outputs)
+        return input_cotangents(self.call, returned, self.call.layouts, self.input_avals, self.perturbed)
+
+    def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        """Calls the user's jvp.
+
+        Args:
+          residuals: what `residuals` returned.
+          tangents: one for each array leaf of the inputs, `None` for zero.
+
+        Returns:
+          A tangent for each array leaf of the outputs, `None` for zero.
+        """
+        state, ctx = self._ctx(residuals)
+        show_saved_for_forward(state)
+        given = input_tangents(tangents, self.call.layouts, self.input_avals, self.materialize_grads)
+        with self._hidden_arrays_named():
+            returned = self.call.methods.jvp(ctx, given)
+        return output_tangents(self.call.name, returned, self.outputs, self.output_avals)
+
+
+def run_forward(
+    call: Call,
+    inputs: Sequence[Any],
+    perturbed: tuple[bool, ...],
+    hooks: Hooks | None,
+    expected: tuple[bool, ...] | None = None,
+) -> tuple[Run, list[Any], list[Any]]:
+    """Runs forward.
+
+    Args:
+      call: the call.
+      inputs: its array leaves.
+      perturbed: which of them are being differentiated.
+      hooks: the saved-tensor hooks that were in force where the Function was applied.
+      expected: which of them forward is told are being differentiated, `perturbed` and more.
+
+    Returns:
+      The run, the outputs' array leaves, and the intermediates that were saved.
+    """
+    expected = perturbed if expected is None else expected
+    state, ctx, returned = call.forward(inputs, expected)
+    saved, own = save(ctx, inputs, returned.originals, hooks)
+    return Run(call, perturbed, expected, state, hooks, saved, own, inputs, returned), returned.arrays, own

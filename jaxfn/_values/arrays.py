@@ -1,0 +1,76 @@
+"""Arrays among Python values.
+
+An array leaf is a `jax.Array` (traced or not), a NumPy array or scalar, a `jax.Ref`, or anything with
+`__jax_array__`. Every other leaf is static and travels as the Python object that it is.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxfn._compat import partial_eval
+
+# NumPy arrays of these kinds (objects, text, dates) cannot be JAX arrays, so they stay static.
+_STATIC_KINDS = frozenset("OSUMm")
+
+
+@lru_cache(maxsize=4096)
+def _is_array_type(kind: type) -> bool:
+    # JAX hands Python numbers on as subclasses of int, float and complex, its own ones, that have a dtype.
+    is_typed_scalar = issubclass(kind, (int, float, complex)) and kind.__module__.partition(".")[0] == "jax"
+    return is_jax_type(kind) or is_typed_scalar or hasattr(kind, "__jax_array__")
+
+
+@lru_cache(maxsize=4096)
+def is_jax_type(kind: type) -> bool:
+    """Whether objects of a type are JAX arrays, traced ones and references too."""
+    return issubclass(kind, (jax.Array, jax.Ref, Tracer))
+
+
+@lru_cache(maxsize=4096)
+def is_inexact(dtype: Any) -> bool:
+    """Whether arrays of this dtype can be differentiated."""
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def double(dtype: Any) -> np.dtype[Any]:
+    """The double-precision dtype of this kind."""
+    return np.dtype(np.complex128 if np.dtype(dtype).kind == "c" else np.float64)
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array holds random keys, which are no numbers."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def is_array_leaf(leaf: object) -> bool:
+    """Whether a leaf is data for JAX rather than a Python value."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in _STATIC_KINDS
+    return _is_array_type(type(leaf))
+
+
+def is_traced(leaf: object) -> bool:
+    """Whether an array leaf is a JAX tracer."""
+    return isinstance(leaf, Tracer)
+
+
+def as_array(leaf: Any) -> jax.Array:
+    """An array leaf as something that JAX takes as an operand."""
+    return leaf if is_jax_type(type(leaf)) else jnp.asarray(leaf)
+
+
+def is_staged(array: object) -> bool:
+    """Whether an array stands for a value in a program that JAX is writing down."""
+    return isinstance(array, partial_eval.DynamicJaxprTracer)
+
+
+def is_none(value: object) -> bool:
+    """For `is_leaf`: pytrees would otherwise drop `None`."""
+    return value is None
