@@ -21,9 +21,9 @@ with warnings.catch_warnings():
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import _pytree as pytree
 
-from jaxfn._torch._errors import TranslationError  # noqa: E402
-from jaxfn._torch._interpret import Translation, name_of  # noqa: E402
-from jaxfn._torch._operations import entry_name  # noqa: E402
+from jaxfn._torch.graph.interpreter import Translation, name_of  # noqa: E402
+from jaxfn._torch.operations import entry_name  # noqa: E402
+from jaxfn._torch.values.errors import TranslationError  # noqa: E402
 from tests.torch_internals import torch_internal  # noqa: E402
 
 op_db = torch_internal("common_methods_invocations").op_db

@@ -13,7 +13,7 @@ import jaxfn
 
 torch = pytest.importorskip("torch")
 
-from jaxfn._torch._operations.quantization import per_tensor  # noqa: E402
+from jaxfn._torch.operations.quantization import per_tensor  # noqa: E402
 
 X = np.random.default_rng(0).standard_normal(5).astype(np.float32)
 BOTH = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])

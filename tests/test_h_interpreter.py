@@ -14,11 +14,11 @@ torch = pytest.importorskip("torch")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import jaxfn  # noqa: E402
-from jaxfn._torch import _operations as operations  # noqa: E402
-from jaxfn._torch._arrays import jax_dtype, to_jax, to_torch, torch_dtype  # noqa: E402
-from jaxfn._torch._code import code  # noqa: E402
-from jaxfn._torch._errors import TranslationError  # noqa: E402
-from jaxfn._torch._interpret import Translation, explain  # noqa: E402
+from jaxfn._torch import operations  # noqa: E402
+from jaxfn._torch.graph.code import code  # noqa: E402
+from jaxfn._torch.graph.interpreter import Translation, explain  # noqa: E402
+from jaxfn._torch.values.arrays import jax_dtype, to_jax, to_torch, torch_dtype  # noqa: E402
+from jaxfn._torch.values.errors import TranslationError  # noqa: E402
 from tests.direct_samples import numbers  # noqa: E402
 from tests.operation_samples import trace  # noqa: E402
 

@@ -17,9 +17,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jaxfn._torch._arrays import to_jax, to_torch  # noqa: E402
-from jaxfn._torch._interpret import Translation  # noqa: E402
-from jaxfn._torch._operations import TABLE  # noqa: E402
+from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
+from jaxfn._torch.operations import TABLE  # noqa: E402
+from jaxfn._torch.values.arrays import to_jax, to_torch  # noqa: E402
 from tests.direct_samples import DIRECT  # noqa: E402
 from tests.operation_differences import DERIVATIVE_DIFFERENT, DIFFERENT, NOT_TRACED, NOT_TRANSLATED, TOLERANCES  # noqa: E402
 from tests.operation_samples import (  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jaxfn._torch._interpret import Translation  # noqa: E402
+from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
 from tests.operation_samples import trace  # noqa: E402
 
 F = torch.nn.functional

@@ -13,8 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
-from jaxfn._torch import _canary, _compat  # noqa: E402
-from jaxfn._torch._errors import TranslationError  # noqa: E402
+from jaxfn._torch import _compat  # noqa: E402
+from jaxfn._torch.adopt import canary as _canary  # noqa: E402
+from jaxfn._torch.values.errors import TranslationError  # noqa: E402
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from jax.tree_util import tree_leaves
 
 from jaxfn._parity.inputs import Array, Inputs, draw
 from jaxfn._protocol.gradients import conjugate
-from jaxfn._torch._arrays import to_jax, to_torch
+from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._values.arrays import is_array_leaf, is_inexact
 
 Measurements = dict[str, Array]

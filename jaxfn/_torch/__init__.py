@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxfn._torch._errors import TranslationError as TranslationError
+from jaxfn._torch.values.errors import TranslationError as TranslationError
 
 if TYPE_CHECKING:
-    from jaxfn._torch._from_torch import Adopted
+    from jaxfn._torch.adopt.adopted import Adopted
 
 
 def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | None = None) -> type[Adopted]:
@@ -64,8 +64,8 @@ def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | N
         ) from error
     if not (isinstance(torch_function, type) and issubclass(torch_function, torch.autograd.Function)):
         raise TypeError(f"from_torch takes a subclass of torch.autograd.Function, not {torch_function!r}")
-    from jaxfn._torch._canary import check_torch
-    from jaxfn._torch._from_torch import adopt
+    from jaxfn._torch.adopt.adopted import adopt
+    from jaxfn._torch.adopt.canary import check_torch
 
     check_torch()
     caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]

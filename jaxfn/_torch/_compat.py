@@ -1,6 +1,6 @@
 """The torch names that torch does not promise, in one place, with the versions that each was seen on.
 
-`_canary` tries what they do on the version that is installed.
+`adopt.canary` tries what they do on the version that is installed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,419 @@
+"""`from_torch`: a torch Function as a jaxfn Function."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from jaxfn._function import Function
+from jaxfn._protocol.context import FunctionCtx, state_of
+from jaxfn._protocol.once_differentiable import once_differentiable
+from jaxfn._run.methods import Methods
+from jaxfn._torch.adopt.definition import Definition
+from jaxfn._torch.adopt.explain import Explanation, Part
+from jaxfn._torch.adopt.program import Batched, Forward, Spec, known_or_made, spec_of
+from jaxfn._torch.trace.inside import Site, as_key, new_key
+from jaxfn._torch.trace.state import Nested, Replacements, Tracing
+from jaxfn._torch.values.arrays import torch_dtype
+from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flat import Flat, Slot, put_in, slots, take_out
+from jaxfn._torch.values.statics import Recent
+from jaxfn._values.arrays import as_array, is_array_leaf, is_none
+
+# Per Function: how many traces of `forward`, and of `vmap`, are kept.
+_FORWARDS_KEPT = 256
+
+_THREAD = threading.local()
+
+
+class Adopted(Function):
+    """A Function whose methods are those of a torch Function.
+
+    Attributes:
+      torch_function: that.
+    """
+
+    torch_function: ClassVar[Any]
+    adapter: ClassVar[Adapter]
+    _jaxfn_takes_torch_tensors = True  # as constants
+
+    @classmethod
+    def explain(cls, *args: Any, **kwargs: Any) -> Explanation:
+        """What becomes of the torch code when `apply` is called with these arguments and differentiated.
+
+        Args:
+          *args: as for `apply`; of arrays, shapes and dtypes matter.
+          **kwargs: likewise.
+
+        Returns:
+          An object that prints the graphs that torch traced, their operations, which of those have no translation, and
+          the JAX code of the translation.
+
+        Example:
+          >>> import torch, jax.numpy as jnp, jaxfn
+          >>> class Square(torch.autograd.Function):
+          ...     @staticmethod
+          ...     def forward(ctx, x):
+          ...         ctx.save_for_backward(x)
+          ...         return x * x
+          ...     @staticmethod
+          ...     def backward(ctx, grad_output):
+          ...         return 2 * ctx.saved_tensors[0] * grad_output
+          >>> explanation = jaxfn.from_torch(Square).explain(jnp.ones(3))
+          >>> explanation.is_supported
+          True
+          >>> print(explanation.parts[1].operations)
+          ['aten.mul.Tensor']
+
+        Torch counterpart: none.
+        """
+        form, values = Methods(cls).parameters.bind(args, kwargs)
+        return form.call(lambda *args, **kwargs: cls.adapter.explain(args, kwargs), (), values)
+
+
+class _Call(NamedTuple):
+    """A call: the trace for it, and its arrays and key."""
+
+    program: Forward
+    arrays: list[Any]
+    key: Any
+
+
+class Adapter:
+    """A torch Function's methods as jaxfn calls them.
+
+    Args:
+      definition: the torch Function.
+    """
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+        self._forwards = Recent[Forward](_FORWARDS_KEPT)
+        self._batched = Recent[Batched](_FORWARDS_KEPT)
+        self._said: set[str] = set()
+
+    def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`forward` and, where there is one, `setup_context`, as a jaxfn Function in combined style has it."""
+        call = self._called(args, kwargs, state_of(ctx))
+        self._warn(call.program)
+        values = call.program.run(call.arrays, call.key)
+        self._set_up(ctx, call, values)
+        return put_in(call.program.output, values)
+
+    def forward_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`forward`, as a jaxfn Function with a `setup_context` has it."""
+        call = self._called(args, kwargs, None)
+        self._warn(call.program)
+        return put_in(call.program.output, call.program.run(call.arrays, call.key))
+
+    def setup_context(self, ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        """`setup_context`, as a jaxfn Function has it."""
+        state = state_of(ctx)
+        args, kwargs = state.form.call(lambda *args, **kwargs: (args, kwargs), (), inputs)
+        call = self._called(args, kwargs, state)
+        values = call.program.known(call.arrays, take_out(output, is_array_leaf).leaves)
+        if not all(slot in values for kept in call.program.kept.values() for slot in kept):
+            values = call.program.run(call.arrays, call.key) | values
+        self._set_up(ctx, call, values)
+
+    def vmap(self, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """`vmap`, as a jaxfn Function has it."""
+        name = self.definition.name
+        if self.definition.takes_any_keyword:
+            raise TranslationError(f"{name} has a vmap, and its forward takes **kwargs, which torch's vmap does not")
+        (*values, key), (*dims, key_dim) = inputs, in_dims
+        arguments = take_out(tuple(values), is_array_leaf)
+        specs = [self._spec(array) for array in arguments.leaves]
+        batched = known_or_made(
+            f"{name}.vmap",
+            self._batched,
+            (arguments.template, dims, info.batch_size),
+            specs,
+            lambda _: True,
+            lambda: Batched(self.definition, arguments.template, specs, info, tuple(dims)),
+        )
+        if batched.traced.draws and key_dim is not None:
+            raise TranslationError(
+                f"{name}.vmap draws random numbers for the whole batch, by one key; it got a batch of keys. Pass a "
+                "single key"
+            )
+        return batched.run(arguments.leaves, key)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _Call:
+        """A call's trace and arrays; without the state of a ctx, every input counts as one that needs a gradient."""
+        key = kwargs.pop(self.definition.key_name)
+        arguments = take_out((args, kwargs), is_array_leaf)
+        specs = [self._spec(array) for array in arguments.leaves]
+        flags = (True,) * (len(args) + len(kwargs))
+        if state is not None:
+            flags = self._flags(state.form.names, state.needs_input_grad)
+        return _Call(self.traced(arguments.template, specs, flags), arguments.leaves, key)
+
+    def _set_up(self, ctx: FunctionCtx, call: _Call, values: Mapping[int, Any]) -> None:
+        """Gives a ctx what it keeps, of the values of the program's slots."""
+        program = call.program
+        if program.reads_flags:
+            ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
+        vars(ctx).update(program=program, key=call.key)
+        ctx.save_for_backward(*program.to_keep("backward", call.arrays, values))
+        if self.definition.has_jvp:
+            ctx.save_for_forward(*program.to_keep("jvp", call.arrays, values))
+        ctx.set_materialize_grads(program.materialize_grads)
+        ctx.mark_non_differentiable(*(values[slot] for slot in program.non_differentiable))
+        ctx.mark_dirty(*(call.arrays[i] for i in program.dirty))
+
+    def backward(self, ctx: Any, grad_outputs: Sequence[Any]) -> tuple[Any, ...]:
+        """`backward`, as a jaxfn Function has it."""
+        program: Forward = ctx.program
+        names = state_of(ctx).form.names
+        outputs = program.output if isinstance(program.output, tuple) else (program.output,)
+        template, arrays, specs = _matched(outputs, grad_outputs, program.specs)
+        traced = program.derivative("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        if traced.traced.loses_gradients:
+            self._say(
+                f"{self.definition.name}.backward gives gradients to tensors made outside of it (the parameters of a "
+                "module, say), which are constants on JAX and get none. Pass what is to be trained as arguments."
+            )
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD)
+        gradients = list(traced.run(ctx.saved_tensors, arrays, key))
+        return tuple(self._for_inputs(gradients, program, names))
+
+    def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
+        """`jvp`, as a jaxfn Function has it."""
+        program: Forward = ctx.program
+        names = state_of(ctx).form.names
+        args, kwargs = program.arguments
+        place = names.index(self.definition.key_name)
+        given = [*tangents[:place], *tangents[place + 1 :]]
+        template, arrays, specs = _matched((*args, *kwargs.values()), given, program.input_specs)
+        traced = program.derivative("jvp", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD)
+        return traced.run(ctx.saved_tensors, arrays, key)
+
+    def traced(self, arguments: Any, specs: Sequence[Spec], flags: tuple[bool, ...]) -> Forward:
+        """`forward` traced for these arguments."""
+        return known_or_made(
+            f"{self.definition.name}.forward",
+            self._forwards,
+            arguments,
+            specs,
+            lambda known: not known.reads_flags or known.needs_input_grad == flags,
+            lambda: Forward(self.definition, arguments, specs, flags),
+        )
+
+    def preview(self, arguments: Flat) -> tuple[Forward, bool]:
+        """`forward` traced for torch tensors, and whether it or its backward draws random numbers."""
+        args, kwargs = arguments.template
+        flags = (True,) * (len(args) + len(kwargs))
+        program = self.traced(arguments.template, [spec_of(x) for x in arguments.leaves], flags)
+        return program, program.traced.draws or self._draws_in_backward(program)
+
+    def _draws_in_backward(self, program: Forward) -> bool:
+        """Whether backward draws random numbers, as far as it can be traced; what cannot be may never be called."""
+        being_looked_at: set[Adapter] = vars(_THREAD).setdefault("adapters", set())
+        if self in being_looked_at:  # a backward that applies its own Function
+            return False
+        being_looked_at.add(self)
+        try:
+            backward = program.whole_backward()
+        except Exception:
+            return False
+        finally:
+            being_looked_at.remove(self)
+        return backward is not None and backward.traced.draws
+
+    def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+        """What becomes of a call with these arguments when everything in it is being differentiated."""
+        kwargs = {name: value for name, value in kwargs.items() if name != self.definition.key_name}
+        arguments = take_out((args, kwargs), is_array_leaf)
+        specs = [self._spec(as_array(leaf)) for leaf in arguments.leaves]
+        try:
+            program = self.traced(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
+        except TranslationError as error:
+            return Explanation(self.definition.name, [Part("forward", error)])
+        parts = [Part("forward", program.traced)]
+        try:
+            backward = program.whole_backward()
+        except TranslationError as error:
+            parts.append(Part("backward", error))
+        else:
+            parts += [] if backward is None else [Part("backward", backward.traced)]
+        return Explanation(self.definition.name, parts)
+
+    def _flags(self, names: Sequence[str], flags: Sequence[bool]) -> tuple[bool, ...]:
+        """Without that of the key."""
+        return tuple(flag for name, flag in zip(names, flags, strict=True) if name != self.definition.key_name)
+
+    def _for_inputs(self, gradients: list[Any], program: Forward, names: Sequence[str]) -> list[Any]:
+        """What backward returned, with an entry for the key, and none for tensors that are constants here."""
+        args, kwargs = program.arguments
+        for i, value in enumerate((*args, *kwargs.values())):
+            if isinstance(value, torch.Tensor) and i < len(gradients):
+                gradients[i] = None
+        place = names.index(self.definition.key_name)
+        return [*gradients[:place], None, *gradients[place:]] if len(gradients) >= place else gradients
+
+    def _spec(self, array: Any) -> Spec:
+        if not all(isinstance(length, int) for length in array.shape):
+            raise TranslationError(
+                f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one "
+                "shape at a time. Export with fixed shapes"
+            )
+        return Spec(tuple(array.shape), torch_dtype(array.dtype))
+
+    def _warn(self, program: Forward) -> None:
+        name = self.definition.name
+        if program.unmarked:
+            self._say(
+                f"{name} writes to one of its inputs. JAX arrays are immutable: the caller's array keeps its value, "
+                "and only what forward returns is new."
+            )
+        is_narrow = jax.dtypes.canonicalize_dtype(np.float64) == np.float32
+        if is_narrow and program.traced.uses_double:
+            self._say(
+                f"{name} computes in float64, which JAX has only with jax.config.update('jax_enable_x64', True). It "
+                "runs in float32."
+            )
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=2)
+
+
+def _matched(places: Sequence[Any], given: Sequence[Any], specs: Sequence[Spec]) -> tuple[Any, list[Any], list[Spec]]:
+    """Gradients or tangents, of which some are `None`: their template, the arrays in it, and the specs of those.
+
+    Args:
+      places: a template for each, of the output or input that it belongs to.
+      given: the gradients or tangents.
+      specs: of the tensors in the templates' slots.
+    """
+    arrays: list[Any] = []
+    found: list[Spec] = []
+
+    def slot(place: Any, value: Any) -> Slot | None:
+        if value is None or not isinstance(place, Slot):
+            return None
+        arrays.append(value)
+        found.append(specs[place.index])
+        return Slot(len(arrays) - 1)
+
+    template = tuple(
+        None if value is None else jax.tree_util.tree_map(slot, place, value, is_leaf=is_none)
+        for place, value in zip(places, given, strict=True)
+    )
+    return template, arrays, found
+
+
+# What random numbers in backward and jvp are drawn by: the call's key with this folded in.
+_BACKWARD = 0x6261636B
+
+
+def adopt(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> type[Adopted]:
+    """The jaxfn Function of a torch one; the same one again for the same class and replacements."""
+    key = id(function), frozenset((id(op), id(replacement)) for op, replacement in ops.items())
+    found = _ADOPTED.get(key)
+    if found is None:
+        found = _ADOPTED[key] = _make(function, ops, module)
+    return found
+
+
+# A class holds the torch one, and its replacements, so that an identity is not used twice while it is here.
+_ADOPTED: weakref.WeakValueDictionary[Any, type[Adopted]] = weakref.WeakValueDictionary()
+
+
+def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> type[Adopted]:
+    definition = Definition(function, Replacements.of(ops), Nested(applied_inside, can_be_repeated))
+    adapter = Adapter(definition)
+
+    def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
+        return adapter.forward(ctx, args, kwargs)
+
+    def backward(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
+        return adapter.backward(ctx, grad_outputs)
+
+    def jvp(ctx: FunctionCtx, *tangents: Any) -> Any:
+        return adapter.jvp(ctx, tangents)
+
+    def forward_alone(*args: Any, **kwargs: Any) -> Any:
+        return adapter.forward_alone(args, kwargs)
+
+    # With a vmap of its own it is written in separate style, as torch wants it, so that forward alone can be batched.
+    is_separate = definition.has_vmap and definition.is_separate
+    chosen = forward_alone if is_separate else forward
+    chosen.__signature__ = definition.apply_signature(has_ctx=not is_separate)  # pyright: ignore[reportFunctionMemberAccess]
+    body: dict[str, Any] = {
+        "__module__": module,
+        "__qualname__": function.__name__,
+        "__doc__": function.__doc__,
+        "torch_function": function,
+        "adapter": adapter,
+        "forward": staticmethod(chosen),
+        "generate_vmap_rule": function.generate_vmap_rule,
+    }
+    if is_separate:
+        body["setup_context"] = staticmethod(adapter.setup_context)
+    if definition.has_vmap:
+        body["vmap"] = staticmethod(adapter.vmap)
+    if definition.backward is not None:
+        backward.__qualname__ = f"{function.__qualname__}.backward"
+        body["backward"] = staticmethod(once_differentiable(backward) if definition.once_differentiable else backward)
+    if definition.has_jvp:
+        body["jvp"] = staticmethod(jvp)
+    return type(function.__name__, (Adopted,), body)
+
+
+class _Previewed(NamedTuple):
+    """A call of a Function inside another one, before it is recorded; see `Adapter.preview`."""
+
+    adopted: type[Adopted]
+    arguments: Flat
+    program: Forward
+    draws: bool
+
+
+def _previewed(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Previewed:
+    adopted = adopt(function, tracing.replacements.all, __name__)
+    arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+    return _Previewed(adopted, arguments, *adopted.adapter.preview(arguments))
+
+
+def can_be_repeated(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the same call once more gives the same again: it draws nothing, and writes to no argument."""
+    _, _, program, draws = _previewed(tracing, function, args, kwargs)
+    return not draws and not program.dirty
+
+
+def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a torch Function returns that the code being traced applies: a call of its own jaxfn Function."""
+    adopted, arguments, program, draws = _previewed(tracing, function, args, kwargs)
+    adapter = adopted.adapter
+    places = slots(program.output)
+    template = arguments.template  # all that the graph keeps of the arguments
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        options = {adapter.definition.key_name: as_key(arrays[-1])} if draws else {}
+        args, kwargs = put_in(template, arrays)
+        return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
+
+    site = Site(tracing, of_arrays, function.__name__, [program.specs[slot] for slot in places])
+    # What it writes to is to have the old value still where autograd goes back through the call.
+    given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
+    made = site(*given, *([new_key(tracing)] if draws else []))
+    outputs = dict(zip(places, made, strict=True))
+    for index, slot in program.dirty.items():
+        if slot is None:
+            raise TranslationError(
+                f"{adapter.definition.name}, applied inside {tracing.owner}, marks an input dirty and does not "
+                "return it"
+            )
+        outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
+    return put_in(program.output, outputs)

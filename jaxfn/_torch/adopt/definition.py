@@ -1,0 +1,88 @@
+"""A torch Function class, looked at once: what it defines and in which style."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from jaxfn._torch.trace.state import Nested, Replacements
+
+_BASE: Any = torch.autograd.Function
+
+
+class Definition:
+    """A torch Function class.
+
+    Args:
+      function: the class.
+      replacements: what stands for torch operations and functions in it.
+      nested: what becomes of Functions that it applies.
+
+    Attributes:
+      is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
+      backward: its `backward` or `vjp`, `None` if it has neither.
+      has_jvp, has_vmap: whether it has a `jvp`, and a `vmap`.
+      once_differentiable: whether torch's decorator is on that.
+      key_name: the parameter of `apply` that is the random key.
+      takes_any_keyword: whether `forward` has `**kwargs`.
+    """
+
+    def __init__(self, function: Any, replacements: Replacements, nested: Nested) -> None:
+        self.function = function
+        self.name: str = function.__name__
+        self.replacements = replacements
+        self.nested = nested
+        self.is_separate = function.setup_context is not _BASE.setup_context
+        self.backward = self._backward()
+        self.has_jvp: bool = function.jvp is not _BASE.jvp
+        self.has_vmap: bool = function.vmap is not _BASE.vmap
+        self.once_differentiable = any(map(_is_once_differentiable, _wrapped(self.backward)))
+        parameters = inspect.signature(function.forward).parameters
+        self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.key_name = "key" if "key" not in parameters else "jax_key"
+
+    def apply_signature(self, *, has_ctx: bool) -> inspect.Signature:
+        """That of `forward` as jaxfn's, with the key, and with a ctx or without."""
+        parameters = list(inspect.signature(self.function.forward).parameters.values())
+        if has_ctx and self.is_separate:
+            parameters.insert(0, inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY))
+        return inspect.Signature(list(_with_key(parameters, self.key_name)))
+
+    def _backward(self) -> Callable[..., Any] | None:
+        backward, vjp = self.function.backward, self.function.vjp
+        if backward is _BASE.backward:
+            return None if vjp is _BASE.vjp else vjp
+        if vjp is not _BASE.vjp:
+            raise RuntimeError(
+                f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
+                "only implement one of them."
+            )
+        return backward
+
+
+def _with_key(parameters: Any, name: str) -> Iterator[inspect.Parameter]:
+    key = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            yield key
+            yield parameter
+            return
+        yield parameter
+    yield key
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """A function and those that it decorates."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_once_differentiable(function: Any) -> bool:
+    return getattr(function, "__code__", None) is _ONCE_DIFFERENTIABLE
+
+
+_ONCE_DIFFERENTIABLE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__

@@ -1,0 +1,372 @@
+"""The methods of a torch Function, traced for given shapes, and run on JAX arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch._compat import takes_boxed_gradients, without_functions
+from jaxfn._torch.adopt.context import TorchContext
+from jaxfn._torch.adopt.definition import Definition
+from jaxfn._torch.graph.interpreter import Translation, explain
+from jaxfn._torch.graph.jax_call import draws_random_numbers
+from jaxfn._torch.trace.leftovers import cleaned_up
+from jaxfn._torch.trace.running import running
+from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flat import Slot, put_in, slots, take_out
+from jaxfn._torch.values.statics import Recent, ambient_key, static_key
+from jaxfn._values.hidden import NoArrays
+
+# How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
+_DERIVATIVES_KEPT = 32
+
+
+class Spec(NamedTuple):
+    """What a tensor is while tracing."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """The `Spec` of a tensor."""
+    return Spec(tuple(tensor.shape), tensor.dtype)
+
+
+class Traced(NoArrays):
+    """A graph, and what there is to know about it.
+
+    Args:
+      definition: whose it is.
+      name: "forward", "backward", "jvp" or "vmap".
+      tracing: the finished trace.
+      results: the tensors that the graph gives.
+    """
+
+    def __init__(self, definition: Definition, name: str, tracing: Tracing, results: Sequence[torch.Tensor]) -> None:
+        self.definition = definition
+        self.name = name
+        self.graph_module = tracing.finish(results)
+        nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
+        self.draws = any(draws_random_numbers(node.target) for node in nodes)
+        self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
+        self.reads_outside = tracing.recorder.reads_outside
+        self.loses_gradients = tracing.recorder.loses_gradients
+        translation = Translation(self.graph_module, definition.replacements.operations)
+        self.unsupported = translation.unsupported
+        self._constants = translation.constants
+        # Called with arrays it runs as one compiled program; inside another program it leaves its operations there.
+        self._run = jax.jit(translation.run, inline=True)
+
+    def run(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
+        """The graph's results for JAX arrays.
+
+        Raises:
+          TranslationError: an operation has no translation; random numbers are to be drawn, and there is no key.
+        """
+        owner = self.definition.name
+        if self.unsupported:
+            raise TranslationError(f"{owner}.{self.name}: {explain(self.unsupported)}")
+        if self.draws and key is None:
+            raise TranslationError(
+                f"{owner}.{self.name} draws random numbers, and on JAX those come from an explicit key: "
+                f"{owner}.apply(..., {self.definition.key_name}=jax.random.key(0)), another key for each call"
+            )
+        try:
+            return self._run(arrays, key, self._constants())
+        except TranslationError as error:
+            raise error if owner in str(error) else TranslationError(f"{owner}.{self.name}: {error}") from error
+
+
+def _is_double(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128)
+
+
+class Source(NamedTuple):
+    """Where the value of a slot comes from after `forward` ran.
+
+    Attributes:
+      kind: "input", "result" (of the graph), or "constant" (a tensor that depends on no input).
+      place: which input or result.
+    """
+
+    kind: str
+    place: int
+
+
+class Forward(NoArrays):
+    """`forward`, traced.
+
+    Args:
+      definition: the Function.
+      arguments: the template of `(args, kwargs)`.
+      specs: of the tensors in its slots.
+      needs_input_grad: one for each input of `forward`.
+
+    Attributes:
+      output: the template of what `forward` returned.
+      kept: the slots of what it kept for "backward" and for "jvp", in the order in which those get their values.
+      non_differentiable: the slots marked so.
+      dirty: the inputs marked so, and the slot of each that was returned.
+      unmarked: whether it wrote to an input without marking it.
+      materialize_grads: as it set it.
+      reads_flags: whether it looked at which inputs need a gradient.
+      runs_again: whether `backward` and `jvp` run it again, on its inputs: it kept tensors with autograd's graph of how
+        they were computed, for autograd to go back through.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        arguments: Any,
+        specs: Sequence[Spec],
+        needs_input_grad: tuple[bool, ...],
+    ) -> None:
+        self.definition = definition
+        self.needs_input_grad = needs_input_grad
+        self.arguments = arguments
+        # For each tensor, which input of forward it belongs to.
+        args, kwargs = arguments
+        self._owners = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
+        self.input_specs = specs
+        self._derivatives = Recent["Derivative"](_DERIVATIVES_KEPT)
+        tracing = Tracing(definition.name, definition.replacements, definition.nested)
+        ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
+        with running(tracing):
+            inputs = self._new_inputs(tracing, needs_input_grad)
+            output = self._run_code(ctx, inputs)
+            for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
+            made = take_out((output, ctx.to_save, for_forward, ctx.attributes), _is_tensor, each_once=True)
+            with without_functions():
+                self.runs_again = any(made.leaves[slot].grad_fn is not None for slot in slots(made.template[1:]))
+            # Also after it was written to, an input is that input.
+            places = {id(x): i for i, x in enumerate(inputs)}
+            self._input_of = {slot: places[id(x)] for slot, x in enumerate(made.leaves) if id(x) in places}
+            values = [tracing.lower(tensor) for tensor in made.leaves]
+            written = [i for i, x in enumerate(inputs) if tracing.recorder.input_index(tracing.lower(x)) != i]
+        self.output, to_save, for_forward, self._attributes = made.template
+        self._saved = {"backward": to_save, "jvp": for_forward}
+        self.specs = [spec_of(value) for value in values]
+        self.reads_flags = tracing.reads_flags
+        self.materialize_grads = ctx.materialize_grads
+        self.non_differentiable = [i for i, x in enumerate(made.leaves) if _is_among(x, ctx.non_differentiable)]
+        returned = {id(x): i for i, x in enumerate(made.leaves)}
+        dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
+        self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
+        self.unmarked = any(i not in self.dirty for i in written)
+
+        in_output = set(slots(self.output))
+        self._constants: dict[int, torch.Tensor] = {}
+        self.sources: list[Source] = []
+        results: list[torch.Tensor] = []
+        for slot, value in enumerate(values):
+            index = tracing.recorder.input_index(value)
+            if index is not None:
+                self.sources.append(Source("input", index))
+                self._input_of[slot] = index
+            elif slot not in in_output and tracing.recorder.is_constant(value):
+                self.sources.append(Source("constant", slot))
+                self._constants[slot] = value
+            else:
+                self.sources.append(Source("result", len(results)))
+                results.append(value)
+        self.kept = {
+            method: [slot for slot in sorted(set(slots((saved, self._attributes)))) if slot not in self._constants]
+            for method, saved in self._saved.items()
+        }
+        self._outputs = in_output
+        self.traced = Traced(definition, "forward", tracing, results)
+        if self.runs_again and self.traced.draws:
+            raise TranslationError(
+                f"{definition.name}.forward draws random numbers and keeps tensors with autograd's graph on ctx, for "
+                "which it would have to run again in backward. Draw outside, and pass the numbers as an argument"
+            )
+
+    def _new_inputs(self, tracing: Tracing, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
+        return [
+            tracing.input(*spec, requires_grad=needs_input_grad[owner])
+            for spec, owner in zip(self.input_specs, self._owners, strict=True)
+        ]
+
+    def _run_code(self, ctx: TorchContext, inputs: Sequence[torch.Tensor]) -> Any:
+        """Runs the user's code on tensors; returns its output."""
+        function = self.definition.function
+        args, kwargs = put_in(self.arguments, inputs)
+        if not self.definition.is_separate:
+            return function.forward(ctx, *args, **kwargs)
+        output = function.forward(*args, **kwargs)
+        function.setup_context(ctx, (*args, *kwargs.values()), output)
+        return output
+
+    def run(self, inputs: Sequence[Any], key: Any) -> dict[int, Any]:
+        """The value of each slot that has one on JAX."""
+        # A result that is an input itself would count as that input where it is saved, and it is an output.
+        results = [_distinct(value, inputs) for value in self.traced.run(inputs, key)]
+        values = {"input": inputs, "result": results}
+        return {i: values[s.kind][s.place] for i, s in enumerate(self.sources) if s.kind != "constant"}
+
+    def to_keep(self, method: str, inputs: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
+        """The arrays that "backward" or "jvp" needs, of the inputs and the slots' values."""
+        return list(inputs) if self.runs_again else [values[slot] for slot in self.kept[method]]
+
+    def known(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
+        """The value of each slot that is an input or one of the outputs, which are given."""
+        of_inputs = {i: inputs[source.place] for i, source in enumerate(self.sources) if source.kind == "input"}
+        return of_inputs | dict(zip(slots(self.output), outputs, strict=True))
+
+    def derivative(
+        self, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
+    ) -> Derivative:
+        """`backward` or `jvp`, traced for a template of gradients or tangents."""
+        return known_or_made(
+            f"{self.definition.name}.{method}",
+            self._derivatives,
+            (method, given),
+            specs,
+            lambda known: known.fits(needs_input_grad),
+            lambda: Derivative(self, method, given, specs, needs_input_grad),
+        )
+
+    def whole_backward(self) -> Derivative | None:
+        """`backward` traced for all gradients, where there is one."""
+        if self.definition.backward is None:
+            return None
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        slots_only = torch_tree.tree_map(_slot_or_none, tuple(outputs))
+        given = take_out(put_in(slots_only, self.specs), lambda leaf: isinstance(leaf, Spec))
+        return self.derivative("backward", given.template, given.leaves, (True,) * len(self.needs_input_grad))
+
+    def ctx(self, method: str, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
+        """The ctx that `backward` or `jvp` gets in a new trace, whose first inputs are those of `to_keep`."""
+        if self.runs_again:
+            ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
+            self._run_code(ctx, self._new_inputs(tracing, needs_input_grad))
+            return ctx.after_forward(method)
+        tensors = {slot: tracing.constant(value) for slot, value in self._constants.items()}
+        for slot in self.kept[method]:
+            # What was computed without autograd, or detached, requires no gradient.
+            requires_grad = any(needs_input_grad) if slot in self._outputs else None
+            if slot in self._input_of:
+                requires_grad = needs_input_grad[self._owners[self._input_of[slot]]]
+            tensors[slot] = tracing.input(*self.specs[slot], requires_grad=requires_grad)
+        ctx = TorchContext(needs_input_grad, put_in(self._saved[method], tensors), on_read=tracing.read_flags)
+        vars(ctx).update(put_in(self._attributes, tensors))
+        return ctx
+
+
+class Derivative(NoArrays):
+    """`backward` or `jvp`, traced.
+
+    Args:
+      forward: the trace whose derivative it is.
+      method: "backward" or "jvp".
+      given: the template of its arguments.
+      specs: of the tensors in its slots.
+      needs_input_grad: one for each input of `forward`.
+
+    Attributes:
+      returned: the template of what it returned: gradients, one for each input and perhaps more, or tangents.
+    """
+
+    def __init__(
+        self, forward: Forward, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
+    ) -> None:
+        definition = forward.definition
+        function = definition.function.jvp if method == "jvp" else definition.backward
+        assert function is not None
+        self._needs_input_grad = needs_input_grad
+        tracing = Tracing(definition.name, definition.replacements, definition.nested, is_differentiated=True)
+        with running(tracing):
+            ctx = forward.ctx(method, tracing, needs_input_grad)
+            arguments = put_in(given, [tracing.input(*spec) for spec in specs])
+            if method == "backward" and takes_boxed_gradients(definition.function):
+                returned = function(ctx, list(arguments))
+            else:
+                returned = function(ctx, *arguments)
+            made = take_out(returned if isinstance(returned, tuple) else (returned,), _is_tensor)
+            values = [tracing.lower(tensor) for tensor in made.leaves]
+        self.returned: Any = made.template
+        self._reads_flags = tracing.reads_flags
+        self.traced = Traced(definition, method, tracing, values)
+
+    def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
+        """Whether it is as good for these flags."""
+        return not self._reads_flags or needs_input_grad == self._needs_input_grad
+
+    def run(self, kept: Sequence[Any], given: Sequence[Any], key: Any) -> tuple[Any, ...]:
+        """What it returns for JAX arrays."""
+        return put_in(self.returned, self.traced.run([*kept, *given], key))
+
+
+class Batched(NoArrays):
+    """`vmap`, traced.
+
+    Args:
+      definition: the Function.
+      arguments: the template of its inputs.
+      specs: of the tensors in its slots, their batch included.
+      info: what `vmap` is told of the batch.
+      in_dims: which axis of each input is the batch.
+    """
+
+    def __init__(
+        self, definition: Definition, arguments: Any, specs: Sequence[Spec], info: Any, in_dims: tuple[Any, ...]
+    ) -> None:
+        tracing = Tracing(definition.name, definition.replacements, definition.nested)
+        with running(tracing):
+            inputs = put_in(arguments, [tracing.input(*spec) for spec in specs])
+            made = take_out(definition.function.vmap(info, in_dims, *inputs), _is_tensor)
+            values = [tracing.lower(tensor) for tensor in made.leaves]
+        self._returned: Any = made.template
+        self.traced = Traced(definition, "vmap", tracing, values)
+
+    def run(self, inputs: Sequence[Any], key: Any) -> Any:
+        """What it returns for JAX arrays: outputs and out_dims."""
+        return put_in(self._returned, self.traced.run(inputs, key))
+
+
+_P = TypeVar("_P", "Forward", "Derivative", "Batched")
+
+
+def known_or_made(
+    owner: str,
+    known: Recent[_P],
+    template: Any,
+    specs: Sequence[Spec],
+    fits: Callable[[_P], bool],
+    make: Callable[[], _P],
+) -> _P:
+    """A trace for these arguments, an earlier one where there is one; kept, where that is safe."""
+    try:
+        key = static_key(template), tuple(specs), ambient_key()
+    except TypeError:
+        key = None
+    found = None if key is None else known.get(key, fits)
+    if found is None:
+        with cleaned_up(owner):
+            found = make()
+        if key is not None and not found.traced.reads_outside:
+            known.put(key, found)
+    return found
+
+
+def _slot_or_none(leaf: Any) -> Slot | None:
+    return leaf if isinstance(leaf, Slot) else None
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_among(value: object, values: Sequence[object]) -> bool:
+    return any(value is other for other in values)
+
+
+def _distinct(value: Any, others: Sequence[Any]) -> Any:
+    return jnp.array(value, copy=True) if _is_among(value, others) else value

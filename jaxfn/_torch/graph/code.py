@@ -1,0 +1,108 @@
+"""The JAX code of a translation, for people to read."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from torch.fx import GraphModule, Node
+
+from jaxfn._torch.graph.interpreter import Unsupported, find, line_of, steps
+from jaxfn._torch.graph.names import Operations, by_name, name_of
+from jaxfn._torch.values.arrays import jax_dtype
+
+_MODULES = {"jnp": jnp, "lax": lax, "jax.nn": jax.nn, "jax.scipy.special": jax.scipy.special}
+
+
+def code(graph_module: GraphModule, ops: Operations | None = None) -> str:
+    """The Python text of a graph's translation: one line for each operation, its torch name and result behind it.
+
+    A result that JAX would give in another dtype than torch is cast to the one in the comment.
+
+    Args:
+      graph_module: as for `run`.
+      ops: as for `run`.
+
+    Returns:
+      A function `translated` of the placeholders; names such as `elementwise.add` are modules of the table.
+    """
+    replacements = by_name(ops)
+    names: list[str] = []
+    lines: list[str] = []
+    for step in steps(graph_module):
+        node = step.node
+        if node.op == "placeholder":
+            names.append(node.name)
+        elif node.op == "get_attr":
+            lines.append(f"{node.name} = constants[{str(node.target)!r}]{_comment(node, None)}")
+        elif node.op == "output":
+            lines.append(f"return {_text(step.arguments[0])}")
+        else:
+            found = find(node, replacements)
+            arguments = [_text(argument) for argument in step.arguments]
+            if node.target is operator.getitem:
+                lines.append(f"{node.name} = {arguments[0]}[{arguments[1]}]{_comment(node, None)}")
+                continue
+            arguments += [f"{name}={_text(value)}" for name, value in step.options.items()]
+            if isinstance(found, Unsupported):
+                called = f"unsupported({', '.join([repr(found.operation), *arguments])})"
+            else:
+                function, bound = _function_text(found.function)
+                called = f"{function}({', '.join(['key'] * found.draws + bound + arguments)})"
+            lines.append(f"{node.name} = {called}{_comment(node, name_of(node.target))}")
+    return "\n    ".join((f"def translated({', '.join(names)}):", *lines)) + "\n"
+
+
+def _function_text(function: Callable[..., Any]) -> tuple[str, list[str]]:
+    """A function's name, and the arguments that are bound to it."""
+    if isinstance(function, partial):
+        name, bound = _function_text(function.func)
+        return name, bound + [_text(argument) for argument in function.args]
+    plain = getattr(function, "__wrapped__", function)
+    name = getattr(function, "__name__", None) or repr(function)
+    for prefix, module in _MODULES.items():
+        if getattr(module, name, None) in (function, plain):
+            return f"{prefix}.{name}", []
+    module_name = getattr(function, "__module__", None) or ""
+    if module_name.startswith("jaxfn._torch.operations."):
+        return f"{module_name.rpartition('.')[2]}.{name}", []
+    return name, []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return f"jnp.{jax_dtype(value).name}"
+    if isinstance(value, types.FunctionType | partial):
+        return _function_text(value)[0]
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, slice):
+        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+    if isinstance(value, float) and not np.isfinite(value):
+        return f"float({str(value)!r})"
+    return repr(value)
+
+
+def _comment(node: Node, operation: str | None) -> str:
+    """The operation's torch name, the result's dtype and shape, and the user's line."""
+    recorded = node.meta.get("val")
+    results = recorded if isinstance(recorded, (tuple, list)) else [recorded]
+    shapes = [
+        f"{jax_dtype(result.dtype).name}[{','.join(str(length) for length in result.shape)}]"
+        for result in results
+        if isinstance(result, torch.Tensor)
+    ]
+    parts = [part for part in (operation, ", ".join(shapes), line_of(node)) if part]
+    return f"  # {'; '.join(parts)}" if parts else ""

@@ -1,0 +1,435 @@
+"""Runs a graph that torch traced on JAX arrays, with the table of operations.
+
+Imports torch: it is itself imported only where there is a graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from torch.fx import GraphModule, Node
+
+from jaxfn._torch._compat import plain_torch
+from jaxfn._torch.graph.jax_call import JaxCall
+from jaxfn._torch.graph.names import Operations, by_name, name_of
+from jaxfn._torch.graph.wide import (
+    CAREFUL,
+    LARGEST,
+    USUAL,
+    CannotWidenError,
+    call,
+    each_narrowed,
+    has_form,
+    has_wide,
+    lifted,
+    may_grow,
+    short_name,
+    sizes,
+)
+from jaxfn._torch.operations import TABLE, Operation, entry_name, refusal
+from jaxfn._torch.values.arrays import jax_dtype, to_jax
+from jaxfn._torch.values.errors import TranslationError
+
+# What these say of a tensor (where it is, how it lies in memory) JAX decides itself.
+_IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "requires_grad", "generator"})
+
+
+class Unsupported(NamedTuple):
+    """An operation that cannot be translated.
+
+    Attributes:
+      operation: its name, as torch prints it.
+      line: the line of the torch code that called it, or None if torch did not record it.
+      reason: why, where more is known than that it is not in the table.
+    """
+
+    operation: str
+    line: str | None
+    reason: str | None = None
+
+
+class Translation:
+    """A graph, and what stands for each of its operations.
+
+    Args:
+      graph_module: the graph, as `make_fx` gives it: of ATen operations, functional, with shapes in the nodes' meta.
+      ops: JAX functions to use for some torch operations, in place of the table's or where it has none.
+
+    Attributes:
+      unsupported: all operations that cannot be translated, in the graph's order, each with the line that called it.
+    """
+
+    def __init__(self, graph_module: GraphModule, ops: Operations | None = None) -> None:
+        replacements = by_name(ops)
+        self._graph_module = graph_module
+        self._calls = [
+            (step, find(step.node, replacements) if step.node.op == "call_function" else None)
+            for step in steps(graph_module)
+        ]
+        self._constants = [step.node for step, _ in self._calls if step.node.op == "get_attr"]
+        limits = {node: _limit(graph_module, node) for node in self._constants}
+        known = {node: limit for node, limit in limits.items() if limit is not None}
+        sequence = [step for step, _ in self._calls]
+        self._careful, self._usual = (sizes(sequence, known, unknown) for unknown in (CAREFUL, USUAL))
+        missing = (found for _, found in self._calls if isinstance(found, Unsupported))
+        self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
+
+    def constants(self) -> list[Any]:
+        """The present values of the tensors that are no inputs; those made outside of the Function may change."""
+        return [_constant(self._graph_module, node) for node in self._constants]
+
+    def run(self, inputs: Sequence[Any], key: Any = None, constants: Sequence[Any] | None = None) -> Any:
+        """The outputs of the graph for JAX arrays.
+
+        Args:
+          inputs: one JAX array for each placeholder, in order.
+          key: a JAX random key, for graphs that draw random numbers.
+          constants: what `constants()` returned; by default what it returns now.
+
+        Returns:
+          What the graph returns, with the same structure; arrays have the dtypes that torch recorded, as x64 allows.
+
+        Raises:
+          TranslationError: an operation has no translation, or random numbers are drawn without a key.
+        """
+        if self.unsupported:
+            raise TranslationError(explain(self.unsupported))
+        constants = self.constants() if constants is None else constants
+        values: dict[Node, Any] = dict(zip(self._constants, constants, strict=True))
+        remaining = iter(inputs)
+        drawn = 0
+
+        for step, found in self._calls:
+            node = step.node
+            arguments, options = _substitute((step.arguments, step.options), values)
+            if node.op == "placeholder":
+                values[node] = _recorded(next(remaining), node)
+            elif node.op == "get_attr":
+                continue
+            elif isinstance(found, Operation):
+                if found.draws:
+                    if key is None:
+                        raise TranslationError(f"{name_of(node.target)}{_at(node)} draws random numbers: pass `key=`")
+                    arguments = (jax.random.fold_in(key, drawn), *arguments)
+                    drawn += 1
+                if jax_dtype(torch.int64) != np.int64 and self._needs_64_bits(step, arguments, options):
+                    values[node] = self._run_wide(step, found.function, arguments, options)
+                else:
+                    values[node] = _recorded(found.function(*arguments, **options), node)
+            else:
+                return self._narrowed(step, arguments)[0]
+        raise TranslationError("the graph has no output")
+
+    def _needs_64_bits(self, step: Step, arguments: Any, options: Any) -> bool:
+        """Whether an operation has an operand, or may have a result, that does not fit in 32 bits."""
+        grows = self._careful.get(step.node, 0) > LARGEST and may_grow(short_name(name_of(step.node.target)))
+        return grows or step.has_large_numbers or has_wide((arguments, options))
+
+    def _run_wide(self, step: Step, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+        """What an operation returns for whole numbers of 64 bits."""
+        node = step.node
+        name = short_name(name_of(node.target))
+        if node.target is operator.getitem:
+            return function(*arguments)
+        dtypes = [result.dtype for result in _results(node)]
+        if step.has_large_numbers and not has_form(name):
+            for number in _large_numbers((step.arguments, step.options)):
+                _check_fits(number, node)
+        try:
+            if not hasattr(node.target, "_schema") or not dtypes:
+                raise CannotWidenError
+            result = call(name, function, arguments, options, dtypes[0])
+        except CannotWidenError:
+            result = function(*self._narrowed(step, arguments), **self._narrowed(step, options))
+        return result if has_wide(result) else _recorded(result, node)
+
+    def _narrowed(self, step: Step, arguments: Any) -> Any:
+        """The arguments of a step that takes 32 bits, or a message if it is plain that they do not fit."""
+        if not has_wide(arguments):
+            return arguments
+        operands: list[Any] = jax.tree_util.tree_leaves((step.arguments, step.options))
+        for operand in operands:
+            if isinstance(operand, Node) and self._usual.get(operand, 0) > LARGEST:
+                raise TranslationError(
+                    f"{name_of(operand.target)}{_at(operand)} computes a number that needs 64 bits, and without "
+                    "jax.config.update('jax_enable_x64', True) JAX's integers have 32"
+                )
+        return each_narrowed(arguments)
+
+
+def explain(entries: Sequence[Unsupported]) -> str:
+    """One message for several unsupported operations."""
+    lines: list[str] = []
+    for entry in entries:
+        place = f", called at {entry.line}" if entry.line else ""
+        lines.append(f"  {entry.operation}{place}{f': {entry.reason}' if entry.reason else ''}")
+    return (
+        "no translation to JAX for\n"
+        + "\n".join(lines)
+        + "\nName a JAX function for each with `ops={torch_op: jax_function}`, "
+        "or write that part of the Function in other operations."
+    )
+
+
+class Step(NamedTuple):
+    """A node and its arguments; nodes among them that were written in place stand as the node that wrote last."""
+
+    node: Node
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def has_large_numbers(self) -> bool:
+        """Whether a whole number among the arguments of an operation on whole numbers needs 64 bits."""
+        is_bound = name_of(self.node.target).startswith(("aten.slice", "aten.narrow"))
+        is_integer = any(result.dtype == torch.int64 for result in _results(self.node))
+        return is_integer and not is_bound and bool(_large_numbers((self.arguments, self.options)))
+
+
+def _large_numbers(value: Any) -> list[int]:
+    """The whole numbers in arguments that need 64 bits."""
+    leaves = jax.tree_util.tree_leaves(value)
+    return [x for x in leaves if type(x) is int and not -(2**31) <= x < 2**31]
+
+
+def steps(graph_module: GraphModule) -> Iterator[Step]:
+    """The nodes that matter to the output, in order.
+
+    Functionalization leaves a few in-place operations behind, on temporaries of decompositions: such an operation
+    is a new value, which later nodes read in place of the old one.
+    """
+    sequence: list[Step] = []
+    written: dict[Node, Node] = {}
+    bases: dict[Node, Node] = {}
+    stale: dict[Node, Node] = {}
+
+    def latest(node: Node) -> Node:
+        if node in stale:
+            raise TranslationError(
+                f"{name_of(stale[node].target)}{_at(stale[node])} writes in place to memory that {node.name} shares, "
+                "which is read later; use the operation that is not in place"
+            )
+        while node in written:
+            node = written[node]
+        return node
+
+    for node in graph_module.graph.nodes:
+        arguments, options = _schema_arguments(node)
+        arguments, options = _each_node((arguments, options), latest)
+        sequence.append(Step(node, arguments, options))
+        target = _written_argument(node, arguments)
+        viewed = _viewed_argument(node, arguments)
+        if viewed is not None:
+            bases[node] = bases.get(viewed, viewed)
+        if target is not None:
+            base = bases.get(target, target)
+            stale |= {other: node for other in (*bases, base, target) if bases.get(other, other) is base}
+            if _returns_what_it_writes(node):
+                del stale[target]
+                written[target] = node
+                bases[node] = base
+
+    needed: set[Node] = set()
+    for step in reversed(sequence):
+        if step.node.op in ("output", "placeholder"):
+            needed.add(step.node)
+        if step.node in needed:
+            _each_node((step.arguments, step.options), lambda node: needed.add(node) or node)
+    return (step for step in sequence if step.node in needed)
+
+
+def _schema_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments, with all positional ones of the operation's schema in their place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.args, dict(node.kwargs)
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    arguments = list(node.args)
+    for argument in positional[len(arguments) :]:
+        arguments.append(node.kwargs.get(argument.name, argument.default_value))
+    names = {a.name for a in positional} | _IGNORED
+    return tuple(arguments), {k: v for k, v in node.kwargs.items() if k not in names}
+
+
+def _written_argument(node: Node, arguments: tuple[Any, ...]) -> Node | None:
+    """The node that an in-place operation writes to."""
+    return _aliased_argument(node, arguments, written=True)
+
+
+def _returns_what_it_writes(node: Node) -> bool:
+    returns = cast(Any, node.target)._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
+
+
+def _viewed_argument(node: Node, arguments: tuple[Any, ...]) -> Node | None:
+    """The node whose memory the result shares."""
+    return _aliased_argument(node, arguments, written=False)
+
+
+def _aliased_argument(node: Node, arguments: tuple[Any, ...], *, written: bool) -> Node | None:
+    schema = getattr(node.target, "_schema", None)
+    for argument, value in zip(schema.arguments if schema else (), arguments, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write == written and isinstance(value, Node):
+            return value
+    return None
+
+
+def _each_node(value: Any, change: Callable[[Node], Any]) -> Any:
+    """`value` with every node in it changed, in tuples, lists, dicts and slices."""
+    if isinstance(value, Node):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_each_node(item, change) for item in value)
+    if isinstance(value, list):
+        return [_each_node(item, change) for item in value]
+    if isinstance(value, dict):
+        return {name: _each_node(item, change) for name, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_each_node(item, change) for item in (value.start, value.stop, value.step)))
+    return value
+
+
+def _substitute(value: Any, values: Mapping[Node, Any]) -> Any:
+    """`value` with arrays for nodes and JAX dtypes for torch's."""
+    if isinstance(value, torch.dtype):
+        return jax_dtype(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_substitute(item, values) for item in value)
+    if isinstance(value, dict):
+        return {name: _substitute(item, values) for name, item in value.items()}
+    return _each_node(value, values.__getitem__)
+
+
+def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operation | Unsupported:
+    """What stands for a node's operation: the replacement, the table's entry, or a number's own operation."""
+    if isinstance(node.target, JaxCall):
+        return Operation(node.target, node.target.draws)
+    name = name_of(node.target)
+    for form in (name, name.rpartition(".")[0]):
+        if form in replacements:
+            return Operation(replacements[form])
+    if getattr(node.target, "_schema", None) is None:
+        # Indexing a tuple of results, and arithmetic on sizes.
+        if getattr(node.target, "__module__", None) in ("_operator", "math", "builtins"):
+            return Operation(cast(Callable[..., Any], node.target))
+        return Unsupported(name, line_of(node), "it is no operation but a program, which jaxfn does not look into")
+    entry = entry_name(name)
+    if entry is None:
+        return Unsupported(name, line_of(node), refusal(name))
+    if _has_unknown_size(node):
+        return Unsupported(
+            name, line_of(node), "the size of its result depends on values, and JAX compiles for known sizes"
+        )
+    unknown_dtype = _unknown_dtype(node)
+    if unknown_dtype is not None:
+        return Unsupported(name, line_of(node), unknown_dtype)
+    operation = TABLE[entry]
+    memory = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+    if memory is None or not (operation.reads_memory or operation.otherwise):
+        return operation
+    if operation.otherwise is not None and not memory.is_contiguous():
+        return Operation(operation.otherwise)
+    if operation.reads_memory and not (memory.is_contiguous() and memory.storage_offset() == 0):
+        reason = "it reads memory, where its argument lies in another order than its elements: use `.contiguous()`"
+        return Unsupported(name, line_of(node), reason)
+    return operation
+
+
+def _unknown_dtype(node: Node) -> str | None:
+    """Why JAX cannot have a result's dtype."""
+    try:
+        for result in _results(node):
+            jax_dtype(result.dtype)
+    except TranslationError as error:
+        return str(error)
+    return None
+
+
+def _results(node: Node) -> list[torch.Tensor]:
+    """The tensors that torch recorded as a node's results."""
+    recorded = node.meta.get("val")
+    results = recorded if isinstance(recorded, (tuple, list)) else [recorded]
+    return [result for result in results if isinstance(result, torch.Tensor)]
+
+
+def _has_unknown_size(node: Node) -> bool:
+    lengths: list[Any] = [length for result in _results(node) for length in result.shape]
+    return any(isinstance(length, torch.SymInt) and length.node.expr.free_symbols for length in lengths)
+
+
+def line_of(node: Node) -> str | None:
+    """The innermost line of the user's code that called a node's operation, as `file:line: code`."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return None
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    place = max(i for i, line in enumerate(lines) if line.startswith("File "))
+    file, number = lines[place].removeprefix("File ").split(", ")[:2]
+    code = lines[place + 1] if place + 1 < len(lines) else ""
+    return f"{file.strip(chr(34))}:{number.removeprefix('line ')}: {code}".rstrip(": ")
+
+
+def _at(node: Node) -> str:
+    line = line_of(node)
+    return f", called at {line}," if line else ""
+
+
+def _constant(graph_module: GraphModule, node: Node) -> Any:
+    value: Any = operator.attrgetter(str(node.target))(graph_module)
+    assert isinstance(value, torch.Tensor)
+    limit = _limit(graph_module, node)
+    if limit is not None and limit > LARGEST and jax_dtype(value.dtype) != np.int64:
+        return lifted(value.detach().cpu().numpy())
+    return to_jax(value)
+
+
+def _limit(graph_module: GraphModule, node: Node) -> int | None:
+    """How large the whole numbers in a constant are; `None` for one of another kind."""
+    value: Any = operator.attrgetter(str(node.target))(graph_module)
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or not value.numel():
+        return None
+    if value.layout is not torch.strided:
+        return None
+    with plain_torch():
+        return max(-int(value.amin()), int(value.amax()), 0)
+
+
+def _check_fits(number: int, node: Node) -> None:
+    """Raises where a whole number is too large for JAX with x64 off, which would take its last 32 bits."""
+    if not -(2**31) <= number < 2**31:
+        raise TranslationError(
+            f"the number {number}{_at(node)} needs 64 bits, and without jax.config.update('jax_enable_x64', True) "
+            "JAX's integers have 32"
+        )
+
+
+def _recorded(result: Any, node: Node) -> Any:
+    """A result with the dtype, and checked against the shape, that torch recorded for the node."""
+    return _as(result, node.meta.get("val"), node)
+
+
+def _as(result: Any, recorded: Any, node: Node) -> Any:
+    if isinstance(recorded, (tuple, list)):
+        if not isinstance(result, (tuple, list)) or len(result) != len(recorded):
+            raise TranslationError(
+                f"{name_of(node.target)}{_at(node)} has {len(recorded)} results; its translation gave {result!r}"
+            )
+        return type(recorded)(_as(part, expected, node) for part, expected in zip(result, recorded, strict=True))
+    if not isinstance(recorded, torch.Tensor):
+        return result
+    if result is None:  # a result that was not asked for
+        return None
+    array = jnp.asarray(result)
+    if tuple(array.shape) != tuple(recorded.shape):
+        raise TranslationError(
+            f"{name_of(node.target)}{_at(node)} has a result of shape {tuple(recorded.shape)}; "
+            f"its translation gave {tuple(array.shape)}"
+        )
+    return lax.convert_element_type(array, jax_dtype(recorded.dtype))

@@ -1,0 +1,397 @@
+"""Records what torch code does to its tensors, as a `torch.fx` graph of functional ATen operations.
+
+Three layers of torch's own make an operation in the user's Python into a node here:
+
+    the user's code   on `FunctionalTensor`s, with autograd above them (`torch.autograd.grad` inside works)
+    functionalization in-place writes and views become pure operations
+    `Recorder`        a node for each operation
+
+Below functionalization a tensor is either *traced*, a `FakeTensor` that has a shape and no values, because it depends
+on the Function's inputs; or *constant*, a real tensor that does not. Operations on constants alone really run, so that
+Python code may look at their values; only operations on traced tensors, random draws, and constants that are operands
+of those end up in the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import torch
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch._compat import (
+    BELOW_FUNCTIONALIZATION,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    decomposed,
+    decompositions,
+    memory,
+    plain_torch,
+)
+from jaxfn._torch.graph.jax_call import JaxCall, draws_random_numbers
+from jaxfn._torch.graph.names import by_name
+from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.operations import entry_name, refusal
+from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
+from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flat import put_in, take_out
+from jaxfn._values.arrays import is_array_leaf
+
+aten = torch.ops.aten
+
+# Constants of more elements than this are made in the graph where they can be.
+_LARGE = 4096
+
+
+_STOP_GRADIENT = JaxCall(jax.lax.stop_gradient, "stop_gradient")
+
+
+class Recorder(TorchDispatchMode):
+    """Builds the graph of one trace; entered below functionalization.
+
+    Args:
+      owner: whose code it is, for messages.
+      replaced: the operations that a JAX function stands for.
+    """
+
+    _mode_key = BELOW_FUNCTIONALIZATION
+
+    def __init__(self, owner: str, replaced: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.owner = owner
+        self._replaced = by_name(replaced)
+        self.graph = torch.fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.reads_outside = False  # whether Python code looked at the values of a tensor made outside
+        self.is_seeded = False  # whether the code set torch's random state
+        self.loses_gradients = False  # whether autograd inside gave a gradient to a tensor made outside
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
+        self._alive: list[torch.Tensor] = []  # so that no identity is used twice
+        self._made: set[int] = set()  # the constants made in this trace
+        self._outside: set[int] = set()  # the constants that depend on a tensor made outside
+        self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
+        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
+        self._inputs: list[torch.fx.Node] = []
+        self._stops = False
+
+    # ------------------------------------------------------------------------------------------------ tensors and nodes
+
+    def input(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new input of the graph: a traced tensor."""
+        node = self.graph.placeholder(f"input_{len(self._inputs)}")
+        self._inputs.append(node)
+        return self._name(self.fake(shape, dtype), node)
+
+    def fake(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without values."""
+        with plain_torch():
+            return FakeTensor(self._fake, torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.device("cpu"))
+
+    def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return tensor
+        with plain_torch():
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            return FakeTensor(self._fake, meta, torch.device("cpu"))
+
+    def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
+        """The graph with these outputs, and without what they do not need."""
+        self.graph.output(tuple(self.node(tensor) for tensor in outputs))
+        for node in reversed(self.graph.nodes):
+            if not node.users and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
+        used = {node.target for node in self.graph.nodes if node.op == "get_attr"}
+        root = torch.nn.Module()
+        for name in used:
+            setattr(root, name, self.constants[name])
+        return torch.fx.GraphModule(root, self.graph, class_name=self.owner)
+
+    def is_traced(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, from below functionalization, depends on the inputs."""
+        return isinstance(tensor, FakeTensor)
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether it depends neither on the inputs nor on tensors made outside, which may get new values."""
+        return not isinstance(tensor, FakeTensor) and id(tensor) in self._made and id(tensor) not in self._outside
+
+    def own(self, constant: torch.Tensor) -> None:
+        """Counts a real tensor among those made in this trace."""
+        self._made.add(id(constant))
+        self._alive.append(constant)
+
+    def input_index(self, tensor: torch.Tensor) -> int | None:
+        """Which input a tensor is; `None` if it is none."""
+        node = self._nodes.get(id(tensor))
+        return self._inputs.index(node) if node in self._inputs else None
+
+    def is_same(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
+        """Whether two nodes are the same computation."""
+        numbers: dict[Any, int] = {}  # of computations, so that each node is looked at once
+        known: dict[torch.fx.Node, int] = {}
+        for node in self.graph.nodes:
+            operands, _ = torch_tree.tree_flatten((node.args, dict(node.kwargs)))
+            parts = [("node", known[x]) if isinstance(x, torch.fx.Node) else (type(x), x) for x in operands]
+            is_repeatable = node.op == "call_function" and not draws_random_numbers(node.target)
+            computation = (node.target, *parts) if is_repeatable else node
+            known[node] = numbers.setdefault(computation, len(numbers))
+        return known[a] == known[b]
+
+    @contextlib.contextmanager
+    def stopping_gradients(self) -> Generator[None]:
+        """Inside, `detach` is what the user's code asked for."""
+        self._stops, before = True, self._stops
+        try:
+            yield
+        finally:
+            self._stops = before
+
+    def continue_gradient(self, tensor: torch.Tensor) -> None:
+        """Takes back that a tensor was detached."""
+        node = self._nodes.get(id(tensor))
+        while node is not None and node.target is _STOP_GRADIENT:  # torch 2.8 detaches twice
+            node = self._nodes[id(tensor)] = cast(torch.fx.Node, node.args[0])
+
+    def node(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """The node whose value a tensor is; a constant becomes one here."""
+        node = self._nodes.get(id(tensor))
+        if node is not None:
+            return node
+        if isinstance(tensor, FakeTensor):
+            raise TranslationError(
+                f"{self.owner} uses a tensor of another call of forward, which an object or a closure kept. Keep it by "
+                "ctx.save_for_backward(tensor), or as an attribute ctx.name = tensor."
+            )
+        if tensor.layout is not torch.strided:
+            raise TranslationError(f"{self.owner} uses a tensor of layout {tensor.layout}: {_NO_SPARSE}{source_line()}")
+        self._put_gradient_aside(tensor)
+        name = f"constant_{len(self.constants)}"
+        with plain_torch():
+            self.constants[name] = tensor.detach() if id(tensor) in self._made else tensor
+        return self.node(self._name(tensor, self.graph.get_attr(name)))
+
+    def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        """`tensor`, whose value is from now on that of `of`."""
+        self._nodes[id(tensor)] = self.node(of)
+        self._alive.append(tensor)
+        return tensor
+
+    def _name(self, value: Any, node: torch.fx.Node) -> Any:
+        """`value`, a tensor or a tuple or list of them, known as `node`'s from now on."""
+        node.meta["val"] = torch_tree.tree_map_only(torch.Tensor, self._without_values, value)
+        if isinstance(value, torch.Tensor):
+            self._nodes[id(value)] = node
+            self._alive.append(value)
+        elif isinstance(value, (tuple, list)):
+            for index, part in enumerate(cast(Sequence[Any], value)):
+                if isinstance(part, torch.Tensor):
+                    self._name(part, self.graph.call_function(operator.getitem, (node, index)))
+        return value
+
+    # ------------------------------------------------------------------------------------------------ operations
+
+    def call(self, target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], value: Any) -> Any:
+        """Records a call of a Python function of arrays, which gives `value` (tensors from `fake`)."""
+        self._record(target, (args, kwargs), value)
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions, as to the device
+            return func(*args, **kwargs)
+        operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if operands and all(x.device.type == "meta" for x in operands):  # torch asks itself for a shape
+            with plain_torch():
+                return func(*args, **kwargs)
+        traced = any(isinstance(x, FakeTensor) for x in operands)
+        if func in _IDENTITIES and traced:
+            if self._stops and func is aten.detach.default:
+                return self.call(_STOP_GRADIENT, args, {}, self._faked(func, args, kwargs))
+            # Autograd is above; what it detaches for its own purposes keeps its derivative.
+            return self.alias(self._faked(func, args, kwargs), args[0])
+        draws = draws_random_numbers(func)
+        if draws:
+            self._check_draw(func, kwargs)
+        replacement = self._replaced.get(str(func)) or self._replaced.get(str(func).rpartition(".")[0])
+        if replacement is not None and traced:
+            return self.call(func, args, kwargs, self.shapes_of(replacement, args, kwargs))
+        if not traced and not draws:
+            return self._run(func, args, kwargs, operands)
+        if entry_name(str(func)) is None:
+            decomposed = self._decomposed(func, args, kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        return self._record(func, (args, kwargs), self._faked(func, args, kwargs))
+
+    def _record(self, target: Any, arguments: tuple[Any, Any], value: Any) -> Any:
+        args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.node, arguments)
+        kwargs.pop("generator", None)
+        node = self.graph.call_function(target, _plain(args), _plain(kwargs))
+        node.meta["stack_trace"] = source_line()
+        return self._name(value, node)
+
+    def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation on traced tensors gives: shapes and dtypes."""
+        args, kwargs = torch_tree.tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
+        try:
+            with self._fake:
+                return func(*args, **kwargs)
+        except DataDependentOutputException:
+            raise TranslationError(f"{self.owner}: {_NEEDS_VALUE}{source_line()}") from None
+        except DynamicOutputShapeException:
+            reason = refusal(str(func)) or (
+                "the shape of what it returns depends on the values of a tensor, and JAX's shapes are static. Use "
+                "torch.where, or a mask that multiplies, instead of selecting elements"
+            )
+            raise TranslationError(f"{self.owner}: {func}: {reason}{source_line()}") from None
+        except (RuntimeError, NotImplementedError) as error:
+            is_compiled_only = isinstance(error, UnsupportedOperatorException) or any(
+                words in str(error) for words in ("fake impl", "Could not run")
+            )
+            if not is_compiled_only:
+                raise
+            raise TranslationError(
+                f"{self.owner} calls {func}, of which torch knows only compiled code and not what shapes it returns. "
+                f"Name a JAX function to stand for it: from_torch(..., ops={{torch.ops.{func}: function}})"
+                f"{source_line()}"
+            ) from error
+
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation that the table does not have, in terms of others; `NotImplemented` if torch knows none."""
+        rule = decompositions().get(func)
+        with self:
+            if rule is not None:
+                return rule(*args, **kwargs)
+            return decomposed(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, operands: Sequence[torch.Tensor]) -> Any:
+        """An operation on constants alone."""
+        if func is aten.lift_fresh.default:  # what torch.tensor makes of Python numbers
+            for operand in operands:
+                self.own(operand)
+        outside = any(id(x) in self._outside or id(x) not in self._made for x in operands)
+        if func._schema.is_mutable and any(map(self._is_foreign, _written(func, args, kwargs))):
+            raise TranslationError(f"{self.owner}: {func} {WRITES_OUTSIDE}{source_line()}")
+        if outside and (func is aten._local_scalar_dense.default or _has_unknown_shape(func)):
+            self.reads_outside = True
+        for operand in operands:
+            self._put_gradient_aside(operand)
+        value = func(*args, **kwargs)
+        parts = [x for x in torch_tree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+        foreign = {memory(x) for x in operands if self._is_foreign(x)}
+        for part in parts:
+            if memory(part) in foreign:
+                self._foreign.add(id(part))
+            self.own(part)
+            if outside:
+                self._outside.add(id(part))
+        is_large = any(part.numel() > _LARGE for part in parts)
+        if (outside or (is_large and not operands)) and entry_name(str(func)) and not _has_unknown_shape(func):
+            # A parameter may get new values, so nothing that was computed from it is kept.
+            self._record(func, (args, kwargs), value)
+        return value
+
+    @property
+    def shape_env(self) -> Any:
+        """Asked for by torch's other ways to trace, which do not work inside of this one."""
+        raise TranslationError(
+            f"{self.owner} traces code with torch (torch.func.linearize, make_fx, torch.compile), which is being "
+            f"traced itself. Call the code, or torch.func.jvp in the place of torch.func.linearize{source_line()}"
+        )
+
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a constant that lies in memory of its own, and not in that of a tensor made outside."""
+        return not isinstance(tensor, FakeTensor) and not self._is_foreign(tensor)
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Whether a constant is a tensor made outside, or a view of one."""
+        return id(tensor) not in self._made or id(tensor) in self._foreign
+
+    def _put_gradient_aside(self, tensor: torch.Tensor) -> None:
+        """Autograd inside may add to the `.grad` of a parameter, which is put back in the end."""
+        if tensor.is_leaf and tensor.requires_grad and tensor not in self._gradients:
+            self._gradients[tensor] = tensor.grad
+            tensor.grad = None
+
+    def restore_gradients(self) -> None:
+        """Gives the tensors made outside their `.grad` back."""
+        for tensor, gradient in self._gradients.items():
+            self.loses_gradients |= tensor.grad is not None
+            tensor.grad = gradient
+
+    def _check_draw(self, func: Any, kwargs: Mapping[str, Any]) -> None:
+        generator = kwargs.get("generator")
+        if self.is_seeded or (generator is not None and _was_just_seeded(generator)):
+            raise TranslationError(
+                f"{self.owner}: {func} draws from a random state that the code sets itself (a generator or a seed). On "
+                f"JAX all random numbers come from the key given to apply, key=jax.random.key(...){source_line()}"
+            )
+
+    def shapes_of(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What a JAX function returns for these tensors: tensors without values, and Python values as they are."""
+        arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+        templates: list[Any] = []
+
+        def of_arrays(*arrays: Any) -> list[Any]:
+            args, kwargs = put_in(arguments.template, arrays)
+            returned = take_out(function(*args, **kwargs), is_array_leaf)
+            templates.append(returned.template)
+            return returned.leaves
+
+        shapes = [jax.ShapeDtypeStruct(tuple(x.shape), jax_dtype(x.dtype)) for x in arguments.leaves]
+        avals = jax.eval_shape(of_arrays, *shapes)
+        return put_in(templates[-1], [self.fake(aval.shape, torch_dtype(aval.dtype)) for aval in avals])
+
+
+WRITES_OUTSIDE = (
+    "writes to a tensor that was made outside of the Function (a buffer of a module, say). On JAX that would happen "
+    "once, while tracing, and not in every call. Return the new value instead"
+)
+_NEEDS_VALUE = (
+    "Python code asks for the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, an `assert`), "
+    "and while JAX traces there is none. Use torch.where, or pass the number as a Python number"
+)
+_NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
+
+
+_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+_DYNAMIC_SHAPE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+def _has_unknown_shape(func: Any) -> bool:
+    """Whether the shape of what an operation returns depends on values."""
+    return any(tag in func.tags for tag in _DYNAMIC_SHAPE)
+
+
+def _was_just_seeded(generator: torch.Generator) -> bool:
+    """Whether a generator has a seed of the user's and nothing has been drawn from it since."""
+    with plain_torch():
+        fresh = torch.Generator()
+        seed = generator.initial_seed()
+        is_default = seed == fresh.initial_seed()
+        return not is_default and torch.equal(generator.get_state(), fresh.manual_seed(seed).get_state())
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    return [x for x in torch_tree.tree_leaves([given.get(name) for name in names]) if isinstance(x, torch.Tensor)]
+
+
+def _plain(arguments: Any) -> Any:
+    """Arguments as a graph takes them: torch's own lists and tuples are not all plain ones."""
+    return map_aggregate(arguments, _itself)
+
+
+def _itself(argument: Any) -> Any:
+    return argument

@@ -1,0 +1,123 @@
+"""Activation functions that core ATen keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxfn._torch.operations.table import enter_all, operation
+
+enter_all(
+    {
+        "aten.relu": jax.nn.relu,
+        "aten.silu": jax.nn.silu,
+    }
+)
+
+
+@operation("aten._softmax")
+def softmax(x: Array, dim: int, half_to_float: Any = False) -> Array:
+    return jax.nn.softmax(x, dim) if x.ndim else jnp.ones_like(x)
+
+
+@operation("aten._safe_softmax")
+def safe_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
+    """0 where all elements are minus infinity."""
+    x = x if dtype is None else x.astype(dtype)
+    empty = jnp.all(x == -np.inf, dim if x.ndim else None, keepdims=True)
+    return jnp.where(empty, 0, softmax(jnp.where(empty, 0, x), dim))
+
+
+@operation("aten._log_softmax")
+def log_softmax(x: Array, dim: int, half_to_float: Any = False) -> Array:
+    return jax.nn.log_softmax(x, dim) if x.ndim else jnp.zeros_like(x)
+
+
+@operation("aten._softmax_backward_data")
+def softmax_backward(gradient: Array, output: Array, dim: int, dtype: Any) -> Array:
+    weighted = gradient * output
+    return weighted - output * jnp.sum(weighted, dim if output.ndim else None, keepdims=True)
+
+
+@operation("aten._log_softmax_backward_data")
+def log_softmax_backward(gradient: Array, output: Array, dim: int, dtype: Any) -> Array:
+    return gradient - jnp.exp(output) * jnp.sum(gradient, dim if output.ndim else None, keepdims=True)
+
+
+@operation("aten.gelu")
+def gelu(x: Array, approximate: str = "none") -> Array:
+    return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+
+@operation("aten.elu")
+def elu(x: Array, alpha: float, scale: float, input_scale: float) -> Array:
+    # The exponential of what is not negative is not used, and must not overflow in the derivative.
+    below = alpha * jnp.expm1(input_scale * jnp.where(x > 0, 0, x))
+    return scale * jnp.where(x > 0, x, below)
+
+
+@operation("aten.leaky_relu")
+def leaky_relu(x: Array, negative_slope: float) -> Array:
+    return jnp.where(x > 0, x, x * negative_slope)
+
+
+@operation("aten.hardtanh")
+def hardtanh(x: Array, low: float, high: float) -> Array:
+    """torch's derivative at a bound is 0."""
+    return jnp.where(x <= low, jnp.asarray(low, x.dtype), jnp.where(x >= high, jnp.asarray(high, x.dtype), x))
+
+
+@operation("aten.hardsigmoid")
+def hardsigmoid(x: Array) -> Array:
+    """torch's derivative at both ends is 0."""
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, x / 6 + 0.5))
+
+
+@operation("aten.hardswish")
+def hardswish(x: Array) -> Array:
+    """torch's derivative is 0 at the lower end and 1 at the upper one."""
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
+
+
+@operation("aten.rrelu_with_noise_backward")
+def rrelu_backward(
+    gradient: Array, x: Array, noise: Array, lower: float, upper: float, training: bool, is_result: bool
+) -> Array:
+    slope = (lower + upper) / 2
+    return gradient * noise if training and upper - lower > 1e-6 else jnp.where(x > 0, gradient, gradient * slope)
+
+
+@operation("aten.threshold")
+def threshold(x: Array, limit: float, value: float) -> Array:
+    return jnp.where(x <= limit, jnp.asarray(value, x.dtype), x)
+
+
+@operation("aten.hardshrink")
+def hardshrink(x: Array, limit: float) -> Array:
+    return jnp.where((x >= -limit) & (x <= limit), 0, x)
+
+
+@operation("aten.hardshrink_backward", "aten.softshrink_backward")
+def shrink_backward(gradient: Array, x: Array, limit: float) -> Array:
+    return jnp.where((x >= -limit) & (x <= limit), 0, gradient)
+
+
+@operation("aten.softshrink")
+def softshrink(x: Array, limit: float) -> Array:
+    return jnp.where(x > limit, x - limit, jnp.where(x < -limit, x + limit, x * 0))
+
+
+@operation("aten.softplus")
+def softplus(x: Array, beta: float, limit: float) -> Array:
+    steep = x * beta > limit
+    return jnp.where(steep, x, jnp.log1p(jnp.exp(jnp.where(steep, 0, x) * beta)) / beta)
+
+
+@operation("aten.logit")
+def logit(x: Array, eps: float | None) -> Array:
+    x = x if eps is None else jnp.clip(x, eps, 1 - eps)
+    return jnp.log(x / (1 - x))

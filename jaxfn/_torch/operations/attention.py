@@ -1,0 +1,73 @@
+"""Attention, which torch keeps as one operation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxfn._torch.operations.promotion import widened
+from jaxfn._torch.operations.table import operation
+from jaxfn._torch.values.errors import TranslationError
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Array | None = None,
+    scale: float | None = None,
+) -> Array:
+    """What each query attends to."""
+    if dropout_p:
+        raise TranslationError("scaled_dot_product_attention with dropout has no counterpart without torch's own mask")
+    scores = _scores(query, key, is_causal, attn_mask, scale)
+    sums = jax.nn.logsumexp(scores, -1)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(sums), sums, 0)[..., None])
+    return jnp.einsum("...qk,...kd->...qd", weights, _per_head(value, query))
+
+
+def _scores(query: Array, key: Array, is_causal: bool, mask: Array | None, scale: float | None) -> Array:
+    query, key = (x.astype(widened(x.dtype)) for x in (query, _per_head(key, query)))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = jnp.einsum("...qd,...kd->...qk", query, key) * jnp.asarray(scale, query.dtype)
+    if is_causal:
+        scores = jnp.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
+    if mask is None:
+        return scores
+    return jnp.where(mask, scores, -jnp.inf) if mask.dtype == np.bool_ else scores + mask
+
+
+def _per_head(x: Array, query: Array) -> Array:
+    """Keys or values with one head for each of the query's, where several of those share one."""
+    return x if x.shape[-3] == query.shape[-3] else jnp.repeat(x, query.shape[-3] // x.shape[-3], -3)
+
+
+@operation("aten._scaled_dot_product_flash_attention_for_cpu_backward")
+def attention_backward(
+    gradient: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    output: Array,
+    sums: Array,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, ...]:
+    def forward(query: Array, key: Array, value: Array) -> Array:
+        found = attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        return found.astype(gradient.dtype)
+
+    pull: Callable[[Array], Any] = jax.vjp(forward, query, key, value)[1]
+    return tuple(pull(gradient))

@@ -1,0 +1,298 @@
+"""Arithmetic, rounding and elementary functions, element by element."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxfn._torch._compat import CLAMP_SPLITS_TIES
+from jaxfn._torch.operations.promotion import (
+    as_dtype,
+    is_inexact,
+    promoted,
+    promoted_to_inexact,
+    result_type,
+    to_inexact,
+    widened,
+)
+from jaxfn._torch.operations.table import enter_all, operation
+
+enter_all(
+    {
+        "aten.acos": jnp.arccos,
+        "aten.acosh": jnp.arccosh,
+        "aten.asin": jnp.arcsin,
+        "aten.asinh": jnp.arcsinh,
+        "aten.atan": jnp.arctan,
+        "aten.atanh": jnp.arctanh,
+        "aten.cos": jnp.cos,
+        "aten.cosh": jnp.cosh,
+        "aten.exp": jnp.exp,
+        "aten.exp2": jnp.exp2,
+        "aten.expm1": jnp.expm1,
+        "aten.log": jnp.log,
+        "aten.log10": jnp.log10,
+        "aten.log1p": jnp.log1p,
+        "aten.log2": jnp.log2,
+        "aten.neg": jnp.negative,
+        "aten.sin": jnp.sin,
+        "aten.sinh": jnp.sinh,
+        "aten.sqrt": jnp.sqrt,
+        "aten.tan": jnp.tan,
+        "aten.tanh": jnp.tanh,
+        "aten.mul": promoted(jnp.multiply),
+        "aten.atan2": promoted_to_inexact(jnp.arctan2),
+        "aten.copysign": promoted_to_inexact(jnp.copysign),
+        "aten.gcd": promoted(jnp.gcd),
+        "aten.hypot": promoted_to_inexact(jnp.hypot),
+        "aten.lcm": promoted(jnp.lcm),
+        "aten.maximum": promoted(jnp.maximum),
+        "aten.minimum": promoted(jnp.minimum),
+        "aten.remainder": promoted(jnp.remainder),
+        "aten.logaddexp": promoted_to_inexact(jnp.logaddexp),
+        "aten.logaddexp2": promoted_to_inexact(jnp.logaddexp2),
+        "aten.heaviside": promoted(jnp.heaviside),
+        "aten.frexp": jnp.frexp,
+        "aten.signbit": jnp.signbit,
+    }
+)
+
+
+@operation("aten.reciprocal")
+def reciprocal(x: Array) -> Array:
+    return 1 / to_inexact(x)
+
+
+@operation("aten.sign", "aten.sgn")
+def sign(x: Array) -> Array:
+    """0 of a nan, unless it is complex."""
+    if x.dtype == np.bool_:
+        return x
+    return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sign(x)
+
+
+@operation("aten.abs")
+def absolute(x: Array) -> Array:
+    """torch's derivative at 0 is 0, JAX's 1."""
+    return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
+
+
+@operation("aten.rsqrt")
+def rsqrt(x: Array) -> Array:
+    return lax.rsqrt(to_inexact(x))
+
+
+@operation("aten.sigmoid")
+def sigmoid(x: Array) -> Array:
+    return lax.logistic(to_inexact(x))
+
+
+@operation("aten.add")
+def add(x: Any, y: Any, alpha: Any = 1) -> Array:
+    dtype = result_type(x, y)
+    scaled = as_dtype(y, dtype) if alpha == 1 else as_dtype(y, dtype) * jnp.asarray(alpha, dtype)
+    return as_dtype(x, dtype) + scaled
+
+
+@operation("aten.sub")
+def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
+    dtype = result_type(x, y)
+    scaled = as_dtype(y, dtype) if alpha == 1 else as_dtype(y, dtype) * jnp.asarray(alpha, dtype)
+    return as_dtype(x, dtype) - scaled
+
+
+@operation("aten.rsub")
+def rsub(x: Any, y: Any, alpha: Any = 1) -> Array:
+    return sub(y, x, alpha)
+
+
+@operation("aten.div")
+def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
+    """Division; `rounding_mode` is None, "trunc" (towards zero) or "floor"."""
+    dtype = result_type(x, y)
+    x, y = as_dtype(x, dtype), as_dtype(y, dtype)
+    if rounding_mode is None:
+        return to_inexact(x) / to_inexact(y)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.floor_divide(x, y) if rounding_mode == "floor" else lax.div(*jnp.broadcast_arrays(x, y))
+    if rounding_mode == "trunc":
+        return jnp.trunc(x / y)
+    # Constant between its steps; without stop_gradient, inf and nan of the parts would reach the derivative.
+    x, y = lax.stop_gradient(x), lax.stop_gradient(y)
+    return jnp.where(y == 0, x / y, jnp.floor_divide(x, y))
+
+
+@operation("aten.floor_divide")
+def floor_divide(x: Any, y: Any) -> Array:
+    return div(x, y, "floor")
+
+
+@operation("aten.nextafter")
+@promoted
+def nextafter(x: Array, y: Array) -> Array:
+    """JAX has no derivative of it; torch's follows x where there is a step."""
+    fixed = lax.stop_gradient(x)
+    step = jnp.nextafter(fixed, lax.stop_gradient(y))
+    return step + jnp.where(jnp.isfinite(x) & (x != y), x - fixed, 0)
+
+
+@operation("aten.fmod")
+@promoted
+def fmod(x: Array, y: Array) -> Array:
+    return lax.rem(*jnp.broadcast_arrays(x, y))
+
+
+@operation("aten.pow")
+def power(x: Any, exponent: Any) -> Array:
+    dtype = result_type(x, exponent)
+    if isinstance(exponent, (int, float)) and abs(exponent) <= 64 and float(exponent).is_integer():
+        return jnp.power(jnp.asarray(x, dtype), int(exponent))
+    x, exponent = jnp.asarray(x, dtype), jnp.asarray(exponent, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.power(x, exponent)
+    # One over an integer's power, cut to an integer: nothing is left unless it was 1 or -1.
+    inverse = jnp.where(x == 1, 1, jnp.where(x == -1, 1 - 2 * (exponent % 2), 0))
+    return jnp.where(exponent < 0, inverse, jnp.power(x, jnp.maximum(exponent, 0)))
+
+
+@operation("aten.fmax")
+@promoted
+def fmax(x: Array, y: Array) -> Array:
+    return jnp.where((x >= y) | jnp.isnan(y), x, y)
+
+
+@operation("aten.fmin")
+@promoted
+def fmin(x: Array, y: Array) -> Array:
+    return jnp.where((x <= y) | jnp.isnan(y), x, y)
+
+
+_with_bounds = functools.partial(promoted, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
+
+
+@operation("aten.clamp")
+def clamp(x: Array, low: Any, high: Any = None) -> Array:
+    """The derivative at a bound is a convention, which torch changed in 2.15."""
+    if not CLAMP_SPLITS_TIES:
+        if isinstance(low, Array) and isinstance(high, Array):
+            # Where both bounds are the same, torch loses what belongs to the lower one.
+            low = jnp.where(low == high, lax.stop_gradient(low), low)
+        return _clamp_to_x(x, low, high)
+    if any(isinstance(bound, Array) for bound in (low, high)):
+        return _clamp_to_halves(x, low, high)
+    return _clamp_to_bounds(x, low, high)
+
+
+@_with_bounds
+def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
+    """At a bound x has all of the derivative (`jnp.clip` halves it)."""
+    if low is not None:
+        x = jnp.where((x < low) | (low != low), low, x)
+    if high is not None:
+        x = jnp.where((x > high) | (high != high), high, x)
+    return x
+
+
+@_with_bounds
+def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
+    """At a bound, which is a number, there is no derivative."""
+    if low is not None:
+        x = jnp.where((x <= low) | (low != low), low, x)
+    if high is not None:
+        x = jnp.where((x >= high) | (high != high), high, x)
+    return x
+
+
+@_with_bounds
+def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
+    """At a bound x and the bound have half of the derivative each; x has all of it where there is room for no other."""
+    if low is None:
+        return x if high is None else jnp.minimum(x, high)
+    if high is None:
+        return jnp.maximum(x, low)
+    return jnp.where(low == high, _clamp_to_x(x, low, high), jnp.minimum(jnp.maximum(x, low), high))
+
+
+@operation("aten.clamp_min")
+def clamp_min(x: Array, low: Any) -> Array:
+    return clamp(x, low, None)
+
+
+@operation("aten.clamp_max")
+def clamp_max(x: Array, high: Any) -> Array:
+    return clamp(x, None, high)
+
+
+@operation("aten.ceil")
+def ceil(x: Array) -> Array:
+    return jnp.ceil(x) if is_inexact(x) else x
+
+
+@operation("aten.floor")
+def floor(x: Array) -> Array:
+    return jnp.floor(x) if is_inexact(x) else x
+
+
+@operation("aten.trunc")
+def trunc(x: Array) -> Array:
+    return jnp.trunc(x) if is_inexact(x) else x
+
+
+@operation("aten.frac")
+def frac(x: Array) -> Array:
+    return x - jnp.trunc(x)
+
+
+@operation("aten.round")
+def round_half_to_even(x: Array, decimals: int = 0) -> Array:
+    if not is_inexact(x):
+        return x
+    if decimals >= 0:
+        scale = jnp.asarray(10.0**decimals, x.dtype)
+        return jnp.round(x * scale) / scale
+    scale = jnp.asarray(10.0**-decimals, x.dtype)
+    return jnp.round(x / scale) * scale
+
+
+@operation("aten.ldexp")
+def ldexp(x: Array, exponent: Array) -> Array:
+    dtype = result_type(x, exponent, 1.0)
+    return jnp.asarray(x, dtype) * jnp.power(jnp.asarray(2, dtype), exponent.astype(dtype))
+
+
+@operation("aten.lerp")
+def lerp(x: Array, end: Array, weight: Any) -> Array:
+    weight = jnp.asarray(weight, x.dtype)
+    difference = end - x
+    # From the nearer end, so that both are met exactly.
+    return jnp.where(jnp.abs(weight) < 0.5, x + weight * difference, end - difference * (1 - weight))
+
+
+@operation("aten.addcmul")
+def addcmul(x: Array, first: Array, second: Array, value: Any = 1) -> Array:
+    return add(x, jnp.multiply(first.astype(widened(first.dtype)), second), value)
+
+
+@operation("aten.addcdiv")
+def addcdiv(x: Array, first: Array, second: Array, value: Any = 1) -> Array:
+    return add(x, div(first.astype(widened(first.dtype)), second), value)
+
+
+@operation("aten.nan_to_num")
+def nan_to_num(x: Array, nan: float | None, posinf: float | None, neginf: float | None) -> Array:
+    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf) if is_inexact(x) else x
+
+
+@operation("aten.deg2rad")
+def deg2rad(x: Array) -> Array:
+    return to_inexact(x) * (math.pi / 180)
+
+
+@operation("aten.rad2deg")
+def rad2deg(x: Array) -> Array:
+    return to_inexact(x) * (180 / math.pi)

@@ -1,0 +1,293 @@
+"""Reading and writing elements that index tensors and masks name.
+
+An index out of range raises in torch; here, as everywhere in JAX, reading gives the nearest element or nan, and writing
+does nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxfn._torch.operations.dims import vector
+from jaxfn._torch.operations.promotion import result_type
+from jaxfn._torch.operations.shapes import to_dtype
+from jaxfn._torch.operations.table import operation, refuse
+from jaxfn._torch.values.errors import TranslationError
+
+Indices = Sequence[Array | None]
+
+refuse(
+    "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; `torch.where` "
+    "keeps the size",
+    "aten.nonzero",
+    "aten.where.default",
+    "aten.masked_select",
+    "aten.unique_consecutive",
+    "aten._unique",
+    "aten._unique2",
+    "aten.unique_dim",
+)
+refuse(
+    "the size of its result depends on the largest value, whatever `minlength` is, and JAX compiles for known sizes; "
+    "`torch.zeros(n).index_add_(0, values, weights)` counts n values",
+    "aten.bincount",
+)
+refuse(
+    "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; with "
+    "`output_size=` it is known",
+    "aten.repeat_interleave",
+)
+
+
+@operation("aten.repeat_interleave.Tensor")
+def repeated_places(repeats: Array, *, output_size: int) -> Array:
+    """Each place as often as is said, `output_size` in all."""
+    return jnp.repeat(np.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+
+
+@operation("aten.nonzero_static")
+def nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
+    """The places of the first `size` elements that are not 0, one in each row."""
+    if x.ndim == 0:
+        return jnp.zeros((size, 0), int)
+    return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), 1)
+
+
+@operation("aten.index", "aten._unsafe_index")
+def index(x: Array, indices: Indices) -> Array:
+    if any(_is_mask(i) for i in indices):
+        raise TranslationError(
+            "indexing with a boolean mask gives a result whose size depends on the mask's values, and JAX compiles for "
+            "known sizes; keep the size with `torch.where(mask, x, 0)`"
+        )
+    return x[_positions(indices)]
+
+
+def _is_mask(indices: Array | None) -> bool:
+    return indices is not None and indices.dtype.name in ("bool", "uint8")
+
+
+def _positions(indices: Indices) -> tuple[Any, ...]:
+    return tuple(slice(None) if i is None else i for i in indices)
+
+
+@operation("aten.index_put", "aten._unsafe_index_put")
+def index_put(x: Array, indices: Indices, values: Array, accumulate: bool = False, *_: Any) -> Array:
+    values = to_dtype(values, x.dtype)
+    if any(_is_mask(i) for i in indices):
+        return _mask_put(x, indices, values, accumulate)
+    return combined(x, _positions(indices), values, "add" if accumulate else "set")
+
+
+def _mask_put(x: Array, indices: Indices, values: Array, accumulate: bool) -> Array:
+    """Writes where a mask is true, the mask alone or with whole axes before and after it."""
+    masks = [i for i in indices if i is not None]
+    if len(masks) > 1:
+        raise TranslationError("index_put with a boolean mask and another index beside it: use `torch.where`")
+    mask = masks[0].astype(bool)
+    first = next(i for i, given in enumerate(indices) if given is not None)
+    behind = x.ndim - first - mask.ndim
+    # With the mask's axes as one axis, x is (before..., places, behind...).
+    places = x.reshape(*x.shape[:first], mask.size, *x.shape[first + mask.ndim :])
+    if values.ndim > behind and values.shape[-behind - 1] != 1:
+        # One value for each true element of the mask, in order.
+        order = jnp.cumsum(mask.reshape(-1)) - 1
+        values = jnp.take(values, order, -behind - 1, mode="clip")
+    chosen = mask.reshape(-1, *[1] * behind)
+    return jnp.where(chosen, places + values if accumulate else values, places).reshape(x.shape)
+
+
+@operation("aten.masked_scatter")
+def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
+    shape = jnp.broadcast_shapes(x.shape, mask.shape)
+    mask = jnp.broadcast_to(mask, shape)
+    order = jnp.cumsum(mask.reshape(-1)).reshape(shape) - 1
+    values = jnp.take(source.reshape(-1), order, mode="clip") if source.size else jnp.zeros(shape, x.dtype)
+    return jnp.where(mask, values.astype(x.dtype), x)
+
+
+@operation("aten.masked_scatter_backward")
+def masked_scatter_backward(gradient: Array, mask: Array, sizes: Sequence[int]) -> Array:
+    """What came from `source`, in order; elements that were not used get 0."""
+    mask = jnp.broadcast_to(mask, gradient.shape).reshape(-1)
+    order = jnp.where(mask, jnp.cumsum(mask) - 1, math.prod(sizes))
+    flat = jnp.zeros(math.prod(sizes), gradient.dtype)
+    return flat.at[order].set(gradient.reshape(-1), mode="drop").reshape(tuple(sizes))
+
+
+@operation("aten.take")
+def take(x: Array, indices: Array) -> Array:
+    return x.reshape(-1)[indices]
+
+
+@operation("aten.put")
+def put(x: Array, indices: Array, source: Array, accumulate: bool = False) -> Array:
+    how = "add" if accumulate else "set"
+    return combined(x.reshape(-1), indices.reshape(-1), source.reshape(-1), how).reshape(x.shape)
+
+
+@operation("aten.index_select")
+def index_select(x: Array, dim: int, indices: Array) -> Array:
+    rows = jnp.take(vector(x), vector(indices), dim)
+    return rows.reshape(()) if x.ndim == 0 else rows
+
+
+def _along(x: Array, dim: int, indices: Array) -> tuple[Any, ...]:
+    """The index that reads `x` at `indices` along `dim`, and where `indices` itself lies along the other axes."""
+    grids: list[Any] = list(np.ix_(*(np.arange(length) for length in indices.shape)))
+    grids[dim] = indices
+    return tuple(grids)
+
+
+@operation("aten.gather")
+def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Array:
+    if x.ndim == 0 or indices.ndim == 0:
+        return vector(x)[vector(indices)].reshape(indices.shape)
+    return x[_along(x, dim, indices)]
+
+
+# The names of what `.at[...]` offers for what torch calls the reductions.
+_COMBINE = {
+    "sum": "add",
+    "add": "add",
+    "prod": "multiply",
+    "multiply": "multiply",
+    "amax": "max",
+    "amin": "min",
+    None: "set",
+}
+
+
+@operation("aten.scatter")
+def scatter(x: Array, dim: int, indices: Array, source: Any, reduce: str | None = None) -> Array:
+    """Writes `source` (a tensor, read as far as `indices` reach, or a number) to `x` along `dim`."""
+    flat, places = vector(x), vector(indices)
+    values = jnp.asarray(source, x.dtype)
+    if values.ndim:
+        values = values[tuple(slice(length) for length in indices.shape)]
+    return combined(flat, _along(flat, dim, places), values, _COMBINE[reduce]).reshape(x.shape)
+
+
+def combined(x: Array, at: Any, values: Array, how: str) -> Array:
+    """`x.at[at]`, set to, added to or otherwise combined with `values`; of truth values, the sum is "or"."""
+    if x.dtype == np.bool_:
+        how = {"add": "max", "multiply": "min"}.get(how, how)
+    return getattr(x.at[at], how)(values)
+
+
+@operation("aten.scatter_add")
+def scatter_add(x: Array, dim: int, indices: Array, source: Array) -> Array:
+    return scatter(x, dim, indices, source, "add")
+
+
+@operation("aten.scatter_reduce.two")
+def scatter_reduce(x: Array, dim: int, indices: Array, source: Array, reduce: str, include_self: bool = True) -> Array:
+    if reduce == "mean":
+        ones = jnp.ones(indices.shape, x.dtype)
+        counts = scatter(jnp.full_like(x, int(include_self)), dim, indices, ones, "sum")
+        total = scatter_reduce(x, dim, indices, source, "sum", include_self)
+        counts = jnp.maximum(counts, 1)
+        return total / counts if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.floor_divide(total, counts)
+    if not include_self:
+        x = scatter(x, dim, indices, _neutral(reduce, x.dtype))
+    return scatter(x, dim, indices, source, reduce)
+
+
+def _neutral(reduce: str, dtype: Any) -> Any:
+    """What changes nothing under `reduce`."""
+    if reduce in ("sum", "prod"):
+        return int(reduce == "prod")
+    if dtype == np.bool_:
+        return reduce == "amin"
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min if reduce == "amax" else jnp.iinfo(dtype).max
+    return -np.inf if reduce == "amax" else np.inf
+
+
+@operation("aten.index_add")
+def index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Any = 1) -> Array:
+    flat = vector(x)
+    at = (slice(None),) * (dim % flat.ndim) + (vector(indices),)
+    return combined(flat, at, vector(source) * jnp.asarray(alpha, x.dtype), "add").reshape(x.shape)
+
+
+@operation("aten.index_copy")
+def index_copy(x: Array, dim: int, indices: Array, source: Array) -> Array:
+    flat = vector(x)
+    return flat.at[(slice(None),) * (dim % flat.ndim) + (vector(indices),)].set(vector(source)).reshape(x.shape)
+
+
+@operation("aten.index_fill")
+def index_fill(x: Array, dim: int, indices: Array, value: Any) -> Array:
+    flat = vector(x)
+    place = flat.at[(slice(None),) * (dim % flat.ndim) + (vector(indices),)]
+    return place.set(jnp.asarray(value, x.dtype)).reshape(x.shape)
+
+
+@operation("aten.index_reduce")
+def index_reduce(x: Array, dim: int, indices: Array, source: Array, reduce: str, include_self: bool = True) -> Array:
+    flat, dim = vector(x), dim % max(x.ndim, 1)
+    source = vector(source)
+    shape = [1] * flat.ndim
+    shape[dim] = -1
+    spread = jnp.broadcast_to(indices.reshape(shape), source.shape)
+    return scatter_reduce(flat, dim, spread, source, reduce, include_self).reshape(x.shape)
+
+
+@operation("aten.embedding")
+def embedding(weight: Array, indices: Array, padding_idx: int = -1, *_: Any) -> Array:
+    """Rows of `weight`; the one at `padding_idx` gets no gradient."""
+    rows = weight[indices]
+    if padding_idx == -1:
+        return rows
+    return jnp.where((indices == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
+
+
+@operation("aten.embedding_dense_backward")
+def embedding_dense_backward(
+    gradient: Array, indices: Array, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Array:
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    flat = indices.reshape(-1)
+    kept = flat != padding_idx
+    if scale_grad_by_freq:
+        counts = jnp.zeros(num_weights, rows.dtype).at[flat].add(1)
+        rows = rows / counts[flat][:, None]
+    return jnp.zeros((num_weights, rows.shape[-1]), rows.dtype).at[flat].add(jnp.where(kept[:, None], rows, 0))
+
+
+@operation("aten.searchsorted")
+def searchsorted(
+    boundaries: Array,
+    values: Any,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Array:
+    values = jnp.asarray(values)
+    dtype = result_type(boundaries, values)
+    boundaries, values = boundaries.astype(dtype), values.astype(dtype)
+    if sorter is not None:
+        boundaries = jnp.take_along_axis(boundaries, sorter, -1)
+
+    def find(edges: Array, x: Array) -> Array:
+        return jnp.searchsorted(edges, x, "right" if right or side == "right" else "left")
+
+    if boundaries.ndim == 1:
+        return find(boundaries, values)
+    rows = math.prod(boundaries.shape[:-1])
+    found = jax.vmap(find)(boundaries.reshape(rows, -1), values.reshape(rows, -1))
+    return found.reshape(values.shape)
+
+
+@operation("aten.bucketize")
+def bucketize(values: Any, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
+    return searchsorted(boundaries, values, out_int32, right)

@@ -1,0 +1,347 @@
+"""Matrix products, decompositions and solvers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxfn._torch.operations.derivative import pulled_back
+from jaxfn._torch.operations.reductions import vector_norm
+from jaxfn._torch.operations.table import enter_all, operation, refuse
+from jaxfn._torch.values.errors import TranslationError
+
+enter_all(
+    {
+        "aten.mm.default": jnp.matmul,
+        "aten.bmm.default": jnp.matmul,
+        "aten.mv": jnp.matmul,
+        "aten.dot": jnp.dot,
+        "aten.vdot": jnp.vdot,
+    }
+)
+
+
+@operation("aten.addmm.default", "aten.addmv")
+def addmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
+    """`beta` 0 leaves `x` out, nan and all."""
+    product = scaled(jnp.matmul(first, second), alpha)
+    return product if beta == 0 else scaled(x, beta) + product
+
+
+@operation("aten.baddbmm.default")
+def baddbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
+    return addmm(x, first, second, beta=beta, alpha=alpha)
+
+
+@operation("aten.addbmm")
+def addbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
+    product = scaled(jnp.einsum("bij,bjk->ik", first, second), alpha)
+    return product if beta == 0 else scaled(x, beta) + product
+
+
+def scaled(x: Array, factor: Any) -> Array:
+    """`factor * x` in the dtype of `x`."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+def _adjoint(x: Array) -> Array:
+    return jnp.conj(jnp.swapaxes(x, -1, -2))
+
+
+def _transposed(x: Array) -> Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _from_triangle(x: Array, lower: bool) -> Array:
+    """The Hermitian matrix of which `x` has one triangle; derivatives are spread over both, as torch's are."""
+    half = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
+    diagonal = jnp.real(jnp.diagonal(x, axis1=-2, axis2=-1))[..., None] * jnp.eye(x.shape[-1], dtype=x.dtype)
+    symmetric = (x + _adjoint(x)) / 2
+    return symmetric + lax.stop_gradient(half + _adjoint(half) + diagonal - symmetric)
+
+
+def _factored(a: Array) -> tuple[Array, Array, Array]:
+    """LU, pivots counted from 1, and the number of the first pivot that is 0, or 0: as LAPACK gives them."""
+    lu, pivots, _ = lax.linalg.lu(a)
+    is_zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
+    found = jnp.where(is_zero.any(-1), jnp.argmax(is_zero, -1) + 1, 0) if is_zero.shape[-1] else jnp.zeros(a.shape[:-2])
+    return lu, pivots + 1, found.astype(np.int32)
+
+
+def _factored_in_memory_order(a: Array) -> tuple[Array, Array, Array]:
+    """The same where torch hands LAPACK a real contiguous matrix as it lies in memory, as its transpose."""
+    return _factored(a if jnp.iscomplexobj(a) else _transposed(a))
+
+
+def _permutation(pivots: Array, rows: int) -> Array:
+    return lax.linalg.lu_pivots_to_permutation(pivots.astype(np.int32) - 1, rows)
+
+
+@operation("aten.linalg_inv_ex")
+def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
+    return jnp.linalg.inv(a), _factored(a)[2]
+
+
+# For a determinant, torch hands LAPACK a real matrix that lies in memory in the order of its elements as its
+# transpose, and autograd, which uses the factors again, knows.
+
+
+def det_otherwise(a: Array) -> tuple[Array, Array, Array]:
+    # JAX differentiates no determinant of an empty matrix, which is 1.
+    value = jnp.linalg.det(a) if a.size else jnp.ones(a.shape[:-2], a.dtype)
+    return value, *_factored(a)[:2]
+
+
+@operation("aten._linalg_det", otherwise=det_otherwise)
+def det(a: Array) -> tuple[Array, Array, Array]:
+    return det_otherwise(a)[0], *_factored_in_memory_order(a)[:2]
+
+
+def slogdet_otherwise(a: Array) -> tuple[Array, Array, Array, Array]:
+    return *jnp.linalg.slogdet(a), *_factored(a)[:2]
+
+
+@operation("aten._linalg_slogdet", otherwise=slogdet_otherwise)
+def slogdet(a: Array) -> tuple[Array, Array, Array, Array]:
+    return *jnp.linalg.slogdet(a), *_factored_in_memory_order(a)[:2]
+
+
+@operation("aten._linalg_solve_ex")
+def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array, Array]:
+    is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    columns = b[..., None] if is_vector else b
+    if left:
+        solution = jnp.linalg.solve(*_batched(a, columns))
+    else:
+        solution = _transposed(jnp.linalg.solve(*_batched(_transposed(a), _transposed(columns))))
+    return solution[..., 0] if is_vector else solution, *_factored(a)
+
+
+def _batched(a: Array, b: Array) -> tuple[Array, Array]:
+    """Both with the batch axes of both."""
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return jnp.broadcast_to(a, (*batch, *a.shape[-2:])), jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
+
+
+@operation("aten.linalg_lu_factor_ex")
+def lu_factor_ex(a: Array, pivot: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array]:
+    _need_pivots(pivot)
+    return _factored(a)
+
+
+def _need_pivots(pivot: bool) -> None:
+    if not pivot:
+        raise TranslationError("LU factorization without pivoting has no counterpart on JAX: use `pivot=True`")
+
+
+@operation("aten.linalg_lu")
+def lu(a: Array, pivot: bool = True) -> tuple[Array, Array, Array]:
+    _need_pivots(pivot)
+    factors, pivots, _ = _factored(a)
+    return lu_unpack(factors, pivots)
+
+
+@operation("aten.lu_unpack")
+def lu_unpack(factors: Array, pivots: Array, data: bool = True, permutation: bool = True) -> tuple[Array, Array, Array]:
+    rows, columns = factors.shape[-2:]
+    rank = min(rows, columns)
+    none = jnp.zeros(0, factors.dtype)
+    lower = jnp.tril(factors[..., :rank], -1) + jnp.eye(rows, rank, dtype=factors.dtype) if data else none
+    upper = jnp.triu(factors[..., :rank, :]) if data else none
+    order = _permutation(pivots, rows) if permutation else None
+    swaps = none if order is None else _transposed(jnp.eye(rows, dtype=factors.dtype)[order])
+    return swaps, lower, upper
+
+
+@operation("aten.linalg_lu_solve")
+def lu_solve(factors: Array, pivots: Array, b: Array, left: bool = True, adjoint: bool = False) -> Array:
+    if not left:
+        # X A = B is the adjoint of A' X' = B'.
+        return _adjoint(lu_solve(factors, pivots, _adjoint(b), True, not adjoint))
+    factors, b = _batched(factors, b)
+    order = jnp.broadcast_to(_permutation(pivots, factors.shape[-1]), factors.shape[:-1])
+    solve = functools.partial(lax.linalg.triangular_solve, left_side=True)
+    if not adjoint:
+        b = jnp.take_along_axis(b, order[..., None], -2)
+        b = solve(factors, b, lower=True, unit_diagonal=True)
+        return solve(factors, b, lower=False)
+    b = solve(factors, b, lower=False, transpose_a=True, conjugate_a=True)
+    b = solve(factors, b, lower=True, unit_diagonal=True, transpose_a=True, conjugate_a=True)
+    return jnp.take_along_axis(b, jnp.argsort(order, -1)[..., None], -2)
+
+
+@operation("aten.linalg_cholesky_ex")
+def cholesky_ex(a: Array, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
+    """A matrix that is not positive definite gives nan, and 1 as second result."""
+    factor = cholesky(a, upper)
+    return factor, jnp.isnan(factor).any((-2, -1)).astype(np.int32)
+
+
+@operation("aten.cholesky")
+def cholesky(a: Array, upper: bool = False) -> Array:
+    factor = lax.linalg.cholesky(_from_triangle(a, lower=not upper), symmetrize_input=False)
+    return _adjoint(factor) if upper else factor
+
+
+@operation("aten.cholesky_solve")
+def cholesky_solve(b: Array, factor: Array, upper: bool = False) -> Array:
+    factor, b = _batched(_adjoint(factor) if upper else factor, b)
+    half = lax.linalg.triangular_solve(factor, b, left_side=True, lower=True)
+    return lax.linalg.triangular_solve(factor, half, left_side=True, lower=True, transpose_a=True, conjugate_a=True)
+
+
+@operation("aten.cholesky_inverse")
+def cholesky_inverse(factor: Array, upper: bool = False) -> Array:
+    return cholesky_solve(jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape), factor, upper)
+
+
+@operation("aten.linalg_qr")
+def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
+    if mode == "r":
+        return jnp.zeros(0, a.dtype), jnp.linalg.qr(a, mode="r")
+    q, r = jnp.linalg.qr(a, mode=mode)
+    return q, r
+
+
+@operation("aten.geqrf")
+def geqrf(a: Array) -> tuple[Array, Array]:
+    """The reflections whose product is the orthogonal factor, below the diagonal of the other, and their factors."""
+    reflections, taus = jnp.linalg.qr(a, mode="raw")
+    return _transposed(reflections), taus
+
+
+refuse(
+    "JAX has no LDL factorization; use torch.linalg.eigh or lu_factor, or cholesky if the matrix is positive definite",
+    "aten.linalg_ldl_factor_ex",
+    "aten.linalg_ldl_factor",
+    "aten.linalg_ldl_solve",
+)
+
+
+@operation("aten._linalg_svd")
+def svd(
+    a: Array, full_matrices: bool = False, compute_uv: bool = True, driver: str | None = None
+) -> tuple[Array, Array, Array]:
+    if compute_uv:
+        return tuple(jnp.linalg.svd(a, full_matrices=full_matrices))
+    none = jnp.zeros(0, a.dtype)
+    return none, jnp.linalg.svd(a, compute_uv=False), none
+
+
+@operation("aten._linalg_eigh")
+def eigh(a: Array, triangle: str = "L", compute_v: bool = True) -> tuple[Array, Array]:
+    a = _from_triangle(a, lower=triangle.upper() == "L")
+    if compute_v:
+        values, vectors = jnp.linalg.eigh(a, symmetrize_input=False)
+        return values, vectors
+    return jnp.linalg.eigvalsh(a), jnp.zeros(0, a.dtype)
+
+
+@operation("aten.linalg_eig")
+def eig(a: Array) -> tuple[Array, Array]:
+    values, vectors = jnp.linalg.eig(a)
+    return values, vectors
+
+
+@operation("aten._linalg_eigvals")
+def eigvals(a: Array) -> Array:
+    return jnp.linalg.eigvals(a)
+
+
+@operation("aten.linalg_matrix_exp")
+def matrix_exp(a: Array) -> Array:
+    return jax.scipy.linalg.expm(a) if a.size else a
+
+
+@operation("aten.linalg_pinv.atol_rtol_tensor")
+def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, hermitian: bool = False) -> Array:
+    """Singular values up to the larger of `atol` and `rtol` times the largest one count as 0."""
+    if not a.size:
+        return _transposed(a)
+    if rtol is None:
+        default = jnp.asarray(max(a.shape[-2:]) * jnp.finfo(a.dtype).eps)
+        rtol = default if atol is None else jnp.where(atol > 0, 0, default)
+    if atol is not None:
+        largest = jnp.linalg.norm(lax.stop_gradient(a), 2, (-2, -1))
+        rtol = jnp.maximum(rtol, atol / largest)
+    if hermitian:
+        # Only the values are one triangle's; torch differentiates as by the whole matrix.
+        a = a + lax.stop_gradient(_from_triangle(a, lower=True) - a)
+    return jnp.linalg.pinv(a, rtol=rtol)
+
+
+@operation("aten.linalg_solve_triangular")
+def solve_triangular(a: Array, b: Array, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Array:
+    a, b = _batched(a, b)
+    return lax.linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+
+
+@operation("aten.triangular_solve")
+def triangular_solve(
+    b: Array, a: Array, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> tuple[Array, Array]:
+    a, b = _batched(a, b)
+    x = lax.linalg.triangular_solve(
+        a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
+    )
+    return x, a
+
+
+@operation("aten.linalg_householder_product")
+def householder_product(a: Array, taus: Array) -> Array:
+    """Reflection by reflection, as JAX does not differentiate its own."""
+    q = jnp.broadcast_to(jnp.eye(*a.shape[-2:], dtype=a.dtype), a.shape)
+    vectors = jnp.tril(a, -1) + q
+    for i in reversed(range(taus.shape[-1])):
+        v = vectors[..., i : i + 1]
+        q = q - taus[..., i, None, None] * v * (_adjoint(v) @ q)
+    return q
+
+
+@operation("aten.linalg_cross")
+def cross(a: Array, b: Array, dim: int = -1) -> Array:
+    a, b = jnp.broadcast_arrays(a, b)
+    return jnp.cross(a, b, axis=dim)
+
+
+@operation("aten._trilinear")
+def trilinear(
+    a: Array,
+    b: Array,
+    c: Array,
+    expand_a: list[int],
+    expand_b: list[int],
+    expand_c: list[int],
+    sum_over: list[int],
+    *_: Any,
+) -> Array:
+    a, b, c = (jnp.expand_dims(x, axes) for x, axes in ((a, expand_a), (b, expand_b), (c, expand_c)))
+    return jnp.sum(a * b * c, tuple(sum_over))
+
+
+@operation("aten._cdist_forward")
+def cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Array:
+    """p-norm distances between the rows; the derivative of a distance at 0 is 0."""
+    difference = a[..., :, None, :] - b[..., None, :, :]
+    return vector_norm(difference, p, -1) if a.shape[-1] else jnp.zeros(difference.shape[:-1], a.dtype)
+
+
+@operation("aten._cdist_backward")
+def cdist_backward(gradient: Array, a: Array, b: Array, p: float, distances: Array) -> Array:
+    return pulled_back(lambda a: cdist(a, b, p), gradient, a)
+
+
+@operation("aten._pdist_forward")
+def pdist(a: Array, p: float = 2) -> Array:
+    rows, columns = np.triu_indices(a.shape[0], 1)
+    return vector_norm(a[rows] - a[columns], p, -1) if a.size else jnp.zeros(len(rows), a.dtype)
+
+
+@operation("aten._pdist_backward")
+def pdist_backward(gradient: Array, a: Array, p: float, distances: Array) -> Array:
+    return pulled_back(lambda a: pdist(a, p), gradient, a)

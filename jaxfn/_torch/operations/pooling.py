@@ -1,0 +1,200 @@
+"""Pooling over windows of the last one, two or three axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxfn._torch.operations.derivative import pulled_back
+from jaxfn._torch.operations.promotion import is_inexact
+from jaxfn._torch.operations.table import enter_all, operation
+
+
+class Windows(NamedTuple):
+    """The windows along one axis.
+
+    Attributes:
+      places: the input's places that every window sees, (windows, places).
+      inside: which of them are inside the input.
+    """
+
+    places: np.ndarray[Any, Any]
+    inside: np.ndarray[Any, Any]
+
+
+def _each(given: Sequence[int], count: int) -> list[int]:
+    return [*given] * count if len(given) == 1 else [*given]
+
+
+def _length(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """How many windows there are; with `ceil_mode`, the last may hang over the padded end but not begin there."""
+    room = length + 2 * padding - dilation * (kernel - 1) - 1
+    count = (-(-room // stride) if ceil_mode else room // stride) + 1
+    return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
+
+
+def _sliding(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Windows:
+    starts = np.arange(_length(length, kernel, stride, padding, dilation, ceil_mode)) * stride - padding
+    places = starts[:, None] + np.arange(kernel) * dilation
+    return Windows(np.clip(places, 0, max(length - 1, 0)), (places >= 0) & (places < length))
+
+
+def _adaptive(length: int, windows: int) -> Windows:
+    """`windows` of nearly equal length that cover an axis."""
+    number = np.arange(windows)
+    starts, ends = number * length // windows, -(-(number + 1) * length // windows)
+    places = starts[:, None] + np.arange((ends - starts).max(initial=0))
+    return Windows(np.clip(places, 0, max(length - 1, 0)), places < ends[:, None])
+
+
+def _max_over(x: Array, windows: Sequence[Windows]) -> tuple[Array, Array]:
+    """The largest element of every window, the first of equals, and its place among the input's flat spatial axes."""
+    spatial = len(windows)
+    first = x.ndim - spatial
+    patches = x
+    for axis, window in enumerate(windows):
+        patches = jnp.take(patches, window.places, first + 2 * axis)
+    # From (..., windows, places, windows, places) to (..., windows, windows, places * places).
+    patches = jnp.moveaxis(patches, [first + 2 * axis + 1 for axis in range(spatial)], range(-spatial, 0))
+    patches = patches.reshape(*patches.shape[: first + spatial], -1)
+    inside = _outer([window.inside for window in windows], np.logical_and)
+    strides = [math.prod(x.shape[first + axis + 1 :]) for axis in range(spatial)]
+    places = _outer([w.places * stride for w, stride in zip(windows, strides, strict=True)], np.add)
+    lowest = -np.inf if is_inexact(x) else jnp.iinfo(x.dtype).min
+    best = jnp.argmax(jnp.where(inside, patches, lowest), -1, keepdims=True)
+    values = jnp.take_along_axis(patches, best, -1)[..., 0]
+    return values, jnp.take_along_axis(jnp.broadcast_to(places, patches.shape), best, -1)[..., 0]
+
+
+def _outer(tables: Sequence[np.ndarray[Any, Any]], combine: np.ufunc) -> np.ndarray[Any, Any]:
+    """Tables (windows, places) of several axes as one, (windows, windows, ..., all places)."""
+    result = tables[0]
+    for table in tables[1:]:
+        joined = combine(result[..., None, :, None], table[:, None, :])
+        result = joined.reshape(*joined.shape[:-2], -1)
+    return result
+
+
+def max_pool(
+    spatial: int,
+    x: Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> tuple[Array, Array]:
+    options = (_each(option, spatial) for option in (kernel_size, stride or kernel_size, padding, dilation))
+    return _max_over(
+        x,
+        [
+            _sliding(length, k, s, p, d, ceil_mode)
+            for length, k, s, p, d in zip(x.shape[-spatial:], *options, strict=True)
+        ],
+    )
+
+
+def max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
+    return _scattered(spatial, gradient, x, options[-1])
+
+
+enter_all(
+    {
+        "aten.max_pool2d_with_indices": partial(max_pool, 2),
+        "aten.max_pool3d_with_indices": partial(max_pool, 3),
+        "aten.max_pool2d_with_indices_backward": partial(max_pool_backward, 2),
+        "aten.max_pool3d_with_indices_backward": partial(max_pool_backward, 3),
+        "aten.adaptive_max_pool2d_backward": partial(max_pool_backward, 2),
+        "aten.adaptive_max_pool3d_backward": partial(max_pool_backward, 3),
+    }
+)
+
+
+@operation("aten.adaptive_max_pool2d")
+def adaptive_max_pool2d(x: Array, output_size: Sequence[int]) -> tuple[Array, Array]:
+    return _max_over(x, [_adaptive(*axis) for axis in zip(x.shape[-2:], output_size, strict=True)])
+
+
+@operation("aten.adaptive_max_pool3d")
+def adaptive_max_pool3d(x: Array, output_size: Sequence[int]) -> tuple[Array, Array]:
+    return _max_over(x, [_adaptive(*axis) for axis in zip(x.shape[-3:], output_size, strict=True)])
+
+
+def _scattered(spatial: int, gradient: Array, x: Array, indices: Array) -> Array:
+    """The gradient of every window added to the element that was the window's largest."""
+    rows = math.prod(x.shape[:-spatial])
+    flat = jnp.zeros((rows, math.prod(x.shape[-spatial:])), gradient.dtype)
+    at = jnp.arange(rows)[:, None], indices.reshape(rows, -1)
+    return flat.at[at].add(gradient.reshape(rows, -1)).reshape(x.shape)
+
+
+def avg_pool(
+    spatial: int,
+    x: Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Array:
+    first = x.ndim - spatial
+    kernel, steps, pads = (_each(option, spatial) for option in (kernel_size, stride or kernel_size, padding))
+    divisor = np.ones((), int)
+    config = [(0, 0)] * first
+    for length, k, s, p in zip(x.shape[first:], kernel, steps, pads, strict=True):
+        windows = _length(length, k, s, p, 1, ceil_mode)
+        config.append((p, (windows - 1) * s + k - length - p))
+        starts = np.arange(windows) * s - p
+        low, high = (-p, length + p) if count_include_pad else (0, length)
+        divisor = divisor[..., None] * (np.minimum(starts + k, high) - np.maximum(starts, low))
+    window, strides = (*[1] * first, *kernel), (*[1] * first, *steps)
+    total = lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, strides, config)
+    divisor = divisor if divisor_override is None else divisor_override
+    return (
+        total / jnp.asarray(divisor, x.dtype)
+        if is_inexact(x)
+        else lax.div(total, jnp.broadcast_to(jnp.asarray(divisor, x.dtype), total.shape))
+    )
+
+
+def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
+    return pulled_back(lambda x: avg_pool(spatial, x, *options), gradient, x)
+
+
+enter_all(
+    {
+        "aten.avg_pool2d": partial(avg_pool, 2),
+        "aten.avg_pool3d": partial(avg_pool, 3),
+        "aten.avg_pool2d_backward": partial(avg_pool_backward, 2),
+        "aten.avg_pool3d_backward": partial(avg_pool_backward, 3),
+    }
+)
+
+
+@operation("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
+def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
+    """A mean over a box is a mean of means: one axis after the other."""
+    for axis, windows in enumerate(output_size, x.ndim - len(output_size)):
+        places, inside = _adaptive(x.shape[axis], windows)
+        shape = (*inside.shape, *[1] * (x.ndim - axis - 1))
+        seen = jnp.where(inside.reshape(shape), jnp.take(x, places, axis), 0)
+        counts = inside.sum(1).reshape(-1, *[1] * (x.ndim - axis - 1))
+        x = jnp.sum(seen, axis + 1) / jnp.asarray(counts, x.dtype)
+    return x
+
+
+@operation("aten._adaptive_avg_pool2d_backward")
+def adaptive_avg_pool2d_backward(gradient: Array, x: Array) -> Array:
+    return pulled_back(lambda x: adaptive_avg_pool(x, gradient.shape[-2:]), gradient, x)
+
+
+@operation("aten._adaptive_avg_pool3d_backward")
+def adaptive_avg_pool3d_backward(gradient: Array, x: Array) -> Array:
+    return pulled_back(lambda x: adaptive_avg_pool(x, gradient.shape[-3:]), gradient, x)

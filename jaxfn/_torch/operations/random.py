@@ -1,0 +1,174 @@
+"""Random numbers, drawn through JAX: the distributions are torch's, the numbers are not.
+
+Every function gets a key of its own first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxfn._torch.operations.table import operation
+
+
+def _uniform(key: Array, shape: Sequence[int], dtype: Any, low: float = 0.0, high: float = 1.0) -> Array:
+    """Of complex numbers, both parts."""
+    dtype = np.float32 if dtype is None else dtype
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.random.uniform(key, tuple(shape), dtype, low, high)
+    real, imag = jax.random.uniform(key, (2, *shape), jnp.finfo(dtype).dtype, low, high)
+    return jax.lax.complex(real, imag)
+
+
+def _normal(key: Array, shape: Sequence[int], dtype: Any) -> Array:
+    """Of complex numbers, with the variance shared by both parts."""
+    return jax.random.normal(key, tuple(shape), np.float32 if dtype is None else dtype)
+
+
+@operation("aten.rand", draws=True)
+def rand(key: Array, size: Sequence[int], *_: Any, dtype: Any = None) -> Array:
+    return _uniform(key, size, dtype)
+
+
+@operation("aten.randn", draws=True)
+def randn(key: Array, size: Sequence[int], *_: Any, dtype: Any = None) -> Array:
+    return _normal(key, size, dtype)
+
+
+@operation("aten.rand_like", draws=True)
+def rand_like(key: Array, x: Array, dtype: Any = None) -> Array:
+    return _uniform(key, x.shape, dtype or x.dtype)
+
+
+@operation("aten.randn_like", draws=True)
+def randn_like(key: Array, x: Array, dtype: Any = None) -> Array:
+    return _normal(key, x.shape, dtype or x.dtype)
+
+
+@operation("aten.randint", draws=True)
+def randint(key: Array, high: int, size: Sequence[int], dtype: Any = None) -> Array:
+    return randint_low(key, 0, high, size, dtype)
+
+
+@operation("aten.randint.low", draws=True)
+def randint_low(key: Array, low: int, high: int, size: Sequence[int], dtype: Any = None) -> Array:
+    return jax.random.randint(key, tuple(size), low, high, _integer(dtype))
+
+
+def _integer(dtype: Any) -> Any:
+    return (
+        dtype if dtype is not None and jnp.issubdtype(dtype, jnp.integer) else jax.dtypes.canonicalize_dtype(np.int64)
+    )
+
+
+@operation("aten.randint_like", draws=True)
+def randint_like(key: Array, x: Array, high: int, dtype: Any = None) -> Array:
+    return randint_low(key, 0, high, x.shape, dtype or x.dtype)
+
+
+@operation("aten.randint_like.low_dtype", draws=True)
+def randint_like_low(key: Array, x: Array, low: int, high: int, dtype: Any = None) -> Array:
+    return randint_low(key, low, high, x.shape, dtype or x.dtype)
+
+
+@operation("aten.randperm", draws=True)
+def randperm(key: Array, n: int, dtype: Any = None) -> Array:
+    return jax.random.permutation(key, n)
+
+
+@operation("aten.bernoulli.default", draws=True)
+def bernoulli(key: Array, probabilities: Array) -> Array:
+    return jax.random.bernoulli(key, probabilities).astype(probabilities.dtype)
+
+
+@operation("aten.bernoulli.p", "aten.bernoulli_.float", draws=True)
+def bernoulli_p(key: Array, x: Array, p: float = 0.5) -> Array:
+    return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
+
+
+@operation("aten.bernoulli.Tensor", draws=True)
+def bernoulli_tensor(key: Array, x: Array, probabilities: Array) -> Array:
+    return jax.random.bernoulli(key, probabilities, x.shape).astype(x.dtype)
+
+
+@operation("aten.native_dropout", draws=True)
+def native_dropout(key: Array, x: Array, p: float, train: bool | None) -> tuple[Array, Array]:
+    if train is False:
+        return x, jnp.ones(x.shape, bool)
+    kept = jax.random.bernoulli(key, 1 - p, x.shape)
+    return jnp.where(kept, x / (1 - p) if p < 1 else 0, 0), kept
+
+
+@operation("aten.uniform", draws=True)
+def uniform(key: Array, x: Array, low: float = 0.0, high: float = 1.0) -> Array:
+    return _uniform(key, x.shape, x.dtype, low, high)
+
+
+@operation("aten.normal_functional", draws=True)
+def normal_functional(key: Array, x: Array, mean: float = 0.0, std: float = 1.0) -> Array:
+    return mean + std * _normal(key, x.shape, x.dtype)
+
+
+@operation("aten.normal.float_float", draws=True)
+def normal_float_float(key: Array, mean: float, std: float, size: Sequence[int], dtype: Any = None) -> Array:
+    return mean + std * _normal(key, size, dtype)
+
+
+@operation("aten.normal.Tensor_Tensor", "aten.normal.Tensor_float", "aten.normal.float_Tensor", draws=True)
+def normal(key: Array, mean: Any, std: Any) -> Array:
+    """Either argument may be a number."""
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    return mean + std * jax.random.normal(key, shape, jnp.result_type(mean, std, np.float32))
+
+
+@operation("aten.exponential", draws=True)
+def exponential(key: Array, x: Array, rate: float = 1.0) -> Array:
+    return jax.random.exponential(key, x.shape, x.dtype) / rate
+
+
+@operation("aten.cauchy", draws=True)
+def cauchy(key: Array, x: Array, median: float = 0.0, sigma: float = 1.0) -> Array:
+    return median + sigma * jax.random.cauchy(key, x.shape, x.dtype)
+
+
+@operation("aten.log_normal", draws=True)
+def log_normal(key: Array, x: Array, mean: float = 1.0, std: float = 2.0) -> Array:
+    return jnp.exp(mean + std * _normal(key, x.shape, x.dtype))
+
+
+@operation("aten.geometric", draws=True)
+def geometric(key: Array, x: Array, p: float) -> Array:
+    return jax.random.geometric(key, p, x.shape).astype(x.dtype)
+
+
+@operation("aten.multinomial", draws=True)
+def multinomial(key: Array, weights: Array, num_samples: int, replacement: bool = False) -> Array:
+    """The largest of logarithms with Gumbel noise; the `num_samples` largest are draws without replacement."""
+    logits = jnp.log(weights)
+    if replacement:
+        shape = (num_samples, *weights.shape[:-1])
+        return jnp.moveaxis(jax.random.categorical(key, logits, shape=shape), 0, -1)
+    return jax.lax.top_k(logits + jax.random.gumbel(key, weights.shape, logits.dtype), num_samples)[1]
+
+
+@operation("aten.rrelu_with_noise_functional", draws=True)
+def rrelu_with_noise_functional(
+    key: Array, x: Array, noise: Array, lower: float, upper: float, training: bool = False, *_: Any
+) -> tuple[Array, Array]:
+    """The result, and the slopes, which torch calls the noise."""
+    slope = (
+        jax.random.uniform(key, x.shape, x.dtype, lower, upper) if training else jnp.full_like(x, (lower + upper) / 2)
+    )
+    slopes = jnp.where(x <= 0, slope, 1)
+    return x * slopes, slopes
+
+
+@operation("aten.rrelu_with_noise", draws=True)
+def rrelu(key: Array, *arguments: Any) -> Array:
+    """The result alone; nothing may read the noise that torch writes in place."""
+    return rrelu_with_noise_functional(key, *arguments)[0]

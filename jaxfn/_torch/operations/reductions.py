@@ -1,0 +1,156 @@
+"""Sums, means, extrema and norms over axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxfn._torch.operations.dims import axes
+from jaxfn._torch.operations.elementwise import absolute
+from jaxfn._torch.operations.promotion import is_inexact, to_inexact, widened
+from jaxfn._torch.operations.table import operation
+
+Dim = int | Sequence[int] | None
+
+
+def accumulated(x: Array, dtype: Any) -> Array:
+    """`x` in the dtype in which sums and products are taken: integers in 64 bits unless `dtype` says otherwise."""
+    if dtype is None:
+        dtype = x.dtype if is_inexact(x) else jax.dtypes.canonicalize_dtype(np.int64)
+    return x.astype(dtype)
+
+
+@operation("aten.sum")
+def sum_over(x: Array, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
+    return jnp.sum(accumulated(x, dtype), axes(x, dim), keepdims=keepdim)
+
+
+@operation("aten.prod")
+def prod_over(x: Array, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
+    return jnp.prod(accumulated(x, dtype), axes(x, dim), keepdims=keepdim)
+
+
+@operation("aten.mean")
+def mean_over(x: Array, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
+    return jnp.mean(x if dtype is None else x.astype(dtype), axes(x, dim), keepdims=keepdim)
+
+
+@operation("aten.var.correction")
+def var(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> Array:
+    return var_mean(x, dim, correction, keepdim)[0]
+
+
+@operation("aten.var_mean.correction")
+def var_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
+    over = axes(x, dim)
+    mean = jnp.mean(x, over, keepdims=True)
+    squares = jnp.sum(jnp.square(jnp.abs(x - mean)), over, keepdims=keepdim)
+    count = np.prod([x.shape[axis] for axis in over], dtype=int) - (1 if correction is None else correction)
+    return squares / np.maximum(count, 0).astype(squares.dtype), mean if keepdim else jnp.squeeze(mean, over)
+
+
+@operation("aten.std.correction")
+def std(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> Array:
+    return std_mean(x, dim, correction, keepdim)[0]
+
+
+@operation("aten.std_mean.correction")
+def std_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
+    """torch's derivative where all elements are equal is 0."""
+    variance, mean = var_mean(x, dim, correction, keepdim)
+    return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance))), mean
+
+
+@operation("aten.any")
+def any_over(x: Array, dim: Dim = None, keepdim: bool = False) -> Array:
+    return jnp.any(x, axes(x, dim), keepdims=keepdim)
+
+
+@operation("aten.all")
+def all_over(x: Array, dim: Dim = None, keepdim: bool = False) -> Array:
+    return jnp.all(x, axes(x, dim), keepdims=keepdim)
+
+
+@operation("aten.amax", "aten.max.default")
+def amax(x: Array, dim: Dim = (), keepdim: bool = False) -> Array:
+    return jnp.max(x, axes(x, dim), keepdims=keepdim)
+
+
+@operation("aten.amin", "aten.min.default")
+def amin(x: Array, dim: Dim = (), keepdim: bool = False) -> Array:
+    return jnp.min(x, axes(x, dim), keepdims=keepdim)
+
+
+@operation("aten.aminmax")
+def aminmax(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
+    return amin(x, dim, keepdim), amax(x, dim, keepdim)
+
+
+@operation("aten.argmax")
+def argmax(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
+    return jnp.argmax(x, None if x.ndim == 0 else dim, keepdims=keepdim)
+
+
+@operation("aten.argmin")
+def argmin(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
+    return jnp.argmin(x, None if x.ndim == 0 else dim, keepdims=keepdim)
+
+
+@operation("aten.max.dim")
+def max_dim(x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+    """The derivative goes to the element that the index names, the first among equals."""
+    return chosen(x, argmax(x, dim, keepdim=True), dim, keepdim)
+
+
+@operation("aten.min.dim")
+def min_dim(x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+    return chosen(x, argmin(x, dim, keepdim=True), dim, keepdim)
+
+
+def chosen(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+    """The elements of `x` at `index` (of length 1 along `dim`), and the index."""
+    if x.ndim == 0:
+        return x, index
+    values = jnp.take_along_axis(x, index, dim)
+    return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
+
+
+@operation("aten.logsumexp")
+def logsumexp(x: Array, dim: Dim, keepdim: bool) -> Array:
+    return jax.nn.logsumexp(to_inexact(x), axes(x, dim), keepdims=keepdim)
+
+
+@operation("aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim")
+def vector_norm(x: Array, ord: float = 2, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
+    """torch's derivative of a norm at 0 is 0, also where the formula's is not defined."""
+    over = axes(x, dim)
+    x = x if dtype is None else x.astype(dtype)
+    x = x.astype(widened(x.dtype))
+    sizes = absolute(x)
+    if ord == np.inf:
+        return jnp.max(sizes, over, keepdims=keepdim)
+    if ord == -np.inf:
+        return jnp.min(sizes, over, keepdims=keepdim)
+    if ord == 0:
+        return jnp.sum(x != 0, over, keepdims=keepdim).astype(sizes.dtype)
+    if ord == 1:
+        return jnp.sum(sizes, over, keepdims=keepdim)
+    # The square of a complex number's size has a derivative at 0, the size has none.
+    total = jnp.sum(jnp.real(x * jnp.conj(x)) if ord == 2 else sizes**ord, over, keepdims=keepdim)
+    is_zero = total == 0
+    return jnp.where(is_zero, 0.0 if ord > 0 else np.inf, jnp.where(is_zero, 1, total) ** (1 / ord))
+
+
+@operation("aten.dist")
+def dist(x: Array, y: Array, p: float) -> Array:
+    return vector_norm(x - y, p)
+
+
+@operation("aten.count_nonzero")
+def count_nonzero(x: Array, dim: Dim = None) -> Array:
+    return jnp.sum(x != 0, axes(x, dim), dtype=jax.dtypes.canonicalize_dtype(np.int64))

@@ -1,0 +1,263 @@
+"""Interpolation, padding by reflection and replication, and sampling at given points."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxfn._torch.operations.derivative import pulled_back
+from jaxfn._torch.operations.table import enter_all, operation
+
+Table = np.ndarray[Any, Any]
+# For an axis (length, new length, align_corners, scale factor or None): the places every new element
+# takes from and their weights, both (new length, number of places).
+Method = Callable[[int, int, bool, "float | None", Any], tuple[Table, Table]]
+
+
+def _step(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> Any:
+    """How far two neighbours of the result are apart in the input, in the precision in which torch has it."""
+    if align_corners:
+        return dtype(length - 1) / dtype(new - 1) if new > 1 else dtype(0)
+    return dtype(1.0 / scale) if scale else dtype(length) / dtype(new)
+
+
+def _nearest(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> tuple[Table, Table]:
+    places = np.floor(np.arange(new, dtype=np.float32) * _step(length, new, False, scale, np.float32))
+    return np.minimum(places.astype(int), length - 1)[:, None], np.ones((new, 1))
+
+
+def _nearest_exact(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> tuple[Table, Table]:
+    step = _step(length, new, False, scale, np.float32)
+    places = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * step)
+    return np.minimum(places.astype(int), length - 1)[:, None], np.ones((new, 1))
+
+
+def _source(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> Table:
+    step = _step(length, new, align_corners, scale, dtype)
+    number = np.arange(new, dtype=dtype)
+    return step * number if align_corners else step * (number + dtype(0.5)) - dtype(0.5)
+
+
+def _linear(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> tuple[Table, Table]:
+    source = np.maximum(_source(length, new, align_corners, scale, dtype), 0)
+    below = np.minimum(np.floor(source).astype(int), length - 1)
+    share = np.clip(source - below, 0, 1)
+    return np.stack((below, np.minimum(below + 1, length - 1)), -1), np.stack((1 - share, share), -1)
+
+
+def _cubic(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> tuple[Table, Table]:
+    source = _source(length, new, align_corners, scale, dtype)
+    below = np.floor(source)
+    offsets = np.arange(-1, 3)
+    places = np.clip(below[:, None].astype(int) + offsets, 0, length - 1)
+    return places, cubic_weights(source - below, np)
+
+
+def cubic_weights(share: Any, namespace: Any) -> Any:
+    """The four weights of Keys' cubic convolution with a = -0.75, for a point `share` behind the second place."""
+    a = -0.75
+    far = [share + 1, 2 - share]
+    near = [share, 1 - share]
+    outer = [((a * d - 5 * a) * d + 8 * a) * d - 4 * a for d in far]
+    inner = [((a + 2) * d - (a + 3)) * d * d + 1 for d in near]
+    return namespace.stack((outer[0], inner[0], inner[1], outer[1]), -1)
+
+
+def _linear_antialiased(
+    length: int, new: int, align_corners: bool, scale: float | None, dtype: Any
+) -> tuple[Table, Table]:
+    """A triangle as wide as the step, when shrinking."""
+    step = float(_step(length, new, align_corners, scale, np.float64))
+    reach = max(step, 1.0)
+    centers = step * (np.arange(new) + 0.5)
+    first = np.maximum((centers - reach + 0.5).astype(int), 0)
+    last = np.minimum((centers + reach + 0.5).astype(int), length)
+    places = first[:, None] + np.arange((last - first).max())
+    weights = np.maximum(1 - np.abs((places - centers[:, None] + 0.5) / reach), 0) * (places < last[:, None])
+    return np.minimum(places, length - 1), weights / weights.sum(1, keepdims=True)
+
+
+def _resample(x: Array, axis: int, table: tuple[Table, Table]) -> Array:
+    places, weights = table
+    shape = (-1, *[1] * (x.ndim - axis - 1))
+    # Without weights of 0, which would spread nan and inf.
+    if places.shape[1] == 1:
+        return jnp.take(x, places[:, 0], axis)
+    columns = zip(places.T, weights.T, strict=True)
+    parts = [jnp.take(x, place, axis) * jnp.asarray(weight, x.dtype).reshape(shape) for place, weight in columns]
+    return sum(parts[1:], parts[0])
+
+
+def _upsample(
+    method: Method, x: Array, size: Sequence[int], align_corners: bool, scales: Sequence[float | None]
+) -> Array:
+    precision = np.float64 if x.dtype == np.float64 else np.float32
+    wide = x.astype(jnp.promote_types(x.dtype, np.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    for axis, (new, scale) in enumerate(zip(size, scales, strict=True), 2):
+        wide = _resample(wide, axis, method(x.shape[axis], new, align_corners, scale, precision))
+    return wide
+
+
+def _aligned(method: Method, x: Array, size: Sequence[int], align_corners: bool, *scales: float | None) -> Array:
+    return _upsample(method, x, size, align_corners, scales or [None] * len(size))
+
+
+def _unaligned(method: Method, x: Array, size: Sequence[int], *scales: float | None) -> Array:
+    return _upsample(method, x, size, False, scales or [None] * len(size))
+
+
+def _backward(
+    forward: Callable[..., Array], gradient: Array, size: Sequence[int], input_size: Sequence[int], *options: Any
+) -> Array:
+    """Interpolation is linear, so its derivative is its transpose, wherever it is taken."""
+    zeros = jnp.zeros(tuple(input_size), gradient.dtype)
+    return pulled_back(lambda x: forward(x, size, *options).astype(gradient.dtype), gradient, zeros)
+
+
+_METHODS: dict[str, Callable[..., Array]] = {
+    "upsample_linear1d": partial(_aligned, _linear),
+    "upsample_bilinear2d": partial(_aligned, _linear),
+    "upsample_trilinear3d": partial(_aligned, _linear),
+    "upsample_bicubic2d": partial(_aligned, _cubic),
+    "_upsample_bilinear2d_aa": partial(_aligned, _linear_antialiased),
+    **{f"upsample_nearest{n}d": partial(_unaligned, _nearest) for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": partial(_unaligned, _nearest_exact) for n in (1, 2, 3)},
+}
+
+for _name, _forward in _METHODS.items():
+    enter_all(
+        {
+            f"aten.{_name}": _forward,
+            f"aten.{_name}_backward": partial(_backward, _forward),
+        }
+    )
+
+
+def _pad(places: Callable[[Table, int], Table], x: Array, padding: Sequence[int]) -> Array:
+    """Takes from the places that `places` finds inside; torch lists the pads of the last axis first."""
+    for number in range(len(padding) // 2):
+        axis = x.ndim - 1 - number
+        before, after = padding[2 * number : 2 * number + 2]
+        x = jnp.take(x, places(np.arange(-before, x.shape[axis] + after), x.shape[axis]), axis)
+    return x
+
+
+def _reflected(places: Table, length: int) -> Table:
+    """Mirrored at the first and the last element."""
+    return length - 1 - np.abs(length - 1 - np.abs(places))
+
+
+def _replicated(places: Table, length: int) -> Table:
+    return np.clip(places, 0, length - 1)
+
+
+def _pad_backward(forward: Callable[..., Array], gradient: Array, x: Array, padding: Sequence[int]) -> Array:
+    return pulled_back(lambda x: forward(x, padding), gradient, x)
+
+
+for _name, _places in (("reflection", _reflected), ("replication", _replicated)):
+    for _n in (1, 2, 3):
+        _forward = partial(_pad, _places)
+        enter_all(
+            {
+                f"aten.{_name}_pad{_n}d": _forward,
+                f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward),
+            }
+        )
+
+
+@operation("aten.constant_pad_nd")
+def constant_pad_nd(x: Array, padding: Sequence[int], value: Any = 0) -> Array:
+    pads = [(padding[i], padding[i + 1], 0) for i in range(0, len(padding), 2)]
+    config = [*[(0, 0, 0)] * (x.ndim - len(pads)), *reversed(pads)]
+    return jax.lax.pad(x, jnp.asarray(value, x.dtype), config)
+
+
+@operation("aten.grid_sampler_2d", "aten.grid_sampler_3d")
+def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_corners: bool) -> Array:
+    """Samples x (N, C, ...) at the points `grid` (N, ..., axes), whose coordinates go from -1 to 1, last axis first.
+
+    `interpolation` is 0 for linear, 1 for nearest, 2 for cubic; `padding` is 0 for zeros, 1 for the border, 2 for
+    reflection.
+    """
+    lengths = x.shape[2:]
+    points = [grid[..., -1 - axis] for axis in range(len(lengths))]
+    points = [
+        (p + 1) / 2 * (n - 1) if align_corners else ((p + 1) * n - 1) / 2 for p, n in zip(points, lengths, strict=True)
+    ]
+    inside = partial(_inside, padding=padding, align_corners=align_corners)
+    if interpolation != 2:
+        points = [inside(p, n) for p, n in zip(points, lengths, strict=True)]
+    choices: list[list[tuple[Array, Any]]] = []
+    for p, n in zip(points, lengths, strict=True):
+        below = jnp.floor(jax.lax.stop_gradient(p))
+        if interpolation == 1:
+            choices.append([(jnp.round(jax.lax.stop_gradient(p)), 1)])
+        elif interpolation == 0:
+            choices.append([(below, below + 1 - p), (below + 1, p - below)])
+        else:
+            weights = cubic_weights(p - below, jnp)
+            choices.append([(inside(below + k - 1, n), weights[..., k]) for k in range(4)])
+    total = jnp.zeros((), x.dtype)
+    for corner in itertools.product(*choices):
+        total = total + _corner(x, [place for place, _ in corner]) * _product(corner)[:, None]
+    return total
+
+
+def _product(corner: Sequence[tuple[Array, Any]]) -> Any:
+    weight = jnp.ones_like(corner[0][0])
+    for _, factor in corner:
+        weight = weight * factor
+    return weight
+
+
+def _corner(x: Array, places: Sequence[Array]) -> Array:
+    """The elements at `places` of every channel, 0 outside."""
+    exists = jnp.ones(places[0].shape, bool)
+    index: list[Array] = []
+    for place, length in zip(places, x.shape[2:], strict=True):
+        exists &= (place >= 0) & (place <= length - 1)
+        index.append(jnp.clip(jnp.nan_to_num(place), 0, length - 1).astype(int))
+    number = jnp.arange(len(x)).reshape(-1, *[1] * (places[0].ndim - 1))
+    values = jnp.moveaxis(x, 1, -1)[(number, *index)]
+    return jnp.moveaxis(jnp.where(exists[..., None], values, 0), -1, 1)
+
+
+def _inside(point: Array, length: int, *, padding: int, align_corners: bool) -> Array:
+    if padding == 0:
+        return point
+    if padding == 2:
+        low, high = (0, 2 * (length - 1)) if align_corners else (-1, 2 * length - 1)
+        span, start = (high - low) / 2, low / 2
+        if span == 0:
+            return jnp.zeros_like(point)
+        distance = jnp.abs(point - start)
+        turns = jnp.floor(distance / span)
+        extra = distance - turns * span
+        point = jnp.where(turns % 2 == 0, extra + start, span - extra + start)
+    # Beyond a border the derivative is 0.
+    return jnp.where(point <= 0, 0, jnp.where(point >= length - 1, length - 1, point))
+
+
+@operation("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
+def grid_sample_backward(
+    gradient: Array,
+    x: Array,
+    grid: Array,
+    interpolation: int,
+    padding: int,
+    align_corners: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Array | None, Array | None]:
+    def forward(x: Array, grid: Array) -> Array:
+        return grid_sample(x, grid, interpolation, padding, align_corners)
+
+    grad_x, grad_grid = jax.vjp(forward, x, grid)[1](gradient)
+    return grad_x if output_mask[0] else None, grad_grid if output_mask[1] else None

@@ -1,0 +1,119 @@
+"""Functions that the code being traced applies: each becomes one node, which keeps its own rule at every order.
+
+# Note: `apply`, and `apply` taken before
+
+`Function.apply` has a stand-in while a trace is made, which is found by `Inner.apply(x)` and `super().apply(x)`. Where
+`apply` is a Python function (torch before 2.15), one that was taken beforehand, `round_ = Inner.apply`, comes by there
+too: torch's own looks the next one up. Since 2.15 `apply` is compiled code, and what was taken is that code itself. But
+it asks the class for its parts, by names, and a metaclass sees that:
+
+    round_(x)    asks Inner for _backward_cls    which only this code asks for: Inner is being applied
+                 asks Inner for forward          gets one that records the node
+                 asks Inner for setup_context    gets one that does nothing, where Inner has one
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch import _compat
+from jaxfn._torch.trace.inside import Differentiable
+from jaxfn._torch.trace.state import Tracing, current
+from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flat import put_in, take_out
+
+_THREAD = threading.local()
+
+
+def apply(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `function.apply` returns where a trace is being made."""
+    if _is_one_node(tracing, function, args, kwargs):
+        return tracing.nested.apply(tracing, function, args, kwargs)
+    return _compat.apply_below(function)(*args, **kwargs)
+
+
+def _is_one_node(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    is_traced = any(map(tracing.is_traced, torch_tree.tree_leaves((tuple(args), dict(kwargs)))))
+    return is_traced and not issubclass(function, Differentiable)
+
+
+def apply_taken_before(function: Any, name: str) -> Any:
+    """An attribute of a Function class, or what compiled `apply` is to find in its place."""
+    value = type.__getattribute__(function, name)
+    if name == "_backward_cls":
+        _THREAD.applied = function if current() is not None else None
+    elif name in ("forward", "setup_context") and getattr(_THREAD, "applied", None) is function:
+        tracing = current()
+        if name == "setup_context":
+            _THREAD.applied = None
+            return _set_up if getattr(_THREAD, "recorded", None) is not None else value
+        is_separate = type.__getattribute__(function, "setup_context") is not torch.autograd.Function.setup_context
+        _THREAD.applied = None
+        if tracing is not None and not issubclass(function, Differentiable):
+            return _forward(tracing, function, value, is_separate)
+    return value
+
+
+def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
+    recorded, _THREAD.recorded = _THREAD.recorded, None
+    _keep(ctx, *recorded)
+
+
+def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_separate: bool) -> Callable[..., Any]:
+    """A `forward` for compiled `apply` to call."""
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        ctx, *inputs = (None, *args) if is_separate else args
+        _THREAD.recorded = None
+        if not _is_one_node(tracing, function, inputs, kwargs):
+            returned = forward(*args, **kwargs)
+        else:
+            returned = tracing.nested.apply(tracing, function, inputs, kwargs)
+            if ctx is not None:
+                _keep(ctx, tracing, function, inputs, kwargs)
+            else:
+                _THREAD.recorded = tracing, function, inputs, kwargs
+        if is_separate:
+            _THREAD.applied = function
+        return returned
+
+    return recorded
+
+
+def _keep(ctx: Any, tracing: Tracing, function: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Gives the ctx of a recorded node what autograd inside needs to go back through it."""
+    arguments = take_out((tuple(inputs), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+    ctx.save_for_backward(*arguments.leaves)
+    template = arguments.template
+    can_repeat = tracing.nested.can_be_repeated(tracing, function, inputs, kwargs)
+
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if not can_repeat:
+            raise TranslationError(
+                f"{tracing.owner} differentiates through {function.__name__}, which draws random numbers or writes to "
+                "an argument, by an `apply` that was taken before. torch 2.15 and later do not show that call, and it "
+                f"cannot be made again. Write {function.__name__}.apply(...) where it is called."
+            )
+        gradients = [*grad_outputs[0]] if isinstance(grad_outputs[0], list) else grad_outputs
+        creates_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Views, so that no input is reached through another one.
+            tensors = [x.view_as(x) for x in ctx.saved_tensors]
+            args, kwargs = put_in(template, tensors)
+            returned = tracing.nested.apply(tracing, function, args, kwargs)
+            outputs = returned if isinstance(returned, tuple) else (returned,)
+            pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]
+            values = (*args, *kwargs.values())
+            sought = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
+            found = torch.autograd.grad(
+                [y for y, _ in pairs], sought, [g for _, g in pairs], create_graph=creates_graph, allow_unused=True
+            )
+        gradient_of = {id(x): g for x, g in zip(sought, found, strict=True)}
+        return tuple(gradient_of.get(id(x)) for x in values)
+
+    ctx._get_user_fn = lambda: backward

@@ -1,0 +1,178 @@
+"""Functions of torch's whose operations have no counterpart, or results of sizes that depend on values.
+
+What the functions themselves return has a known size, so each is replaced as a whole: by one JAX function, which
+autograd inside can differentiate, or by other functions of torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import Array, lax
+
+from jaxfn._torch._compat import lstsq_result
+from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.trace.inside import Site
+from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.values.errors import TranslationError
+
+
+def _bound(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The arguments of a Python function by name, defaults filled in."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
+def _refuse(tracing: Tracing, what: str) -> None:
+    raise TranslationError(f"{tracing.owner}: {what}{source_line()}")
+
+
+# ---------------------------------------------------------------------------------------------------------- embeddings
+
+
+def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.nn.functional.embedding_bag`."""
+    given = _bound(func, args, kwargs)
+    indices, weight, offsets, weights = (given[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
+    if given["max_norm"] is not None:
+        _refuse(tracing, "embedding_bag with `max_norm` writes to the weights. Normalize them outside")
+    if given["scale_grad_by_freq"]:
+        _refuse(tracing, "embedding_bag with `scale_grad_by_freq`: torch divides by how often another row is there")
+    if indices.dim() == 2:
+        offsets = torch.arange(indices.shape[0]) * indices.shape[1]
+        weights = None if weights is None else weights.reshape(-1)
+    bags = offsets.shape[0] - bool(given["include_last_offset"])
+    padding = given["padding_idx"]
+    padding = None if padding is None else padding % weight.shape[0]
+    reduce = _BAGS[given["mode"]]
+
+    def function(weight: Array, indices: Array, offsets: Array, *weights: Array) -> list[Array]:
+        chosen = weight[indices]
+        chosen = chosen * weights[0][:, None] if weights else chosen
+        places = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
+        if padding is not None:
+            places = jnp.where(indices == padding, bags, places)  # in no bag
+        return [reduce(chosen, places, bags).astype(weight.dtype)]
+
+    operands = [weight, indices.reshape(-1), offsets, *([] if weights is None else [weights])]
+    return Site(tracing, function, "embedding_bag", [((bags, weight.shape[1]), weight.dtype)])(*operands)[0]
+
+
+def _summed(rows: Array, places: Array, bags: int) -> Array:
+    return jnp.zeros((bags, rows.shape[1]), rows.dtype).at[places].add(rows, mode="drop")
+
+
+def _averaged(rows: Array, places: Array, bags: int) -> Array:
+    counts = jnp.zeros(bags, rows.dtype).at[places].add(1, mode="drop")
+    return _summed(rows, places, bags) / jnp.maximum(counts, 1)[:, None]
+
+
+def _largest(rows: Array, places: Array, bags: int) -> Array:
+    """The largest of each bag, whose derivative goes to the first of equals; 0 for an empty bag."""
+    fixed, shape = lax.stop_gradient(rows), (bags, rows.shape[1])
+    best = jnp.full(shape, -jnp.inf, rows.dtype).at[places].max(fixed, mode="drop")
+    is_best = fixed == best[jnp.minimum(places, bags - 1)]
+    order = jnp.where(is_best, jnp.arange(rows.shape[0])[:, None], rows.shape[0])
+    first = jnp.full(shape, rows.shape[0]).at[places].min(order, mode="drop")
+    values = jnp.take_along_axis(rows, jnp.minimum(first, rows.shape[0] - 1), 0)
+    return jnp.where(first < rows.shape[0], values, 0)
+
+
+_BAGS: dict[str, Callable[[Array, Array, int], Array]] = {"sum": _summed, "mean": _averaged, "max": _largest}
+
+# ---------------------------------------------------------------------------------------------------------- losses
+
+
+def ctc_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.nn.functional.ctc_loss`."""
+    given = _bound(func, args, kwargs)
+    scores, targets = given["log_probs"], given["targets"]
+    lengths = [torch.as_tensor(given[name]).reshape(-1) for name in ("input_lengths", "target_lengths")]
+    is_single = scores.dim() == 2
+    scores = scores[:, None] if is_single else scores
+    targets = targets[None] if is_single and targets.dim() == 1 else targets
+    blank = given["blank"]
+
+    def function(scores: Array, targets: Array, steps: Array, sizes: Array) -> list[Array]:
+        if targets.ndim == 1:
+            targets = _separated(targets, sizes)
+        each: Any = jax.vmap(functools.partial(_ctc, blank=blank), (1, 0, 0, 0))
+        return [each(scores, targets, steps, sizes)]
+
+    site = Site(tracing, function, "ctc_loss", [((scores.shape[1],), scores.dtype)])
+    (losses,) = site(scores, targets, *lengths)
+    if given["zero_infinity"]:
+        losses = torch.where(losses == torch.inf, 0, losses)
+    if given["reduction"] == "mean":
+        return (losses / lengths[1].clamp(min=1).to(losses.dtype)).mean()
+    return losses.sum() if given["reduction"] == "sum" else losses[0] if is_single else losses
+
+
+def _separated(targets: Array, sizes: Array) -> Array:
+    """Targets that lie one after the other, one row each, filled up with whatever comes next."""
+    starts = jnp.cumsum(sizes) - sizes
+    return targets[jnp.minimum(starts[:, None] + np.arange(targets.shape[0]), targets.shape[0] - 1)]
+
+
+# The logarithm of what cannot be: finite, for the derivative of the difference of two infinities is a nan.
+_NEVER = -1e30
+
+
+def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int) -> Array:
+    """Minus the logarithm of the probability of one target, with torch's derivative.
+
+    That one takes the scores to be logarithms of probabilities which sum to 1: it has the probabilities in it besides.
+    """
+    labels = jnp.full(2 * target.shape[0] + 1, blank).at[1::2].set(target)
+    may_skip = jnp.concatenate([jnp.zeros(2, bool), (labels[2:] != blank) & (labels[2:] != labels[:-2])])[: len(labels)]
+    places = np.arange(len(labels))
+
+    def moved(x: Array, by: int) -> Array:
+        return jnp.where(places < by, _NEVER, jnp.roll(x, by))
+
+    def step(paths: Array, at: tuple[Array, Array]) -> tuple[Array, None]:
+        time, row = at
+        ways = jnp.logaddexp(paths, moved(paths, 1))
+        ways = jnp.where(may_skip, jnp.logaddexp(ways, moved(paths, 2)), ways)
+        return jnp.where(time < steps, jnp.maximum(ways + row[labels], _NEVER), paths), None
+
+    first = jnp.where(places < 2, scores[0][labels], _NEVER)
+    paths, _ = lax.scan(step, first, (jnp.arange(1, scores.shape[0]), scores[1:]))
+    ends = jnp.where((places == 2 * size) | (places == 2 * size - 1), paths, _NEVER)
+    total = jax.nn.logsumexp(ends)
+    loss = jnp.where(total < _NEVER / 2, jnp.inf, -total)
+    shares = jnp.where(np.arange(scores.shape[0]) < steps, jnp.exp(scores).sum(1), 0).sum()
+    return loss + (shares - lax.stop_gradient(shares))
+
+
+# ----------------------------------------------------------------------------------------------------- least squares
+
+
+def lstsq(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.linalg.lstsq`, by the pseudo-inverse."""
+    given = dict(zip(("A", "B", "rcond"), args, strict=False)) | kwargs
+    a, b = given.get("A", given.get("input")), given.get("B", given.get("b"))
+    driver = given.get("driver") or "gelsy"
+    is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    columns = b[..., None] if is_vector else b
+    rcond = given.get("rcond")
+    rcond = a.real.new_tensor(torch.finfo(a.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond)
+    solution = torch.linalg.pinv(a, atol=torch.zeros_like(rcond), rtol=rcond) @ columns
+    values = torch.linalg.svdvals(a)
+    rank = (values > rcond * values[..., :1]).sum(-1)
+    has_residuals = a.shape[-2] > a.shape[-1] and driver != "gelsy"
+    residuals = a.new_empty(0)
+    if has_residuals:
+        squares = (a @ solution - columns).abs().square().sum(-2)
+        residuals = torch.where((rank == a.shape[-1])[..., None], squares, torch.nan)
+    values = values if driver in ("gelsd", "gelss") else a.new_empty(0)
+    found: Sequence[torch.Tensor] = (solution[..., 0] if is_vector else solution, residuals, rank, values)
+    return lstsq_result(found)

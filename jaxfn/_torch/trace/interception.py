@@ -1,0 +1,284 @@
+"""What torch code asks for before autograd and functionalization make operations of it.
+
+`PythonLevel` sees every call of torch's functions and every attribute of a tensor, and answers those that need another
+answer while tracing. `patches` is for what no mode sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch._compat import plain_torch
+from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, lstsq
+from jaxfn._torch.trace.indexing import read, write
+from jaxfn._torch.trace.leftovers import exchange
+from jaxfn._torch.trace.selecting import call
+from jaxfn._torch.trace.selection import Selection
+from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.values.errors import TranslationError
+
+_Handler = Callable[["PythonLevel", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_HANDLERS: dict[Any, _Handler] = {}
+
+
+class PythonLevel(TorchFunctionMode):
+    """Answers what torch code asks of its tensors."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        super().__init__()
+        self.tracing = tracing
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.tracing.is_current():
+            return func(*args, **kwargs)
+        args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(value) for name, value in kwargs.items()}
+        if _is_device_name(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        if any(isinstance(x, Selection) for x in (*args, *kwargs.values())) and func is not torch.Tensor.__setitem__:
+            return call(self.tracing, func, args, kwargs)
+        if isinstance(kwargs.get("out"), torch.Tensor) and not kwargs["out"].numel():
+            return _into(kwargs["out"], self.__torch_function__(func, types, args, {**kwargs, "out": None}))
+        handler = _HANDLERS.get(func)
+        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+
+
+def _answers(*functions: Any) -> Callable[[_Handler], _Handler]:
+    def enter(handler: _Handler) -> _Handler:
+        _HANDLERS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return enter
+
+
+# ---------------------------------------------------------------------------------------------------------- devices
+
+
+def _on_cpu(value: Any) -> Any:
+    """A device as the one on which everything is while tracing; anything else as it is."""
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type != "meta" else value
+
+
+def _is_device_name(value: object) -> bool:
+    return isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "npu")
+
+
+@_answers(torch.Tensor.to)
+def _to(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    args = [args[0], *(torch.device("cpu") if _is_device_name(arg) else arg for arg in args[1:])]
+    if len(args) > 1 and type(args[1]) is int:  # the number of a GPU
+        args[1] = torch.device("cpu")
+    return func(*args, **kwargs)
+
+
+@_answers(torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.xpu, torch.Tensor.pin_memory)
+def _cuda(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]
+
+
+@_answers(torch.Tensor.type)
+def _type(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) > 1 and isinstance(args[1], str):
+        args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
+    return func(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------- values
+
+
+@_answers(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
+def _values(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = mode.tracing.lower(args[0])
+    if mode.tracing.recorder.is_traced(tensor):
+        raise TranslationError(
+            f"{mode.tracing.owner}: `.{func.__name__}()` asks for the values of a tensor, and while JAX traces there "
+            f"are none. Write that part in torch operations{source_line()}"
+        )
+    with plain_torch():
+        return func(tensor.detach(), *args[1:], **kwargs)
+
+
+@_answers(torch.tensor, torch.as_tensor, torch.asarray)
+def _tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if not (args and isinstance(args[0], torch.Tensor)):
+        return func(*args, **kwargs)
+    # Also one made outside, whose value may change.
+    tensor = args[0].detach().clone() if func is torch.tensor else args[0]
+    if kwargs.get("copy"):
+        tensor = tensor.clone()
+    dtype = kwargs.get("dtype")
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
+
+
+@_answers(torch.Tensor.__deepcopy__)
+def _deepcopy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, memo = args
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            memo[id(tensor)] = tensor.clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
+@_answers(torch.Tensor.to_sparse, torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.sparse_coo_tensor)
+def _sparse(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    raise TranslationError(
+        f"{mode.tracing.owner}: {func.__name__} makes a sparse tensor, which has no counterpart on JAX. Use dense "
+        f"tensors{source_line()}"
+    )
+
+
+def _into(empty: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """An empty tensor given as `out=`, which gets the result's size."""
+    return _become(empty, result.to(empty.dtype))
+
+
+def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which is from now on what `other` was: writes cannot change the size of a traced tensor."""
+    exchange(tensor, other.clone())
+    return tensor
+
+
+@_answers(torch.Tensor.resize_, torch.Tensor.resize_as_)
+def _resize(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, shape = args[0], args[1:]
+    if isinstance(shape[0], torch.Tensor):
+        shape = tuple(shape[0].shape)
+    elif len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+        shape = tuple(shape[0])
+    missing = math.prod(shape) - tensor.numel()
+    # Memory that torch would leave as it is, zeros here.
+    longer = torch.cat([tensor.reshape(-1), tensor.new_zeros(max(missing, 0))])[: math.prod(shape)]
+    return tensor if shape == tensor.shape else _become(tensor, longer.view(shape))
+
+
+# ------------------------------------------------------------------------------------------------ whole numbers
+
+# Where torch takes indices of 64 bits alone: which argument those are. JAX's have 32.
+_NEED_LONG = {
+    torch.nn.functional.one_hot: (0, "tensor"),
+    torch.take: (1, "index"),
+    torch.Tensor.take: (1, "index"),
+    torch.take_along_dim: (1, "indices"),
+    torch.Tensor.take_along_dim: (1, "indices"),
+}
+
+
+@_answers(*_NEED_LONG)
+def _with_long(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    place, name = _NEED_LONG[func]
+    return func(
+        *(_long(value) if i == place else value for i, value in enumerate(args)),
+        **{key: _long(value) if key == name else value for key, value in kwargs.items()},
+    )
+
+
+def _long(indices: Any) -> Any:
+    return indices.long() if isinstance(indices, torch.Tensor) and indices.dtype == torch.int32 else indices
+
+
+# ---------------------------------------------------------------------------------------------------------- composed
+
+_COMPOSED = {
+    torch.nn.functional.embedding_bag: embedding_bag,
+    torch.nn.functional.ctc_loss: ctc_loss,
+    torch.linalg.lstsq: lstsq,
+}
+
+
+@_answers(*_COMPOSED)
+def _composed(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if not any(map(mode.tracing.is_traced, torch_tree.tree_leaves((args, kwargs)))):
+        return func(*args, **kwargs)
+    with mode:  # the functions that it calls are looked at in their turn
+        return _COMPOSED[func](mode.tracing, func, args, kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------- choices
+
+
+@_answers(torch.nn.functional.rrelu, torch.rrelu, torch.rrelu_)
+def _rrelu(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    """Without training there is nothing random in it, and no key is needed."""
+    x, lower, upper, training, inplace = _rrelu_arguments(*args, **kwargs)
+    if training:
+        return func(*args, **kwargs)
+    is_written = func is torch.rrelu_ or inplace
+    leaky = torch.nn.functional.leaky_relu_ if is_written else torch.nn.functional.leaky_relu
+    return leaky(x, (lower + upper) / 2)
+
+
+def _rrelu_arguments(
+    input: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: Any = False,
+    generator: Any = None,
+) -> tuple[torch.Tensor, float, float, bool, bool]:
+    """What the functions are called with; torch's own have a generator in the place of `inplace`."""
+    return input, lower, upper, training, inplace is True
+
+
+# ---------------------------------------------------------------------------------------------------------- autograd
+
+
+@_answers(torch.Tensor.requires_grad.__get__)  # pyright: ignore
+def _requires_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    of_input = mode.tracing.requires_grad(args[0])
+    return func(*args, **kwargs) if of_input is None else of_input
+
+
+@_answers(torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # pyright: ignore
+def _detach(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    with mode.tracing.recorder.stopping_gradients():
+        return func(*args, **kwargs)
+
+
+@_answers(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # pyright: ignore
+def _require_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    # Detached to be a leaf of autograd inside, not to have no derivative in the whole.
+    mode.tracing.recorder.continue_gradient(mode.tracing.lower(args[0]))
+    return func(*args, **kwargs)
+
+
+@_answers(torch.Tensor.data.__set__)  # pyright: ignore
+def _set_data(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, value = args
+    if mode.tracing.is_traced(tensor) or mode.tracing.is_traced(value):
+        if tensor.shape != value.shape or tensor.dtype != value.dtype:
+            raise TranslationError(
+                f"{mode.tracing.owner}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or "
+                f"dtype, {tuple(value.shape)}. Make a new tensor{source_line()}"
+            )
+        with torch.no_grad():
+            tensor.copy_(value)
+        return None
+    return func(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------- indexing
+
+
+@_answers(torch.Tensor.__getitem__)
+def _getitem(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    return read(mode.tracing, *args)
+
+
+@_answers(torch.Tensor.masked_select, torch.masked_select)
+def _masked_select(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, mask = (*args, *kwargs.values())
+    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+    return read(mode.tracing, tensor.expand(shape), mask.expand(shape))
+
+
+@_answers(torch.Tensor.__setitem__)
+def _setitem(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    return write(mode.tracing, *args)

@@ -1,0 +1,166 @@
+"""Tensors of a trace that user code keeps: in a global, a cache, an attribute of a module or a class.
+
+While torch traces, all tensors are `FunctionalTensor`s, which plain torch cannot use afterwards. What depends on no
+input becomes the real tensor that it stands for. What depends on the inputs has no value, so that whoever uses it later
+would compute with something that never was: it is refused when the trace ends, and becomes a tensor without values (on
+torch's meta device), so that plain torch says so too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import types
+import weakref
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch._compat import FakeTensor, FunctionalTensor, without_functions, without_modes
+from jaxfn._torch.values.errors import TranslationError
+
+_THREAD = threading.local()
+
+
+def note(value: Any) -> Any:
+    """Notes tensors that a trace made; returns them."""
+    noted: list[weakref.ref[Any]] | None = getattr(_THREAD, "noted", None)
+    if noted is not None:
+        if isinstance(value, FunctionalTensor):
+            noted.append(weakref.ref(value))
+        elif isinstance(value, (tuple, list)):
+            noted += [weakref.ref(x) for x in torch_tree.tree_leaves(value) if isinstance(x, FunctionalTensor)]
+    return value
+
+
+def exchange(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Makes each of two tensors of a trace the other one. (`torch.utils.swap_tensors` wants no weak references.)"""
+    noted: list[weakref.ref[Any]] = getattr(_THREAD, "noted", None) or []
+    noted[:] = [reference for reference in noted if reference() is not a and reference() is not b]
+    torch.utils.swap_tensors(a, b)
+    note([a, b])
+
+
+@contextlib.contextmanager
+def cleaned_up(owner: str) -> Generator[None]:
+    """Looks after the tensors of the traces made inside, of which nothing in jaxfn may be held any more at the end.
+
+    Raises:
+      TranslationError: user code keeps one that depends on the inputs.
+    """
+    before = getattr(_THREAD, "noted", None)
+    noted: list[weakref.ref[Any]] = []
+    _THREAD.noted = noted
+    try:
+        yield
+    except BaseException:
+        _THREAD.noted = before
+        _release(noted)
+        raise
+    _THREAD.noted = before
+    traced = _release(noted)
+    if traced:
+        raise TranslationError(
+            f"{owner} keeps a tensor that depends on its inputs{traced[0]}, and while JAX traces it has no value: what "
+            "uses it later would not get that of this call. Pass it on by ctx.save_for_backward(tensor) or as an "
+            "attribute ctx.name = tensor, or return it as an output"
+        )
+
+
+def _release(noted: list[weakref.ref[Any]]) -> list[str]:
+    """Makes plain tensors of those that are still there; returns where those are kept that have no values."""
+    tensors = _alive(noted)
+    if any(map(_is_traced, tensors)):
+        del tensors
+        gc.collect()  # cycles of autograd's, and of frames of exceptions, keep tensors for a while
+        tensors = _alive(noted)
+    noted.clear()  # tensors with weak references are not exchanged
+    places: list[str] = []
+    while tensors:
+        tensor = tensors.pop()
+        if _is_traced(tensor):
+            places.append(_place(tensor, tensors))
+        try:
+            _exchange(tensor)
+        except RuntimeError:  # torch holds it itself, in a cache or in autograd's graph, where nobody finds it
+            continue
+    return places
+
+
+def _alive(noted: list[weakref.ref[Any]]) -> list[torch.Tensor]:
+    """The tensors that are still there, each once."""
+    tensors = (reference() for reference in noted)
+    return list({id(tensor): tensor for tensor in tensors if type(tensor) is FunctionalTensor}.values())
+
+
+def _below(tensor: Any) -> torch.Tensor:
+    with without_modes(), without_functions():
+        return tensor.from_functional()
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    return isinstance(_below(tensor), FakeTensor)
+
+
+def _exchange(tensor: torch.Tensor) -> None:
+    """Makes a plain tensor of one that a trace made, which is the same object."""
+    value = _below(tensor)
+    with without_modes(), without_functions(), torch.no_grad():
+        requires_grad = tensor.requires_grad
+        if isinstance(value, FakeTensor):
+            plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        else:
+            plain = value.detach().clone()
+        plain.requires_grad_(requires_grad)
+        torch.utils.swap_tensors(tensor, plain)
+
+
+def _place(tensor: torch.Tensor, ours: list[torch.Tensor]) -> str:
+    """Where a tensor is kept, as part of a message."""
+    for holder in gc.get_referrers(tensor):
+        if holder is ours or isinstance(holder, types.FrameType):
+            continue
+        name = _name_in(holder, tensor)
+        if name:
+            return f" in {name}"
+    return ""
+
+
+def _name_in(holder: Any, value: object) -> str:
+    if isinstance(holder, dict):
+        keys = [key for key, kept in holder.items() if kept is value]
+        owner = _owner(holder)
+        return f"{owner}.{keys[0]}" if keys and owner else f"a dict, by {keys[0]!r}" if keys else ""
+    if isinstance(holder, (list, tuple, set)):
+        for owner in gc.get_referrers(holder):
+            if isinstance(owner, dict) and _owner(owner):
+                return _name_in(owner, holder)
+        return f"a {type(holder).__name__}"
+    if isinstance(holder, types.CellType):
+        functions = [
+            f for c in gc.get_referrers(holder) for f in gc.get_referrers(c) if isinstance(f, types.FunctionType)
+        ]
+        return f"the closure of {functions[0].__qualname__}" if functions else "a closure"
+    keys = [key for key, kept in getattr(holder, "__dict__", {}).items() if kept is value]
+    return f"{_described(holder)}.{keys[0]}" if keys else f"a {type(holder).__name__}"
+
+
+def _owner(namespace: dict[Any, Any]) -> str:
+    """Whose attributes a dict holds."""
+    if "__name__" in namespace and "__builtins__" in namespace:
+        return str(namespace["__name__"])
+    for holder in gc.get_referrers(namespace):
+        if getattr(holder, "__dict__", None) is namespace or (isinstance(holder, type) and _holds(holder, namespace)):
+            return _described(holder)
+    return ""
+
+
+def _holds(kind: type, namespace: dict[Any, Any]) -> bool:
+    return any(vars(kind).get(name) is value for name, value in namespace.items())
+
+
+def _described(holder: object) -> str:
+    return holder.__name__ if isinstance(holder, type) else f"a {type(holder).__name__}"

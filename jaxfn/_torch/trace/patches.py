@@ -1,0 +1,190 @@
+"""Stand-ins for names of torch's that no mode of torch's sees used, in place while any thread traces.
+
+Names are looked up in modules and classes, which all threads share. So a stand-in asks which trace its own thread is
+making, and in a thread that makes none it does what the original does. Threads trace side by side: a name is replaced
+when the first of them begins, and put back when the last one ends, and only that is done under a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from jaxfn._torch import _compat
+from jaxfn._torch.graph.source_lines import is_users
+from jaxfn._torch.trace.applications import apply, apply_taken_before
+from jaxfn._torch.trace.inside import call_replacement
+from jaxfn._torch.trace.state import current
+from jaxfn._torch.values.errors import TranslationError
+
+
+class _Name(NamedTuple):
+    """An attribute, and what makes the stand-in of its value."""
+
+    owner: Any
+    name: str
+    stand_in: Callable[[Any], Any]
+
+
+class _Replaced:
+    """An attribute that has a stand-in, and how many traces need it."""
+
+    def __init__(self, name: _Name) -> None:
+        self._owner, self._attribute, stand_in = name
+        self._before = vars(self._owner).get(self._attribute, _MISSING)
+        self.num_traces = 0
+        setattr(self._owner, self._attribute, stand_in(getattr(self._owner, self._attribute)))
+
+    def put_back(self) -> None:
+        """Puts what was there before back."""
+        if self._before is _MISSING:
+            delattr(self._owner, self._attribute)
+        else:
+            setattr(self._owner, self._attribute, self._before)
+
+
+_MISSING = object()
+_LOCK = threading.Lock()
+_REPLACED: dict[tuple[int, str], _Replaced] = {}
+_REFERENCES: dict[int, list[_Name]] = {}  # of Python functions that have a stand-in, by identity
+
+
+@contextlib.contextmanager
+def patched(owner: str, functions: Iterable[Any]) -> Generator[None]:
+    """Puts the stand-ins in place.
+
+    Args:
+      owner: whose code is traced, for messages.
+      functions: Python functions that JAX functions stand for.
+    """
+    with _LOCK:
+        names = [*_NAMES, *(name for function in functions for name in _references(owner, function))]
+        for name in names:
+            key = id(name.owner), name.name
+            replaced = _REPLACED.get(key) or _REPLACED.setdefault(key, _Replaced(name))
+            replaced.num_traces += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for name in names:
+                replaced = _REPLACED[id(name.owner), name.name]
+                replaced.num_traces -= 1
+                if not replaced.num_traces:
+                    _REPLACED.pop((id(name.owner), name.name)).put_back()
+
+
+def _applying(_: Any) -> Any:
+    def stand_in(function: Any, *args: Any, **kwargs: Any) -> Any:
+        tracing = current()
+        if tracing is None:
+            return _compat.apply_below(function)(*args, **kwargs)
+        return apply(tracing, function, args, kwargs)
+
+    return classmethod(stand_in)
+
+
+def _looking_up(_: Any) -> Any:
+    return apply_taken_before
+
+
+def _staying(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(tensor, *args, **kwargs) if current() is None else tensor
+
+    return cuda
+
+
+def _enabling(original: Callable[[], bool]) -> Callable[[], bool]:
+    def is_grad_enabled() -> bool:
+        """To the user's code gradients are on in backward, where code asks whether it may be differentiated again."""
+        tracing = current()
+        asks = tracing is not None and tracing.is_differentiated and is_users(sys._getframe(1).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
+        return asks or original()
+
+    return is_grad_enabled
+
+
+def _seeding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def seeding(*args: Any, **kwargs: Any) -> Any:
+        tracing = current()
+        if tracing is None:
+            return original(*args, **kwargs)
+        tracing.recorder.is_seeded = True  # and nothing else: what is drawn afterwards is refused
+        return torch.default_generator
+
+    return seeding
+
+
+class _Validating:
+    """Whether distributions look at the values of their parameters: not while tracing."""
+
+    def __init__(self, original: bool) -> None:
+        self._original = original
+
+    def __get__(self, instance: Any, owner: Any) -> bool:
+        return self._original and current() is None
+
+
+def _standing_for(function: Any) -> Callable[[Any], Any]:
+    @functools.wraps(function)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        tracing = current()
+        replacement = None if tracing is None else tracing.replacements.functions.get(function)
+        if tracing is None or replacement is None:
+            return function(*args, **kwargs)
+        return call_replacement(tracing, function, replacement, args, kwargs)
+
+    return lambda _: stand_in
+
+
+def _static(stand_in: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda original: staticmethod(stand_in(original))
+
+
+def _references(owner: str, function: Any) -> list[_Name]:
+    """Where a Python function is found by name: in modules, and in the class that it was defined in."""
+    in_place = [name for name in _REFERENCES.get(id(function), []) if (id(name.owner), name.name) in _REPLACED]
+    if in_place:
+        return in_place
+    owners: list[Any] = list(sys.modules.values())
+    scope: Any = sys.modules.get(getattr(function, "__module__", ""))
+    for part in getattr(function, "__qualname__", "").split(".")[:-1]:
+        scope = getattr(scope, part, None)
+        owners.append(scope)
+    stand_in = _standing_for(function)
+    names: list[_Name] = []
+    for scope in owners:
+        for name, value in list(getattr(scope, "__dict__", {}).items()):
+            is_static = type(value) is staticmethod
+            if (value.__func__ if is_static else value) is function:
+                names.append(_Name(scope, name, _static(stand_in) if is_static else stand_in))
+    if not names:
+        raise TranslationError(
+            f"{owner}: ops= names {function!r}, which is an attribute of no imported module (see sys.modules) or of "
+            "its class, so that the calls of it cannot be found"
+        )
+    _REFERENCES[id(function)] = names
+    return names
+
+
+_NAMES = [
+    _Name(_compat.APPLYING_CLASS, "apply", _applying),
+    _Name(_compat.FunctionalTensor, "cuda", _staying),  # torch's asks the driver first
+    _Name(torch, "is_grad_enabled", _enabling),
+    _Name(torch.distributions.Distribution, "_validate_args", _Validating),
+    *(
+        _Name(module, name, _seeding)
+        for module in (torch, torch.random)
+        for name in ("manual_seed", "seed", "set_rng_state")
+    ),
+]
+if _compat.HAS_COMPILED_APPLY:
+    _NAMES.append(_Name(_compat.FunctionMeta, "__getattribute__", _looking_up))

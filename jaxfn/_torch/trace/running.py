@@ -1,0 +1,123 @@
+"""What is switched on while torch code is traced: the recorder, the modes above it, and the stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import traceback
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch._compat import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    functional,
+    plain_torch,
+    without_functions,
+    without_modes,
+)
+from jaxfn._torch.graph.recorder import WRITES_OUTSIDE, Recorder
+from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.trace.interception import PythonLevel
+from jaxfn._torch.trace.leftovers import note
+from jaxfn._torch.trace.patches import patched
+from jaxfn._torch.trace.state import Tracing, replace_current
+from jaxfn._torch.values.errors import TranslationError
+
+
+@contextlib.contextmanager
+def running(tracing: Tracing) -> Generator[None]:
+    """Inside, what torch does in this thread is recorded."""
+    states = _random_states()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(tracing.owner, tracing.replacements.functions))
+        stack.enter_context(without_modes())  # another trace's, where its code applies this Function
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(tracing.recorder)
+        stack.enter_context(_Functionalization(tracing.recorder))
+        stack.enter_context(PythonLevel(tracing))
+        before = replace_current(tracing)
+        try:
+            yield
+        except Exception as error:
+            known = _in_our_words(tracing.owner, error)
+            if known is None:
+                raise
+            raise known from error
+        finally:
+            replace_current(before)
+            with plain_torch():
+                tracing.recorder.restore_gradients()
+            torch.clear_autocast_cache()  # which may hold tensors of the trace
+    if _random_states() != states:
+        raise TranslationError(
+            f"{tracing.owner} draws from Python's or NumPy's random numbers, which would be drawn once, while "
+            "tracing. Draw with torch, and pass a key to apply."
+        )
+
+
+def _in_our_words(owner: str, error: Exception) -> TranslationError | None:
+    """What an error that torch raised while tracing means, if that is known."""
+    text = str(error)
+    where = source_line([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
+    if "non-functional tensor" in text:
+        return TranslationError(f"{owner} {WRITES_OUTSIDE}{where}")
+    if "token for effect" in text:
+        return TranslationError(
+            f"{owner} calls a collective operation of torch.distributed, which knows nothing of JAX's "
+            "devices. Name a JAX function for it (one with jax.lax.psum, say, under jax.shard_map): "
+            f"from_torch(..., ops={{torch.distributed.all_reduce: jax_function}}){where}"
+        )
+    if any(words in text for words in _NEEDS_MEMORY):
+        return TranslationError(
+            f"{owner} hands a tensor's memory to compiled code (a C++, CUDA or Triton kernel), which JAX "
+            "cannot run. Name a JAX function to stand for the Python function around it, or for the torch "
+            f"operation: from_torch(..., ops={{function: jax_function}}){where}"
+        )
+    return None
+
+
+# What torch says where something looks into a tensor's memory.
+_NEEDS_MEMORY = (
+    "data pointer",
+    "data_ptr",
+    "doesn't have storage",
+    "access storage",
+    "data is not allocated yet",
+    "invalid python storage",
+    "__cuda_array_interface__",
+)
+
+
+class _Functionalization(FunctionalTensorMode):
+    """torch's, with the questions it asks itself hidden from `PythonLevel`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CHECKS:
+            return None
+        with without_functions():
+            value = super().__torch_dispatch__(func, types, args, kwargs)
+            return note(torch_tree.tree_map_only(torch.Tensor, self._lifted, value))
+
+    def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor made outside, so that writes to it are seen; any other tensor as it is."""
+        if isinstance(tensor, FunctionalTensor) or not self._recorder.is_own(tensor):
+            return tensor
+        return functional(tensor, self)
+
+
+# Raise for some values, which are not known while tracing. JAX's linear algebra gives NaN for what has no solution.
+_CHECKS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
+
+
+def _random_states() -> tuple[object, ...]:
+    generator, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), generator, np.asarray(keys).tobytes(), *rest

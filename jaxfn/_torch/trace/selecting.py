@@ -1,0 +1,142 @@
+"""What can be done with `x[mask]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch.trace.selection import Selection, refuse
+from jaxfn._torch.trace.state import Tracing
+
+# Functions of each element alone. (A trailing underscore, for the in-place form, is left off.)
+_ELEMENTWISE = """
+    abs absolute acos acosh add addcdiv addcmul and angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin
+    asinh atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
+    bitwise_xor bool byte ceil celu char clamp clamp_max clamp_min clip clone conj contiguous copy copysign cos cosh
+    cpu cuda deg2rad detach digamma div divide double elu eq erf erfc erfinv exp exp2 expm1 fill float float_power
+    floor floor_divide floordiv fmax fmin fmod frac full_like gcd ge gelu greater greater_equal gt half hardshrink
+    hardsigmoid hardswish hardtanh heaviside hypot i0 i0e i1 i1e iadd iand idiv ifloordiv igamma igammac imod imul
+    int invert ior ipow isfinite isinf isnan isneginf isposinf isreal isub itruediv ixor lcm ldexp le leaky_relu
+    lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or
+    logical_xor logit logsigmoid long lshift lt masked_fill maximum minimum mish mod mul multiply nan_to_num ndtr
+    ndtri ne neg negative nextafter not_equal ones_like or pos positive pow rad2deg radd rand rdiv real reciprocal
+    relu relu6 remainder requires_grad rfloordiv rint rmod rmul ror round rpow rshift rsqrt rsub rtruediv rxor selu
+    sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh
+    tanhshrink threshold to true_divide truediv trunc type type_as where xlog1py xlogy xor zero zeros_like
+"""
+# What a selection knows of itself: all but its length.
+_METADATA = "dtype device is_cuda is_floating_point is_complex is_sparse requires_grad layout"
+
+
+def select(tensor: torch.Tensor, mask: torch.Tensor) -> Selection:
+    """`tensor[mask]`."""
+    return Selection.of(torch.where(_widened(mask, tensor), tensor, torch.ones_like(tensor)), mask)
+
+
+def assign(tracing: Tracing, tensor: torch.Tensor, mask: torch.Tensor, selection: Selection) -> None:
+    """`tensor[mask] = selection`."""
+    if not tracing.is_same(mask, selection.mask):
+        refuse("an assignment to another mask")
+    tensor.copy_(torch.where(_widened(mask, tensor), selection.full, tensor))
+
+
+def call(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of torch's with selections among its arguments."""
+    name = _name(func)
+    if name in _METADATA.split():
+        return func(*[x.full if isinstance(x, Selection) else x for x in args], **kwargs)
+    if name in _REDUCTIONS and isinstance(args[0], Selection):
+        return _REDUCTIONS[name](args[0], *args[1:], **kwargs)
+    if name not in _ELEMENTWISE.split():
+        refuse(f"`{name}`")
+    operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    first = next(x for x in operands if isinstance(x, Selection))
+    rest = first.full.dim() - first.mask.dim()
+    for operand in operands:
+        if isinstance(operand, Selection):
+            if not tracing.is_same(operand.mask, first.mask):
+                refuse(f"`{name}` with a selection by another mask")
+        elif operand.dim() > rest:
+            refuse(f"`{name}` with a tensor of shape {tuple(operand.shape)}, one entry for each selected element")
+    full = func(*torch_tree.tree_map(_full, args), **torch_tree.tree_map(_full, kwargs))
+    if isinstance(args[0], Selection) and full is args[0].full:  # in place
+        return args[0]
+    return Selection.of(full, first.mask) if isinstance(full, torch.Tensor) else full
+
+
+def _full(value: Any) -> Any:
+    return value.full if isinstance(value, Selection) else value
+
+
+def _name(func: Any) -> str:
+    if getattr(func, "__name__", "") == "__get__":  # of a property
+        return func.__self__.__name__
+    name: str = func.__name__
+    return name[2:-2] if name.startswith("__") else name.removesuffix("_")
+
+
+def _widened(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A mask with the dimensions that it does not speak of."""
+    return mask.to(torch.bool).reshape(tuple(mask.shape) + (1,) * (tensor.dim() - mask.dim()))
+
+
+# ---------------------------------------------------------------------------------------------------------- reductions
+
+
+def _sum(x: Selection, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _reduce(x, 0, lambda full, dims: full.sum(dims, dtype=dtype), dim, keepdim)
+
+
+def _mean(x: Selection, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    total = _sum(x, dim, keepdim, dtype=dtype)
+    rest = x.full.numel() // x.mask.numel() if dim is None and x.mask.numel() else 1
+    return total / (x.mask.sum() * rest).to(total.dtype)
+
+
+def _any(x: Selection, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    return _reduce(x, 0, lambda full, dims: full.to(torch.bool).sum(dims) > 0, dim, keepdim)
+
+
+def _all(x: Selection, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    return _reduce(x, 1, lambda full, dims: full.logical_not().sum(dims) == 0, dim, keepdim)
+
+
+def _max(x: Selection) -> torch.Tensor:
+    return _reduce(x, _lowest(x.full.dtype), lambda full, dims: full.amax(dims), None, False)
+
+
+def _min(x: Selection) -> torch.Tensor:
+    return _reduce(x, _highest(x.full.dtype), lambda full, dims: full.amin(dims), None, False)
+
+
+def _reduce(
+    x: Selection, neutral: Any, reduction: Callable[[torch.Tensor, Any], torch.Tensor], dim: Any, keepdim: bool
+) -> torch.Tensor:
+    if dim not in (None, 0, (0,), [0]) or keepdim:
+        refuse(f"a reduction over dimension {dim}")
+    dims = tuple(range(x.full.dim() if dim is None else x.mask.dim()))
+    neutral = torch.full_like(x.full, neutral)
+    return reduction(torch.where(_widened(x.mask, x.full), x.full, neutral), dims)
+
+
+def _lowest(dtype: torch.dtype) -> Any:
+    return float("-inf") if dtype.is_floating_point else (0 if dtype is torch.bool else torch.iinfo(dtype).min)
+
+
+def _highest(dtype: torch.dtype) -> Any:
+    return float("inf") if dtype.is_floating_point else (1 if dtype is torch.bool else torch.iinfo(dtype).max)
+
+
+_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "any": _any,
+    "all": _all,
+    "max": _max,
+    "min": _min,
+    "amax": _max,
+    "amin": _min,
+}

@@ -1,0 +1,157 @@
+"""One trace of torch code: what it records, how tensors get in and out, and which trace a thread is making."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch._compat import (
+    OPERATION_TYPES,
+    FunctionalTensor,
+    plain_torch,
+    without_functions,
+)
+from jaxfn._torch.graph.recorder import Recorder
+from jaxfn._torch.trace.leftovers import note
+from jaxfn._torch.trace.selection import Selection, refuse
+
+
+class Replacements(NamedTuple):
+    """What JAX functions stand for.
+
+    Attributes:
+      all: everything, as the user gave it.
+      operations: of torch's: overloads, packets, `torch.library` definitions, names.
+      functions: of Python's.
+    """
+
+    all: Mapping[Any, Callable[..., Any]]
+    operations: Mapping[Any, Callable[..., Any]]
+    functions: Mapping[Any, Callable[..., Any]]
+
+    @classmethod
+    def of(cls, ops: Mapping[Any, Callable[..., Any]]) -> Replacements:
+        """Sorts them."""
+        operations = {op: replacement for op, replacement in ops.items() if _is_operation(op)}
+        return cls(ops, operations, {op: replacement for op, replacement in ops.items() if op not in operations})
+
+
+def _is_operation(op: object) -> bool:
+    return isinstance(op, (str, *OPERATION_TYPES)) or hasattr(op, "_opoverload")
+
+
+class Nested(NamedTuple):
+    """What becomes of a Function that the code applies; the arguments are the trace, the Function, and `apply`'s.
+
+    Attributes:
+      apply: records it as one node, which keeps its own rule at every order, and returns what it returns.
+      can_be_repeated: whether the same call once more gives the same again.
+    """
+
+    apply: Callable[[Tracing, Any, Sequence[Any], Mapping[str, Any]], Any]
+    can_be_repeated: Callable[[Tracing, Any, Sequence[Any], Mapping[str, Any]], bool]
+
+
+class Tracing:
+    """One trace.
+
+    Args:
+      owner: whose code it is, for messages.
+      replacements: see there.
+      nested: see there.
+      is_differentiated: whether what the code computes may be differentiated again, as in `backward`.
+    """
+
+    def __init__(
+        self, owner: str, replacements: Replacements, nested: Nested, *, is_differentiated: bool = False
+    ) -> None:
+        self.owner = owner
+        self.replacements = replacements
+        self.nested = nested
+        self.is_differentiated = is_differentiated
+        self.recorder = Recorder(owner, replacements.operations)
+        self.reads_flags = False
+        self._requires_grad: dict[int, bool] = {}
+        self._inputs: list[torch.Tensor] = []
+
+    def input(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool | None = None) -> torch.Tensor:
+        """A new input of the trace; `requires_grad` is what it says when asked, if it is one of the Function's."""
+        tensor = self.lift(self.recorder.input(shape, dtype))
+        if requires_grad is not None:
+            if dtype.is_floating_point or dtype.is_complex:
+                tensor.requires_grad_()  # whatever it says, so that autograd inside works for any input
+            self._requires_grad[id(tensor)] = requires_grad
+        self._inputs.append(tensor)
+        return tensor
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor made in another trace that depended on no input."""
+        self.recorder.own(tensor)
+        return self.lift(tensor)
+
+    def is_current(self) -> bool:
+        """Whether it is this trace that is being made in this thread."""
+        return current() is self
+
+    def read_flags(self) -> None:
+        """Notes that the code looks at which inputs need a gradient."""
+        self.reads_flags = True
+
+    def requires_grad(self, tensor: torch.Tensor) -> bool | None:
+        """What an input says when asked whether it requires a gradient; `None` for what is no input."""
+        self.reads_flags |= id(tensor) in self._requires_grad
+        return self._requires_grad.get(id(tensor))
+
+    def lift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor from below functionalization as the code sees it."""
+        with without_functions():
+            return note(FunctionalTensor.to_functional(tensor))
+
+    def lower(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The present value of a tensor of the code's, as it is below functionalization."""
+        if isinstance(tensor, Selection):
+            refuse("keeping or returning")
+        if not isinstance(tensor, FunctionalTensor):
+            return tensor
+        with without_functions():
+            return tensor.from_functional()
+
+    def is_traced(self, value: object) -> bool:
+        """Whether a value is a tensor that depends on the inputs."""
+        return isinstance(value, FunctionalTensor) and self.recorder.is_traced(self.lower(value))
+
+    def is_same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether two tensors have the same values, as far as it can be seen from how they were computed."""
+        return self.recorder.is_same(self.recorder.node(self.lower(a)), self.recorder.node(self.lower(b)))
+
+    def call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
+        """Records a call of a function of JAX arrays, which gives `value` (of `Recorder.fake` tensors)."""
+        with without_functions():
+            lowered = [self.lower(tensor) for tensor in tensors]
+            value = self.recorder.call(target, tuple(lowered), {}, value)
+            return torch_tree.tree_map_only(torch.Tensor, self.lift, value)
+
+    def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
+        """The graph of everything that these outputs need. Nothing of the code's is held any more."""
+        self._inputs.clear()
+        with plain_torch():
+            return self.recorder.finish(outputs)
+
+
+_THREAD = threading.local()
+
+
+def current() -> Tracing | None:
+    """The innermost trace that this thread is making."""
+    return getattr(_THREAD, "tracing", None)
+
+
+def replace_current(tracing: Tracing | None) -> Tracing | None:
+    """Makes another trace the innermost one; returns what it was before."""
+    before = current()
+    _THREAD.tracing = tracing
+    return before

@@ -1,0 +1,98 @@
+"""Tensors and their dtypes to JAX, and back. torch is imported only where a tensor or a torch dtype is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfn._torch.values.errors import TranslationError
+
+if TYPE_CHECKING:
+    import torch
+
+_NAMES = """
+bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128
+float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
+"""
+_DTYPES = frozenset(_NAMES.split())
+
+
+def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The JAX dtype of a torch dtype; with x64 off, the 32-bit one for a 64-bit one, as JAX does.
+
+    Args:
+      dtype: the torch dtype.
+
+    Returns:
+      The dtype that JAX arrays get under the x64 setting now in force.
+
+    Raises:
+      TranslationError: JAX has no such dtype (quantized and packed ones).
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name == "complex32":
+        raise TranslationError("JAX has no half-precision complex numbers (torch.complex32); use complex64")
+    if name not in _DTYPES:
+        raise TranslationError(f"JAX has no counterpart of the dtype {dtype}")
+    return jax.dtypes.canonicalize_dtype(jnp.dtype(name))
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch dtype of a JAX or NumPy dtype.
+
+    Raises:
+      TranslationError: torch has no such dtype (random keys, 4-bit integers).
+    """
+    import torch
+
+    name = str(dtype)
+    if name not in _DTYPES or not hasattr(torch, name):
+        raise TranslationError(f"torch has no counterpart of the dtype {name}")
+    return getattr(torch, name)
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    """A tensor's values as a JAX array, with 64-bit types as the x64 setting has them.
+
+    Raises:
+      TranslationError: the tensor is sparse or quantized, or has no values (a fake one).
+    """
+    import torch
+
+    dtype = jax_dtype(tensor.dtype)
+    if tensor.layout is not torch.strided:
+        raise TranslationError(f"a tensor of layout {tensor.layout} has no counterpart on JAX; use `.to_dense()`")
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if dense.dtype in (torch.bfloat16, *_eight_bit_floats()):
+        bits = torch.int16 if dense.dtype == torch.bfloat16 else torch.uint8
+        values = dense.view(bits).numpy().view(jnp.dtype(str(dense.dtype).removeprefix("torch.")))
+    else:
+        values = dense.numpy()
+    # A copy, for the tensor may be written in place later.
+    return jnp.asarray(np.array(values, dtype))
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    """A JAX or NumPy array's values as a new CPU tensor.
+
+    Raises:
+      TranslationError: torch has no such dtype.
+    """
+    import torch
+
+    dtype = torch_dtype(array.dtype)
+    values = np.array(array)
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(values.view(np.int16)).view(dtype)
+    if dtype in _eight_bit_floats():
+        return torch.from_numpy(values.view(np.uint8)).view(dtype)
+    return torch.from_numpy(values)
+
+
+def _eight_bit_floats() -> tuple[torch.dtype, ...]:
+    import torch
+
+    return torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz

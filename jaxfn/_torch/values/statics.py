@@ -1,0 +1,82 @@
+"""What a trace depends on besides shapes and dtypes, as something to look it up by."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from jaxfn._torch.values.flat import Slot
+from jaxfn._values.layouts import value_key
+
+_T = TypeVar("_T")
+
+_BY_VALUE = (Slot, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, types.BuiltinFunctionType)
+
+
+def static_key(value: Any) -> Hashable:
+    """A hashable value that is equal for values that a trace cannot tell apart.
+
+    Raises:
+      TypeError: there is none, for a mutable object (a module, a tensor) may be another one at the next call.
+    """
+    try:
+        return _key(value)
+    except (RecursionError, ValueError) as error:  # a closure over itself, or over a name that has no value yet
+        raise TypeError(f"{type(value).__name__} is not compared by value") from error
+
+
+def ambient_key() -> Hashable:
+    """torch's settings that decide what its code computes."""
+    devices = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    return torch.get_default_dtype(), *autocast
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, _BY_VALUE):
+        return type(value), value
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_key, cast(list[Any], value))
+    if isinstance(value, dict):
+        items = cast(dict[Any, Any], value).items()
+        return dict, *((_key(name), _key(item)) for name, item in items)
+    if isinstance(value, functools.partial):
+        return functools.partial, *map(_key, (value.func, value.args, value.keywords))
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        bound = (cells, list(value.__defaults__ or ()), value.__kwdefaults__ or {})
+        return value.__code__, id(value.__globals__), *map(_key, bound)
+    key = value_key(value)
+    if key == (type(value),):
+        raise TypeError(f"{type(value).__name__} is not compared by value")
+    return key
+
+
+class Recent(Generic[_T]):
+    """The values looked up most recently, up to a number of them; safe from several threads."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: OrderedDict[Hashable, list[_T]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, fits: Callable[[_T], bool]) -> _T | None:
+        """The value entered for a key that fits, if it is still there."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return next((value for value in self._values[key] if fits(value)), None)
+
+    def put(self, key: Hashable, value: _T) -> None:
+        """Enters a value."""
+        with self._lock:
+            self._values.setdefault(key, []).append(value)
+            while len(self._values) > self._size:
+                self._values.popitem(last=False)
