@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import DebugInfo, Primitive, get_opaque_trace_state
+from jax.extend.core import DebugInfo, Primitive, Var, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.ref import AbstractRef
 
@@ -25,6 +25,7 @@ __all__ = [
     "Primitive",
     "SeenPrimitive",
     "SymbolicZero",
+    "Var",
     "ad",
     "batches_of",
     "batching",

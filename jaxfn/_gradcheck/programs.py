@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
-from jax.extend.core import Var
 from jax.tree_util import (
     all_leaves,
     register_dataclass,
@@ -32,7 +31,7 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from jaxfn._compat import compile_quickly, make_jaxpr
+from jaxfn._compat import Var, compile_quickly, make_jaxpr
 
 _PROGRAMS_KEPT = 256
 _kept: OrderedDict[Hashable, Any] = OrderedDict()

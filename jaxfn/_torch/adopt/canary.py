@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-import jaxfn
 from jaxfn._compat import compile_quickly
 from jaxfn._torch.adopt.adopted import adopt
 from jaxfn._torch.values.errors import TranslationError
@@ -304,14 +303,14 @@ def _record() -> Path:
     """The file that stands for these versions having passed."""
     cache = os.environ.get("XDG_CACHE_HOME")
     folder = Path(cache) if cache else Path.home() / ".cache"
-    versions = (torch.__version__, jax.__version__, np.__version__, sys.version, jaxfn.__version__, _source())
+    versions = (torch.__version__, jax.__version__, np.__version__, sys.version, _source())
     return folder / "jaxfn" / f"torch-{hashlib.sha256(repr(versions).encode()).hexdigest()[:32]}"
 
 
 def _source() -> str:
-    """A digest of jaxfn itself, which may be another one of the same version."""
+    """A digest of jaxfn itself."""
     digest = hashlib.sha256()
-    for path in sorted(Path(jaxfn.__file__).parent.rglob("*.py")):
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
