@@ -193,13 +193,13 @@ class _Entry(Opaque):
         if watch is not None and watch.undecorated:
             with watching(None):  # Functions inside forward keep their rules
                 return call.undecorated(arrays)
-        if not any(map(is_traced, arrays)) and not stages_constants():
+        closed_over = call.closed_over_operands()
+        if not closed_over and not any(map(is_traced, arrays)) and not stages_constants():
             # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
             _, _, returned = call.forward(arrays, call.unperturbed)
-            # A forward that closes over somebody's tracer goes the full way, to get JAX's own error.
+            # A forward that reaches somebody's tracer in a way that is not seen goes the full way, to JAX's own error.
             if not any(map(is_traced, returned.arrays)):
                 return returned.value
-        closed_over = call.closed_over_operands()
         if closed_over:
             rule = differentiable(CallRule(call, closed_over))
         try:

@@ -203,3 +203,48 @@ def test_A9_what_no_search_finds_is_never_lost(hides, wrap):
                 assert hides or COMING
                 continue
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("over", [jax.vmap, jax.jit, lambda f: lambda ws: jax.lax.map(f, ws)])
+def test_A8_forward_runs_once_where_only_what_it_closes_over_is_traced(over):
+    runs = []
+
+    def program(w):
+        @jaxfn.function
+        def scaled(ctx, x):
+            runs.append("once")
+            return x * w
+
+        return scaled(jnp.float32(3))
+
+    weights = jnp.arange(1.0, 5)
+    np.testing.assert_array_equal(over(program)(weights), 3 * weights)
+    assert len(runs) == 1
+
+
+def test_A9_a_rule_that_closes_over_a_value_of_an_outer_derivative_is_refused_by_name():
+    """`jax.grad` outside, `jax.jvp` inside: the tangents' rule uses what belongs to the outer one."""
+
+    def scaled_by(c):
+        class Scaled(jaxfn.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * jnp.sin(c)
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * jnp.sin(c)
+
+            @staticmethod
+            def jvp(ctx, t):
+                return t * jnp.sin(c)
+
+        return Scaled.apply
+
+    def tangent(c):
+        return jax.jvp(scaled_by(c), (c,), (jnp.cos(c),))[1]
+
+    try:
+        np.testing.assert_allclose(jax.grad(tangent)(0.3), jnp.cos(0.6), rtol=1e-6)
+    except NotImplementedError as error:
+        assert "Scaled.jvp closes over a value" in str(error) or "Scaled.forward closes over a value" in str(error)

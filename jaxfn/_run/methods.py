@@ -175,11 +175,12 @@ class Methods:
         arguments = (list(given),) if method == "backward" and self._function.boxed_grads_call else given
         if is_plain_function(rule):
             return rule(ctx, *arguments)
-        lost = [x for x in hidden_tracers(rule) if is_traced(x) and is_out_of_reach(x)]
+        closed_over = list(filter(is_traced, hidden_tracers(rule)))
+        lost = [x for x in closed_over if is_out_of_reach(x)]
         try:
             returned = rule(ctx, *arguments)
         except jax.errors.UnexpectedTracerError as error:
-            if lost:
+            if closed_over:
                 raise self.out_of_reach(method) from error
             raise
         if lost:
