@@ -21,7 +21,7 @@ MODULES = ["jaxfn", *(module.name for module in pkgutil.walk_packages(jaxfn.__pa
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
-    if name.startswith("jaxfn._torch"):
+    if name.startswith(("jaxfn._torch", "jaxfn._parity")):
         pytest.importorskip("torch")
     results = doctest.testmod(importlib.import_module(name), optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
     assert results.failed == 0

@@ -84,7 +84,7 @@ def tolerance_of(program: Program) -> float:
 def is_refusal(error: BaseException) -> bool:
     """Whether an exception is jaxfn's own, in words that name the Function.
 
-    Or JAX's, of a `shard_map` that nothing compiles inside of a `jax.checkpoint` that nothing compiles or differentiates.
+    Or JAX's, of an eager `shard_map` inside of an eager `jax.checkpoint`.
     """
     if isinstance(error, NotImplementedError) and refuses_symbolic_zeros(error):
         return True
