@@ -36,15 +36,19 @@ def both_modes(rule: Rule) -> Differentiable:
     def jvp(primals: Any, tangents: Any) -> tuple[Outputs, Outputs]:
         site, *operands = primals
         operands = [as_array(x) for x in operands]
-        of_operands = [None if isinstance(t, SymbolicZero) else t for t in tangents[1:]]
-        perturbed = tuple(t is not None and is_inexact(x.dtype) for t, x in zip(of_operands, operands, strict=True))
+        tangents_of_operands = [None if isinstance(t, SymbolicZero) else t for t in tangents[1:]]
+        perturbed = tuple(
+            t is not None and is_inexact(x.dtype) for t, x in zip(tangents_of_operands, operands, strict=True)
+        )
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
         site.check_outputs(run)
-        of_inputs = rule.of_inputs([t if p else None for t, p in zip(of_operands, perturbed, strict=True)])
-        of_outputs = _output_tangents(site, run, residuals, of_inputs, outputs)
-        if any(batches_of(of_outputs[i]) - batches_of(outputs.arrays[i]) for _, i in site.unbatched):
+        tangents_of_inputs = rule.inputs_among(
+            [t if p else None for t, p in zip(tangents_of_operands, perturbed, strict=True)]
+        )
+        tangents_of_outputs = _output_tangents(site, run, residuals, tangents_of_inputs, outputs)
+        if any(batches_of(tangents_of_outputs[i]) - batches_of(outputs.arrays[i]) for _, i in site.unbatched):
             raise NotImplementedError(NOT_MAPPED.format(name=rule.call.name))
-        return outputs, Outputs(of_outputs, outputs.layout)
+        return outputs, Outputs(tangents_of_outputs, outputs.layout)
 
     describe(rule, primal, jvp)
     differentiable = jax.custom_jvp(primal)
@@ -53,16 +57,16 @@ def both_modes(rule: Rule) -> Differentiable:
 
 
 def _output_tangents(
-    site: Site, run: Run, residuals: list[Any], of_inputs: Sequence[Any], outputs: Outputs
+    site: Site, run: Run, residuals: list[Any], tangents_of_inputs: Sequence[Any], outputs: Outputs
 ) -> list[Any]:
     """A tangent for each array leaf of the outputs, symbolically zero where there is none."""
     avals = [jax.typeof(y).to_tangent_aval() for y in outputs.arrays]
     tangents: list[Any] = [SymbolicZero(aval) for aval in avals]
     marked = outputs.layout.non_differentiable
     differentiable = [i for i, y in enumerate(outputs.arrays) if is_inexact(y.dtype) and i not in marked]
-    perturbed = [i for i, t in enumerate(of_inputs) if t is not None]
+    perturbed = [i for i, t in enumerate(tangents_of_inputs) if t is not None]
     linear = _OfRun(site, run, perturbed, differentiable, [avals[i] for i in differentiable])
-    given = [of_inputs[i] for i in perturbed]
+    given = [tangents_of_inputs[i] for i in perturbed]
     for i, tangent in zip(differentiable, applied(linear, residuals, given), strict=True):
         tangents[i] = tangent
     return tangents
@@ -84,22 +88,22 @@ class _OfRun(Linear):
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         if not self._run.call.methods.has_jvp:
             return self._transposed_pull(residuals, tangents)
-        of_inputs: list[Any] = [None] * len(self._run.input_avals)
+        tangents_of_inputs: list[Any] = [None] * len(self._run.input_avals)
         for i, tangent in zip(self._perturbed, tangents, strict=True):
-            of_inputs[i] = tangent
-        of_outputs = self._run.jvp(residuals, of_inputs)
-        pushed = [of_outputs[i] for i in self._differentiable]
+            tangents_of_inputs[i] = tangent
+        tangents_of_outputs = self._run.jvp(residuals, tangents_of_inputs)
+        pushed = [tangents_of_outputs[i] for i in self._differentiable]
         return [zeros_of(aval) if t is None else t for t, aval in zip(pushed, self.avals, strict=True)]
 
     def pull(self, residuals: Sequence[Any], cotangents: Cotangents) -> list[jax.Array | None]:
         if not self._run.call.methods.has_backward:
             return self._transposed_push(residuals, cotangents)
-        of_outputs: list[Any] = [SymbolicZero(aval.to_tangent_aval()) for aval in self._run.output_avals]
+        cotangents_of_outputs: list[Any] = [SymbolicZero(aval.to_tangent_aval()) for aval in self._run.output_avals]
         for i, cotangent in zip(self._differentiable, cotangents, strict=True):
             if cotangent is not None:
-                of_outputs[i] = cotangent
-        of_inputs = self._run.backward(residuals, of_outputs)
-        return [of_inputs[i] for i in self._perturbed]
+                cotangents_of_outputs[i] = cotangent
+        cotangents_of_inputs = self._run.backward(residuals, cotangents_of_outputs)
+        return [cotangents_of_inputs[i] for i in self._perturbed]
 
     def is_of_unbatched(self, result: int, batch: Batch) -> bool:
         return (batch, self._differentiable[result]) in self._site.unbatched

@@ -36,7 +36,7 @@ class Done(NamedTuple):
 
     run: Run
     outputs: Sequence[Any]
-    own: Sequence[Any]
+    intermediates: Sequence[Any]
     closed_over: Sequence[Any] = ()
 
 
@@ -86,11 +86,11 @@ class CallRule(Rule):
         done = _run_once(self.call, inputs, perturbed_inputs, hooks, self._stand_ins(operands))
         return _linearized(done, inputs)
 
-    def of_inputs(self, of_operands: Sequence[Any]) -> Sequence[Any]:
-        return of_operands[: self._num_inputs]
+    def inputs_among(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return operands[: self._num_inputs]
 
-    def of_operands(self, of_inputs: Sequence[Any]) -> Sequence[Any]:
-        return [*of_inputs, *[None] * len(self._closed_over)]
+    def operands_with(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        return [*inputs, *[None] * len(self._closed_over)]
 
     def _refuse_perturbed_closed_over(self, inputs: Sequence[Any], perturbed: Sequence[bool]) -> None:
         """Raises where an output depends on a closed-over value that is being differentiated."""
@@ -157,28 +157,28 @@ def _run_once(
         if is_elsewhere:
             raise done.run.hidden_elsewhere()
         call.methods.hides_arrays = True  # which belong to the record, where backward cannot reach them
-    run, outputs, own = run_forward(call, detached, perturbed, hooks, expected)
+    run, outputs, intermediates = run_forward(call, detached, perturbed, hooks, expected)
     is_written = any(map(is_traced, detached))
     if run.read_needs_input_grad and is_written:
         run.fingerprint = Fingerprint(outputs, detached)
     if not run.saves_intermediates:
-        return Done(run, outputs, own)
+        return Done(run, outputs, intermediates)
     if call.has_refs:  # which must not be written twice
-        return Done(run, outputs, _refused(run, own, inputs))
+        return Done(run, outputs, _refused(run, intermediates, inputs))
     if gate.perturbed and not is_written:
-        return _confirmed(run, outputs, own, inputs)
+        return _confirmed(run, outputs, intermediates, inputs)
     closed_over = closed_over_origins(outputs, detached)
     if closed_over or gate.perturbed:
         again = None
-        if not run.hides_arrays and is_written_down([*detached, *own]):
-            again = computed_again(own, detached, inputs, with_effects=bool(gate.perturbed))
+        if not run.hides_arrays and is_written_down([*detached, *intermediates]):
+            again = computed_again(intermediates, detached, inputs, with_effects=bool(gate.perturbed))
         if again is not None:
             return Done(run, outputs, again)
         if gate.perturbed:  # what is hidden is to have the derivative as well
-            run, outputs, own = run_forward(call, inputs, perturbed, hooks, expected)
+            run, outputs, intermediates = run_forward(call, inputs, perturbed, hooks, expected)
     gate.is_open = True
     run.is_detached = False
-    return Done(run, outputs, own, closed_over)
+    return Done(run, outputs, intermediates, closed_over)
 
 
 def _is_elsewhere(stand_ins: StandIns) -> bool:
@@ -229,34 +229,34 @@ def _recorded(
     runs: list[Run] = []
 
     def program(*arrays: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        run, outputs, own = run_forward(call, arrays, perturbed, hooks, expected)
+        run, outputs, intermediates = run_forward(call, arrays, perturbed, hooks, expected)
         runs.append(run)
-        return outputs, own
+        return outputs, intermediates
 
     before = {id(x) for x in call.closed_over_tracers()}
     record = Record(program, detached, stand_ins)
     (run,) = runs
     if any(is_staged(x) and id(x) not in before for x in call.closed_over_tracers()):
         raise NotImplementedError(_STATEFUL.format(name=call.name))
-    outputs, own = record.perform(detached)
+    outputs, intermediates = record.perform(detached)
     if run.read_needs_input_grad:
         run.fingerprint = Fingerprint(outputs, detached)
     if run.saves_intermediates and inputs is not detached:
-        own = record.second(inputs)
-    return Done(run, outputs, own)
+        intermediates = record.second(inputs)
+    return Done(run, outputs, intermediates)
 
 
-def _confirmed(run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any]) -> Done:
+def _confirmed(run: Run, outputs: Sequence[Any], intermediates: Sequence[Any], inputs: Sequence[Any]) -> Done:
     """The run once more, on the inputs themselves, for intermediates with their derivative."""
-    again, outputs_again, own_again = run_forward(run.call, inputs, run.perturbed, run.hooks, run.expected)
-    before, after = [*outputs, *own], [*outputs_again, *own_again]
+    again, outputs_again, intermediates_again = run_forward(run.call, inputs, run.perturbed, run.hooks, run.expected)
+    before, after = [*outputs, *intermediates], [*outputs_again, *intermediates_again]
     if again.outputs != run.outputs or len(before) != len(after) or not all(map(agree, before, after)):
         why = ", which goes through an array that it saved and that is neither an input nor an output"
         raise NotImplementedError(_CHANGED.format(name=run.call.name, why=why))
-    return Done(again, outputs, own_again)
+    return Done(again, outputs, intermediates_again)
 
 
-def _refused(run: Run, own: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+def _refused(run: Run, intermediates: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
     """The intermediates of a run that takes references, which have no derivative."""
     name = run.call.name
     if run.hides_arrays:
@@ -269,7 +269,7 @@ def _refused(run: Run, own: Sequence[Any], inputs: Sequence[Any]) -> Sequence[An
         f"{name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be "
         "differentiated twice: forward would have to write twice. Save inputs or outputs instead.",
     )
-    return attach(own, (), run.call.without_refs(inputs), refusal, made_is_detached=True)
+    return attach(intermediates, (), run.call.without_refs(inputs), refusal, made_is_detached=True)
 
 
 def _detached(call: Call, inputs: Sequence[Any], gate: Gate) -> list[Any]:
@@ -287,7 +287,7 @@ def _linearized(done: Done, inputs: Sequence[Any]) -> Linearized:
     run.mappings_of_program = []  # another order of derivative has mappings of its own
     outputs = _attached(done, inputs, run.mappings_of_program)
     run.mappings_of_program.clear()  # what maps this run itself is seen without
-    return Linearized(Outputs(outputs, run.outputs), *run.residuals(inputs, outputs, done.own))
+    return Linearized(Outputs(outputs, run.outputs), *run.residuals(inputs, outputs, done.intermediates))
 
 
 def _attached(done: Done, inputs: Sequence[Any], mappings: list[Mapping] | None = None) -> Sequence[Any]:
@@ -296,10 +296,10 @@ def _attached(done: Done, inputs: Sequence[Any], mappings: list[Mapping] | None 
     operands = run.call.without_refs(inputs)
     is_uniform = run.read_needs_input_grad
     if any(map(is_traced, operands)) and any(is_inexact(x.dtype) for x in operands):
-        rule = _OutputsRule(run, len(outputs), len(done.own)).outputs
+        rule = _OutputsRule(run, len(outputs), len(done.intermediates)).outputs
         outputs = attach(
             outputs,
-            done.own,
+            done.intermediates,
             operands,
             rule,
             made_is_detached=run.is_detached,
@@ -326,11 +326,11 @@ def _settled(run: Run, outputs: Sequence[Any], inputs: Sequence[Any], site: Site
 class _OutputsRule(Rule):
     """Returns the outputs among (outputs..., intermediates..., inputs...); their derivative is the user's."""
 
-    def __init__(self, run: Run, num_outputs: int, num_own: int) -> None:
+    def __init__(self, run: Run, num_outputs: int, num_intermediates: int) -> None:
         self.call = run.call
         self._run = run
         self._num_outputs = num_outputs
-        self._num_before = num_outputs + num_own
+        self._num_before = num_outputs + num_intermediates
 
     def outputs(self, *operands: Any) -> Sequence[Any]:
         """The differentiable function. It is made where something differentiates it, which is seldom."""
@@ -340,25 +340,27 @@ class _OutputsRule(Rule):
         return Outputs(operands[: self._num_outputs], self._run.outputs)
 
     def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
-        outputs, own = operands[: self._num_outputs], operands[self._num_outputs : self._num_before]
-        return Outputs(_attached(Done(self._run, outputs, own), self.of_inputs(operands)), self._run.outputs)
+        outputs, intermediates = operands[: self._num_outputs], operands[self._num_outputs : self._num_before]
+        return Outputs(
+            _attached(Done(self._run, outputs, intermediates), self.inputs_among(operands)), self._run.outputs
+        )
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
-        inputs = self.of_inputs(operands)
+        inputs = self.inputs_among(operands)
         flags = tuple(self.call.with_refs(perturbed[self._num_before :], False))
-        outputs, own = operands[: self._num_outputs], operands[self._num_outputs : self._num_before]
-        run, own = _widened(self._run, outputs, own, inputs, flags)
-        return _linearized(Done(run, outputs, own), inputs)
+        outputs, intermediates = operands[: self._num_outputs], operands[self._num_outputs : self._num_before]
+        run, intermediates = _widened(self._run, outputs, intermediates, inputs, flags)
+        return _linearized(Done(run, outputs, intermediates), inputs)
 
-    def of_inputs(self, of_operands: Sequence[Any]) -> Sequence[Any]:
-        return self.call.with_refs(of_operands[self._num_before :], None)
+    def inputs_among(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return self.call.with_refs(operands[self._num_before :], None)
 
-    def of_operands(self, of_inputs: Sequence[Any]) -> Sequence[Any]:
-        return [*[None] * self._num_before, *self.call.without_refs(of_inputs)]
+    def operands_with(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        return [*[None] * self._num_before, *self.call.without_refs(inputs)]
 
 
 def _widened(
-    run: Run, outputs: Sequence[Any], own: Sequence[Any], inputs: Sequence[Any], perturbed: tuple[bool, ...]
+    run: Run, outputs: Sequence[Any], intermediates: Sequence[Any], inputs: Sequence[Any], perturbed: tuple[bool, ...]
 ) -> tuple[Run, Sequence[Any]]:
     """The run as if these inputs too had been perturbed, and its intermediates.
 
@@ -367,9 +369,9 @@ def _widened(
     union = tuple(a or b for a, b in zip(run.perturbed, perturbed, strict=True))
     name = run.call.name
     if union == run.perturbed:
-        return run, own
+        return run, intermediates
     if not run.read_needs_input_grad or all(b or not a for a, b in zip(union, run.expected, strict=True)):
-        return run.with_perturbed(union), own
+        return run.with_perturbed(union), intermediates
     if run.call.has_refs:
         raise NotImplementedError(
             f"{name}.forward looks at ctx.needs_input_grad and would have to run again for this mixed second "
@@ -377,7 +379,7 @@ def _widened(
         )
     if run.call.closes_over_tracers():
         raise NotImplementedError(_CLOSED_OVER_FURTHER_OUT.format(name=name, what="what ctx.needs_input_grad asks for"))
-    again, outputs_again, own, _ = _run_once(run.call, inputs, union, run.hooks, ())
+    again, outputs_again, intermediates, _ = _run_once(run.call, inputs, union, run.hooks, ())
     if again.outputs != run.outputs:
         raise RuntimeError(
             f"{name}.forward returned outputs of another structure when ctx.needs_input_grad was "
@@ -386,7 +388,7 @@ def _widened(
         )
     if not _computed_the_same(run, again, outputs, outputs_again):
         raise NotImplementedError(_CHANGED.format(name=name, why=", as it looks at ctx.needs_input_grad"))
-    return again, own
+    return again, intermediates
 
 
 def _computed_the_same(run: Run, again: Run, outputs: Sequence[Any], outputs_again: Sequence[Any]) -> bool:

@@ -43,13 +43,13 @@ def reverse_mode(rule: Rule) -> Differentiable:
         perturbed = tuple(p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, operands, strict=True))
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
         site.check_outputs(run)
-        return outputs, _kept(site, _mapped(site, run, outputs.arrays, rule.of_inputs(operands)), residuals)
+        return outputs, _kept(site, _mapped(site, run, outputs.arrays, rule.inputs_among(operands)), residuals)
 
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
         run = residuals.run
         mappings = _mappings(run)
         pull = partial(_pull_apart, mappings) if mappings else Run.backward
-        return None, *rule.of_operands(pull(run, residuals.arrays, cotangents.arrays))
+        return None, *rule.operands_with(pull(run, residuals.arrays, cotangents.arrays))
 
     describe(rule, primal, fwd, bwd)
     differentiable = jax.custom_vjp(primal)
@@ -61,12 +61,12 @@ def _mapped(site: Site, run: Run, outputs: Sequence[Any], inputs: Sequence[Any])
     """The run, knowing which outputs lack a batch that an input has, where a mapped call is differentiated."""
     if not any(map(is_batched, inputs)):
         return run
-    of_inputs, of_outputs = list(map(batches_of, inputs)), list(map(batches_of, outputs))
+    batches_of_inputs, batches_of_outputs = list(map(batches_of, inputs)), list(map(batches_of, outputs))
     mappings: list[Mapping] = []
     here, num_around = enclosing_batches()
     for operations in here[: max(len(here) + num_around - site.num_around, 0)]:
-        unbatched = frozenset(i for i, batches in enumerate(of_outputs) if operations.batch not in batches)
-        mapped = frozenset(i for i, batches in enumerate(of_inputs) if operations.batch in batches)
+        unbatched = frozenset(i for i, batches in enumerate(batches_of_outputs) if operations.batch not in batches)
+        mapped = frozenset(i for i, batches in enumerate(batches_of_inputs) if operations.batch in batches)
         mappings.append(Mapping(operations, unbatched, mapped))
     if any(m.unbatched for m in mappings):
         run = copy.copy(run)
@@ -130,15 +130,15 @@ def _pull_apart(
     for place in lacking:
         absent = [m for m in mappings if place in m.unbatched]
         alone = [*zeros[:place], cotangents[place], *zeros[place + 1 :]]
-        for i, of_input in enumerate(run.backward(residuals, alone)):
-            if of_input is None:
+        for i, cotangent in enumerate(run.backward(residuals, alone)):
+            if cotangent is None:
                 continue
             if any(i in m.inputs for m in absent):  # as the output does not depend on this input, so must its gradient
                 _refuse_unless_zero(run, residuals, alone, place, i)
                 continue
             _refuse_unless_constant(run, residuals, alone, i, [m.batch for m in absent])
-            terms[i].append((of_input, frozenset(m.batch for m in absent)))
-    return [_sum(of_input, [m.batch for m in mappings if i not in m.inputs]) for i, of_input in enumerate(terms)]
+            terms[i].append((cotangent, frozenset(m.batch for m in absent)))
+    return [_sum(cotangent, [m.batch for m in mappings if i not in m.inputs]) for i, cotangent in enumerate(terms)]
 
 
 def _sum(terms: Sequence[tuple[Any, frozenset[Batch]]], sought: Sequence[Batch]) -> jax.Array | None:
@@ -150,11 +150,11 @@ def _sum(terms: Sequence[tuple[Any, frozenset[Batch]]], sought: Sequence[Batch])
 def _refuse_unless_zero(
     run: Run, residuals: Sequence[Any], cotangents: Sequence[Any], place: int, input_place: int
 ) -> None:
-    def of_input(cotangent: Any) -> list[Any]:
+    def gradient_by(cotangent: Any) -> list[Any]:
         gradient = run.backward(residuals, [*cotangents[:place], cotangent, *cotangents[place + 1 :]])[input_place]
         return [] if gradient is None else [gradient]
 
-    if not is_zero(of_input, [zeros_of(run.output_avals[place])]):
+    if not is_zero(gradient_by, [zeros_of(run.output_avals[place])]):
         raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
 
 
@@ -163,14 +163,14 @@ def _refuse_unless_constant(
 ) -> None:
     mapped = [i for i, x in enumerate(residuals) if not batches_of(x).isdisjoint(batches)]
 
-    def of_input(*values: Any) -> list[Any]:
+    def gradient_by(*values: Any) -> list[Any]:
         filled = list(residuals)
         for i, value in zip(mapped, values, strict=True):
             filled[i] = value
         gradient = run.backward(filled, cotangents)[input_place]
         return [] if gradient is None else [gradient]
 
-    if mapped and not is_constant(of_input, [residuals[i] for i in mapped]):
+    if mapped and not is_constant(gradient_by, [residuals[i] for i in mapped]):
         raise NotImplementedError(NOT_MAPPED.format(name=run.call.name))
 
 

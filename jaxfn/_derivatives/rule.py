@@ -87,12 +87,12 @@ class Rule(ABC):
         """The same where these operands are being differentiated."""
 
     @abstractmethod
-    def of_inputs(self, of_operands: Sequence[Any]) -> Sequence[Any]:
-        """What belongs to the array leaves of the Function's inputs, from what belongs to the operands."""
+    def inputs_among(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Those operands that are array leaves of the Function's inputs; or what belongs to them, as tangents do."""
 
     @abstractmethod
-    def of_operands(self, of_inputs: Sequence[Any]) -> Sequence[Any]:
-        """The inverse, with `None` for operands that are no inputs."""
+    def operands_with(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The inverse: what belongs to inputs in the operands' places, with `None` for operands that are no inputs."""
 
 
 Differentiable = Callable[..., Outputs]

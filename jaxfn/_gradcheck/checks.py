@@ -25,7 +25,7 @@ from jaxfn._gradcheck.directions import (
     random_vectors,
 )
 from jaxfn._gradcheck.jacobian import Basis
-from jaxfn._gradcheck.problem import Flat
+from jaxfn._gradcheck.problem import OfLeaves
 from jaxfn._gradcheck.programs import Engine, Mode, Traced, bytes_each
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, rounding_of_differences
 
@@ -307,7 +307,7 @@ def _largest(array: Any) -> Any:
     return np.max(abs(array), initial=0.0)
 
 
-def _one_input(call: Flat, position: int) -> Pullback:
+def _one_input(call: OfLeaves, position: int) -> Pullback:
     def pullback(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         def of_one(x: Any) -> list[Any]:
             return list(call(*xs[:position], x, *xs[position + 1 :]))
@@ -317,7 +317,7 @@ def _one_input(call: Flat, position: int) -> Pullback:
     return pullback
 
 
-def _tangent_missing(call: Flat, position: int) -> Callable[..., Any]:
+def _tangent_missing(call: OfLeaves, position: int) -> Callable[..., Any]:
     def pushforward(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
         def of_others(*others: Any) -> list[Any]:
             return list(call(*others[:position], xs[position], *others[position:]))

@@ -18,7 +18,7 @@ from jaxfn._gradcheck.jacobian import (
     richardson_differences,
     rows,
 )
-from jaxfn._gradcheck.problem import Flat, Leaf
+from jaxfn._gradcheck.problem import Leaf, OfLeaves
 from jaxfn._gradcheck.programs import Engine, computation
 from jaxfn._gradcheck.sweep import Sweep
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, rounding_of_differences
@@ -238,7 +238,7 @@ class _Columns:
 @dataclass(frozen=True)
 class _CentralColumns:
     engine: Engine
-    measured: Flat
+    measured: OfLeaves
     basis: Basis
     step: float
 
@@ -250,7 +250,7 @@ class _CentralColumns:
 @dataclass(frozen=True)
 class _DifferenceColumns:
     engine: Engine
-    measured: Flat
+    measured: OfLeaves
     basis: Basis
     step: float
 

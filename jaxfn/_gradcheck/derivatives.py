@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._compat import SymbolicZero, is_reverse_only
-from jaxfn._gradcheck.problem import Flat, Leaf, Problem
+from jaxfn._gradcheck.problem import Leaf, OfLeaves, Problem
 from jaxfn._gradcheck.programs import Mode, Traced, bytes_each, computation, equations
 from jaxfn._values.arrays import is_inexact
 from jaxfn._watch import Watch, watching
@@ -21,7 +21,7 @@ Pullback = Callable[[Sequence[Any], Sequence[Any]], Any]
 Pushforward = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
-def pullback_of(call: Flat) -> Pullback:
+def pullback_of(call: OfLeaves) -> Pullback:
     """Reverse mode."""
 
     def pullback(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -31,7 +31,7 @@ def pullback_of(call: Flat) -> Pullback:
     return pullback
 
 
-def pushforward_of(call: Flat) -> Pushforward:
+def pushforward_of(call: OfLeaves) -> Pushforward:
     """Forward mode."""
 
     def pushforward(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -45,7 +45,7 @@ def pushforward_of(call: Flat) -> Pushforward:
 class Only:
     """The function with some of its outputs."""
 
-    call: Flat
+    call: OfLeaves
     positions: tuple[int, ...]
 
     def __call__(self, *xs: Any) -> list[Any]:
@@ -57,7 +57,7 @@ class Only:
         return bytes_each(self.call)
 
 
-def telling(call: Flat, is_differentiable: dict[int, bool]) -> Flat:
+def telling(call: OfLeaves, is_differentiable: dict[int, bool]) -> OfLeaves:
     """The function itself; differentiating it notes which outputs have a derivative that is not known to be zero."""
 
     def told(*xs: Any) -> list[Any]:
@@ -129,10 +129,10 @@ class Derivatives:
     outputs: tuple[Leaf, ...]
     stopped: tuple[Leaf, ...]
     kept: tuple[int, ...]
-    forward: Flat
-    forward_stopped: Flat
-    measured: Flat
-    call: Flat
+    forward: OfLeaves
+    forward_stopped: OfLeaves
+    measured: OfLeaves
+    call: OfLeaves
     pullback: Pullback | UnavailableError
     retraced: Pullback | None
     pushforward: Pushforward | UnavailableError
@@ -166,7 +166,7 @@ class _UntraceableError(Exception):
 
 
 def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, reference: bool) -> Derivatives:
-    recorder = _Recorder(mode, problem)
+    recorder = _Tracer(mode, problem)
     everything, avals = recorder.forward(problem.call)
     recorder.output_avals = avals
     names_and_dtypes = problem.describe_outputs()
@@ -220,7 +220,7 @@ def _derive(problem: Problem, mode: Mode, reverse: bool, forward: bool, referenc
     )
 
 
-class _Recorder:
+class _Tracer:
     """Traces, or in a Python loop runs once, what it is given; an error becomes an `UnavailableError`."""
 
     def __init__(self, mode: Mode, problem: Problem) -> None:
@@ -229,7 +229,7 @@ class _Recorder:
         self.avals = [leaf.aval for leaf in problem.inputs]
         self.output_avals: list[Any] = []
 
-    def forward(self, call: Flat) -> tuple[Flat, list[Any]]:
+    def forward(self, call: OfLeaves) -> tuple[OfLeaves, list[Any]]:
         """A function itself, and the types of what it returns."""
         if self.mode is Mode.PYTHON_LOOP:
             return call, [jax.typeof(y) for y in call(*self.values)]
@@ -240,13 +240,13 @@ class _Recorder:
         return traced, [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in traced.out_avals()]
 
     def pullback(
-        self, call: Flat, watch: Watch | None = None, retry_eagerly: bool = False
+        self, call: OfLeaves, watch: Watch | None = None, retry_eagerly: bool = False
     ) -> Pullback | UnavailableError:
         """Reverse mode; `watch` is in force for the rules too."""
         pullback = pullback_of(call) if watch is None else watched(pullback_of(call), watch)
         return self._record(pullback, self.avals, self.output_avals, retry_eagerly)
 
-    def pushforward(self, call: Flat) -> Pushforward | UnavailableError:
+    def pushforward(self, call: OfLeaves) -> Pushforward | UnavailableError:
         pushforward = self._record(pushforward_of(call), self.avals, self.avals)
         if isinstance(pushforward, Traced) and any(map(is_reverse_only, equations(pushforward.jaxpr))):
             return UnavailableError("it goes through a custom_vjp function, which has no forward mode")
@@ -268,7 +268,9 @@ class _Recorder:
             return unavailable
 
 
-def _retraced(recorder: _Recorder, pullback: Pullback | UnavailableError, call: Flat, watch: Watch) -> Pullback | None:
+def _retraced(
+    recorder: _Tracer, pullback: Pullback | UnavailableError, call: OfLeaves, watch: Watch
+) -> Pullback | None:
     if isinstance(pullback, UnavailableError):
         return None
     again = recorder.pullback(call, watch)
@@ -327,7 +329,7 @@ def _picking(pushforward: Pushforward | UnavailableError, kept: tuple[int, ...])
     return pushforward if isinstance(pushforward, UnavailableError) else _Picking(pushforward, kept)
 
 
-def _precision(forward: Flat, dtypes: Sequence[Any]) -> float:
+def _precision(forward: OfLeaves, dtypes: Sequence[Any]) -> float:
     """The spacing of the coarsest type that an output has, or that something computed from the inputs has."""
     on_the_way = forward.from_inputs() if isinstance(forward, Traced) else []
     found = [*dtypes, *(aval.dtype for aval in on_the_way if is_inexact(getattr(aval, "dtype", np.dtype(bool))))]

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxfn._gradcheck.derivatives import Pullback, Pushforward
 from jaxfn._gradcheck.jacobian import Basis, columns, richardson_differences
-from jaxfn._gradcheck.problem import Flat, Leaf
+from jaxfn._gradcheck.problem import Leaf, OfLeaves
 from jaxfn._gradcheck.programs import Engine, computation
 
 Arrays = list[Any]
@@ -40,7 +40,7 @@ class AutodiffAndDifferences:
 
     engine: Engine
     pushforward: Pushforward
-    measured: Flat
+    measured: OfLeaves
     basis: Basis
     step: float
 
@@ -64,7 +64,7 @@ class ReverseMode:
     """
 
     engine: Engine
-    forward: Flat
+    forward: OfLeaves
     pullback: Pullback
     retraced: Pullback | None
     missing: dict[int, Pullback]
@@ -104,7 +104,7 @@ class ForwardMode:
     """
 
     engine: Engine
-    forward: Flat
+    forward: OfLeaves
     pushforward: Pushforward
     missing: dict[int, Callable[..., Any]]
     sampled: AutodiffAndDifferences | None

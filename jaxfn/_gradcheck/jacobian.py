@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxfn._gradcheck.derivatives import Pullback, Pushforward
-from jaxfn._gradcheck.problem import Flat, Leaf
+from jaxfn._gradcheck.problem import Leaf, OfLeaves
 from jaxfn._gradcheck.programs import Engine
 
 # Below this many components all leaves are handled together, which compiles less; above it one after the other, which
@@ -107,7 +107,7 @@ class Differences(NamedTuple):
 
 
 def central_differences(
-    engine: Engine, forward: Flat, xs: Sequence[Any], basis: Basis, vectors: Sequence[Any], step: float
+    engine: Engine, forward: OfLeaves, xs: Sequence[Any], basis: Basis, vectors: Sequence[Any], step: float
 ) -> list[Any]:
     """Columns by two evaluations each."""
     above, below = _outputs_at(engine, forward, xs, basis, vectors, (step, -step))
@@ -115,7 +115,7 @@ def central_differences(
 
 
 def richardson_differences(
-    engine: Engine, forward: Flat, xs: Sequence[Any], basis: Basis, vectors: Sequence[Any], step: float
+    engine: Engine, forward: OfLeaves, xs: Sequence[Any], basis: Basis, vectors: Sequence[Any], step: float
 ) -> Differences:
     """Columns by four evaluations each: exact to the fourth order of the step, with an estimate of the error."""
     outputs = _outputs_at(engine, forward, xs, basis, vectors, (step, -step, 2 * step, -2 * step))
@@ -128,7 +128,7 @@ def richardson_differences(
 
 
 def _outputs_at(
-    engine: Engine, forward: Flat, xs: Sequence[Any], basis: Basis, vectors: Sequence[Any], steps: Sequence[float]
+    engine: Engine, forward: OfLeaves, xs: Sequence[Any], basis: Basis, vectors: Sequence[Any], steps: Sequence[float]
 ) -> list[list[Any]]:
     """For each step the outputs that many times the vectors away, as (directions, size); all in one batch."""
 

@@ -19,7 +19,7 @@ from jaxfn._run.methods import Methods
 from jaxfn._values.arrays import double, is_array_leaf, is_inexact, is_none
 
 # A function of arrays that returns a list of arrays.
-Flat = Callable[..., list[Any]]
+OfLeaves = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Problem:
     """
 
     name: str
-    call: Flat
-    measured: Flat
-    reference: Flat
+    call: OfLeaves
+    measured: OfLeaves
+    reference: OfLeaves
     inputs: tuple[Leaf, ...]
     values: list[jax.Array]
     describe_outputs: Callable[[], list[tuple[str, Any]]]
@@ -137,7 +137,7 @@ def make_problem(
     _require_differentiable(argnums, chosen, [paths[i][0][0].idx for i in positions])
     outputs: list[list[tuple[str, Any]]] = [[]]
 
-    def flat(function: Callable[..., Any]) -> Flat:
+    def flat(function: Callable[..., Any]) -> OfLeaves:
         def call(*values: Any) -> list[jax.Array]:
             merged = list(leaves)
             for position, value in zip(positions, values, strict=True):

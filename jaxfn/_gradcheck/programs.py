@@ -52,7 +52,7 @@ class Mode(enum.Enum):
     PYTHON_LOOP = "a Python loop"
 
 
-class _Recorded:
+class _Operations:
     """The operations of a trace; equal to others that compute the same, given the constants."""
 
     def __init__(self, jaxpr: Any, args_tree: Any, tree: Any) -> None:
@@ -67,7 +67,7 @@ class _Recorded:
         return text, self.args_tree, self.tree, *_left_out(self.jaxpr)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Recorded) and self.key == other.key)
+        return self is other or (isinstance(other, _Operations) and self.key == other.key)
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -93,13 +93,13 @@ class Traced:
 
         closed = make_jaxpr(flat, *leaves)
         self.constants = closed.consts
-        self._recorded = _Recorded(closed.jaxpr, args_tree, trees[0])
+        self._recorded = _Operations(closed.jaxpr, args_tree, trees[0])
 
-    def tree_flatten(self) -> tuple[Sequence[Any], _Recorded]:
+    def tree_flatten(self) -> tuple[Sequence[Any], _Operations]:
         return self.constants, self._recorded
 
     @classmethod
-    def tree_unflatten(cls, recorded: _Recorded, constants: Sequence[Any]) -> Traced:
+    def tree_unflatten(cls, recorded: _Operations, constants: Sequence[Any]) -> Traced:
         traced = object.__new__(cls)
         traced.constants, traced._recorded = list(constants), recorded
         return traced

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck.derivatives import Only, UnavailableError, derive, pullback_of
-from jaxfn._gradcheck.problem import Flat, Leaf, Problem, as_double
+from jaxfn._gradcheck.problem import Leaf, OfLeaves, Problem, as_double
 
 
 def second_order(problem: Problem, grad_outputs: Any) -> Problem:
@@ -33,7 +33,7 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
     count = len(problem.inputs)
     kept = d.kept
 
-    def gradients(call: Flat) -> Flat:
+    def gradients(call: OfLeaves) -> OfLeaves:
         pullback = pullback_of(Only(call, kept))
 
         def first_order(*values: Any) -> list[Any]:

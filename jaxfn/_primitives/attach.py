@@ -33,7 +33,7 @@ from jaxfn._values.arrays import is_inexact
 
 # A differentiable function of (made..., kept..., inputs...) that returns its first operands, `made`. Only the inputs
 # have a derivative by it; `kept` is what it needs besides. A `Refusal` is for a derivative that cannot be had.
-Rule = Callable[..., Sequence[jax.Array]] | Refusal
+DifferentiableIdentity = Callable[..., Sequence[jax.Array]] | Refusal
 
 
 class Gate:
@@ -93,7 +93,7 @@ class _Attachment:
     """How arrays are attached; compared by identity, so that JAX looks it up fast.
 
     Attributes:
-      rule: see `Rule`.
+      rule: see `DifferentiableIdentity`.
       num_made, num_kept: how many operands are which; the others are the inputs.
       made_is_detached, is_uniform, mappings: see `attach`.
     """
@@ -102,7 +102,7 @@ class _Attachment:
 
     def __init__(
         self,
-        rule: Rule,
+        rule: DifferentiableIdentity,
         num_made: int,
         num_kept: int,
         made_is_detached: bool,
@@ -116,7 +116,7 @@ class _Attachment:
         self.is_uniform = is_uniform
         self.mappings = mappings
 
-    def with_rule(self, rule: Rule) -> _Attachment:
+    def with_rule(self, rule: DifferentiableIdentity) -> _Attachment:
         return _Attachment(rule, self.num_made, self.num_kept, self.made_is_detached, self.is_uniform, self.mappings)
 
     def note_mapping(self, operations: MappedOperations, operands: Sequence[Any]) -> None:
@@ -165,7 +165,7 @@ def attach(
     made: Sequence[Any],
     kept: Sequence[Any],
     inputs: Sequence[Any],
-    rule: Rule,
+    rule: DifferentiableIdentity,
     *,
     made_is_detached: bool,
     is_uniform: bool = False,
@@ -177,7 +177,7 @@ def attach(
       made: the arrays.
       kept: what the rule needs besides the inputs.
       inputs: what it differentiates with respect to.
-      rule: see `Rule`.
+      rule: see `DifferentiableIdentity`.
       made_is_detached: whether forward ran on detached inputs, so that a derivative that `made` still has can only
         come from values that forward closed over, and is added. Otherwise it may be that of forward's operations,
         and is dropped where inputs are being differentiated.
@@ -261,13 +261,13 @@ def _attach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, attachment: 
             by_rule = [refused_tangent(a, moving, rule) if is_inexact(a.dtype) else None for a in avals]
     else:
 
-        def of_perturbed(*values: Any) -> Sequence[jax.Array]:
+        def function(*values: Any) -> Sequence[jax.Array]:
             operands = list(primals)
             for i, value in zip(perturbed, values, strict=True):
                 operands[i] = value
             return rule(*operands)
 
-        outputs, by_rule = jax.jvp(of_perturbed, [primals[i] for i in perturbed], moving)
+        outputs, by_rule = jax.jvp(function, [primals[i] for i in perturbed], moving)
     closed_over = tangents[:num_made] if attachment.made_is_detached or not perturbed else [None] * num_made
     return outputs, [_sum(y, a, b) for y, a, b in zip(outputs, by_rule, closed_over, strict=True)]
 

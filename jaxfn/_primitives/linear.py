@@ -82,14 +82,14 @@ class _Unbatched(_Part):
         pull = super().pull
         given = [i for i, ct in enumerate(cotangents) if ct is not None]
 
-        def of_examples(*values: Any) -> list[Any]:
+        def pulled_to_examples(*values: Any) -> list[Any]:
             cts: list[Any] = [None] * len(cotangents)
             for i, value in zip(given, values, strict=True):
                 cts[i] = value
             pulled = pull(residuals, cts)
             return [pulled[i] for i in self._examples if pulled[i] is not None]
 
-        if not is_zero(of_examples, [zeros_of(self.avals[i]) for i in given]):
+        if not is_zero(pulled_to_examples, [zeros_of(self.avals[i]) for i in given]):
             raise NotImplementedError(NOT_MAPPED.format(name=self))
         pulled = pull(residuals, cotangents)
         return [None if i in self._examples else ct for i, ct in enumerate(pulled)]
@@ -147,13 +147,13 @@ def _linear_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, linear: Line
     outputs = linear_p.bind(*primals, linear=linear, num_residuals=num_residuals)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-    def of_moving(*values: Any) -> list[Any]:
+    def function(*values: Any) -> list[Any]:
         operands = list(primals)
         for i, value in zip(moving, values, strict=True):
             operands[i] = value
         return _linear_impl(*operands, linear=linear, num_residuals=num_residuals)
 
-    return outputs, jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    return outputs, jax.jvp(function, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
 def _linear_transpose(cotangents: Sequence[Any], *operands: Any, linear: Linear, num_residuals: int) -> list[Any]:

@@ -35,7 +35,7 @@ class Run:
         state: ContextState,
         hooks: Hooks | None,
         saved: Saved,
-        own: Sequence[Any],
+        intermediates: Sequence[Any],
         inputs: Sequence[Any],
         returned: Returned,
     ) -> None:
@@ -51,7 +51,7 @@ class Run:
         # An array inside a closure or an object is an intermediate too, though no residual.
         self.hides_arrays = any(map(Layout.hides_arrays, saved.layouts))
         self._program = current_trace() if self.hides_arrays and self._hides_staged() else None
-        self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in own)
+        self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in intermediates)
         self.is_detached = True  # whether forward saw its inputs without their derivatives; see `every_order`
         # Where outputs lack a batch: by the uses of vmap that map this call, the innermost first, and by those that map
         # programs with it. See `reverse`.
@@ -86,9 +86,11 @@ class Run:
         run.needs_input_grad = self.call.needs_input_grad(perturbed)
         return run
 
-    def residuals(self, inputs: Sequence[Any], outputs: Sequence[Any], own: Sequence[Any]) -> tuple[Run, list[Any]]:
+    def residuals(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], intermediates: Sequence[Any]
+    ) -> tuple[Run, list[Any]]:
         """The arrays to keep for `backward` and `jvp`, and the run that knows them."""
-        arrays = {"input": inputs, "output": outputs, "own": own}
+        arrays = {"input": inputs, "output": outputs, "intermediate": intermediates}
         residuals = [arrays[source.kind][source.place] for source in self.saved.sources]
         return (self, residuals) if self.hooks is None else self._pack(self.hooks, residuals)
 
@@ -197,5 +199,9 @@ def run_forward(
     """
     expected = perturbed if expected is None else expected
     state, ctx, returned = call.forward(inputs, expected)
-    saved, own = save(ctx, inputs, returned.originals, hooks)
-    return Run(call, perturbed, expected, state, hooks, saved, own, inputs, returned), returned.arrays, own
+    saved, intermediates = save(ctx, inputs, returned.originals, hooks)
+    return (
+        Run(call, perturbed, expected, state, hooks, saved, intermediates, inputs, returned),
+        returned.arrays,
+        intermediates,
+    )

@@ -13,11 +13,11 @@ from jaxfn._values.arrays import as_array
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout, split_saved
 
 
-class Source(NamedTuple):
+class ResidualSource(NamedTuple):
     """Where a residual comes from.
 
     Attributes:
-      kind: "input", "output" or "own".
+      kind: "input", "output" or "intermediate".
       place: its index among those.
       is_packed: whether it passes the saved-tensor hooks.
     """
@@ -31,7 +31,7 @@ class Saved(NamedTuple):
     """What a ctx keeps for `backward` and `jvp`, less its arrays.
 
     A saved input or output is not stored again: the residual *is* that input or output, and so it differentiates as
-    that. An intermediate ("own") differentiates through the operations that made it.
+    that. An intermediate ("intermediate") differentiates through the operations that made it.
 
     Attributes:
       names: what the kept values are called.
@@ -42,7 +42,7 @@ class Saved(NamedTuple):
 
     names: SavedNames
     layouts: list[Layout]
-    sources: list[Source]
+    sources: list[ResidualSource]
     order: list[int]
 
 
@@ -54,9 +54,9 @@ def save(
     known = {id(x): ("output", i) for i, x in enumerate(outputs)}
     for i, x in enumerate(inputs):
         known[id(x)] = ("input", i)
-    own: list[Any] = []
+    intermediates: list[Any] = []
     layouts: list[Layout] = []
-    places: dict[Source, int] = {}
+    places: dict[ResidualSource, int] = {}
     order: list[int] = []
     for position, value in enumerate(values):
         # Looking at an input or output again would cost more than asking first.
@@ -65,8 +65,8 @@ def save(
         is_packed = hooks is not None and position < names.num_for_backward
         for array in arrays:
             if id(array) not in known:
-                known[id(array)] = ("own", len(own))
-                own.append(array)
-            source = Source(*known[id(array)], is_packed)
+                known[id(array)] = ("intermediate", len(intermediates))
+                intermediates.append(array)
+            source = ResidualSource(*known[id(array)], is_packed)
             order.append(places.setdefault(source, len(places)))
-    return Saved(names, layouts, list(places), order), [as_array(x) for x in own]
+    return Saved(names, layouts, list(places), order), [as_array(x) for x in intermediates]

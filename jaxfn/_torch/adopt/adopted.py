@@ -18,8 +18,8 @@ from jaxfn._protocol.once_differentiable import once_differentiable
 from jaxfn._run.methods import Methods
 from jaxfn._torch.adopt.definition import Definition
 from jaxfn._torch.adopt.explain import Explanation, Part
-from jaxfn._torch.adopt.program import Batched, Forward, Spec, known_or_made, spec_of
-from jaxfn._torch.trace.inside import Site, as_key, new_key
+from jaxfn._torch.adopt.program import BatchedForward, Forward, Spec, known_or_made, spec_of
+from jaxfn._torch.trace.inside import CalledFunction, as_key, new_key
 from jaxfn._torch.trace.state import Nested, Replacements, Tracing
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import TranslationError
@@ -96,7 +96,7 @@ class Adapter:
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
         self._forwards = Recent[Forward](_FORWARDS_KEPT)
-        self._batched = Recent[Batched](_FORWARDS_KEPT)
+        self._batched = Recent[BatchedForward](_FORWARDS_KEPT)
         self._said: set[str] = set()
 
     def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,7 +137,7 @@ class Adapter:
             (arguments.template, dims, info.batch_size),
             specs,
             lambda _: True,
-            lambda: Batched(self.definition, arguments.template, specs, info, tuple(dims)),
+            lambda: BatchedForward(self.definition, arguments.template, specs, info, tuple(dims)),
         )
         if batched.traced.draws and key_dim is not None:
             raise TranslationError(
@@ -404,7 +404,7 @@ def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs:
         args, kwargs = put_in(template, arrays)
         return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
-    site = Site(tracing, of_arrays, function.__name__, [program.specs[slot] for slot in places])
+    site = CalledFunction(tracing, of_arrays, function.__name__, [program.specs[slot] for slot in places])
     # What it writes to is to have the old value still where autograd goes back through the call.
     given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
     made = site(*given, *([new_key(tracing)] if draws else []))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxfn._torch.adopt.program import Traced
+from jaxfn._torch.adopt.program import TracedGraph
 from jaxfn._torch.graph.code import code
 from jaxfn._torch.graph.names import name_of
 from jaxfn._torch.values.errors import TranslationError
@@ -24,11 +24,11 @@ class Part:
       draws: whether it draws random numbers.
     """
 
-    def __init__(self, name: str, traced: Traced | TranslationError) -> None:
+    def __init__(self, name: str, traced: TracedGraph | TranslationError) -> None:
         self.name = name
         self.error = traced if isinstance(traced, TranslationError) else None
         self.graph, self.operations, self.unsupported, self.code, self.draws = "", [], [], "", False
-        if isinstance(traced, Traced):
+        if isinstance(traced, TracedGraph):
             nodes = traced.graph_module.graph.nodes
             self.graph = str(traced.graph_module.graph).strip()
             self.operations = sorted({name_of(node.target) for node in nodes if node.op == "call_function"})

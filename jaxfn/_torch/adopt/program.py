@@ -39,7 +39,7 @@ def spec_of(tensor: torch.Tensor) -> Spec:
     return Spec(tuple(tensor.shape), tensor.dtype)
 
 
-class Traced(NoArrays):
+class TracedGraph(NoArrays):
     """A graph, and what there is to know about it.
 
     Args:
@@ -88,7 +88,7 @@ def _is_double(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128)
 
 
-class Source(NamedTuple):
+class SlotSource(NamedTuple):
     """Where the value of a slot comes from after `forward` ran.
 
     Attributes:
@@ -163,25 +163,25 @@ class Forward(NoArrays):
 
         in_output = set(slots(self.output))
         self._constants: dict[int, torch.Tensor] = {}
-        self.sources: list[Source] = []
+        self.sources: list[SlotSource] = []
         results: list[torch.Tensor] = []
         for slot, value in enumerate(values):
             index = tracing.recorder.input_index(value)
             if index is not None:
-                self.sources.append(Source("input", index))
+                self.sources.append(SlotSource("input", index))
                 self._input_of[slot] = index
             elif slot not in in_output and tracing.recorder.is_constant(value):
-                self.sources.append(Source("constant", slot))
+                self.sources.append(SlotSource("constant", slot))
                 self._constants[slot] = value
             else:
-                self.sources.append(Source("result", len(results)))
+                self.sources.append(SlotSource("result", len(results)))
                 results.append(value)
         self.kept = {
             method: [slot for slot in sorted(set(slots((saved, self._attributes)))) if slot not in self._constants]
             for method, saved in self._saved.items()
         }
         self._outputs = in_output
-        self.traced = Traced(definition, "forward", tracing, results)
+        self.traced = TracedGraph(definition, "forward", tracing, results)
         if self.runs_again and self.traced.draws:
             raise TranslationError(
                 f"{definition.name}.forward draws random numbers and keeps tensors with autograd's graph on ctx, for "
@@ -293,7 +293,7 @@ class Derivative(NoArrays):
             values = [tracing.lower(tensor) for tensor in made.leaves]
         self.returned: Any = made.template
         self._reads_flags = tracing.reads_flags
-        self.traced = Traced(definition, method, tracing, values)
+        self.traced = TracedGraph(definition, method, tracing, values)
 
     def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
         """Whether it is as good for these flags."""
@@ -304,7 +304,7 @@ class Derivative(NoArrays):
         return put_in(self.returned, self.traced.run([*kept, *given], key))
 
 
-class Batched(NoArrays):
+class BatchedForward(NoArrays):
     """`vmap`, traced.
 
     Args:
@@ -324,14 +324,14 @@ class Batched(NoArrays):
             made = take_out(definition.function.vmap(info, in_dims, *inputs), _is_tensor)
             values = [tracing.lower(tensor) for tensor in made.leaves]
         self._returned: Any = made.template
-        self.traced = Traced(definition, "vmap", tracing, values)
+        self.traced = TracedGraph(definition, "vmap", tracing, values)
 
     def run(self, inputs: Sequence[Any], key: Any) -> Any:
         """What it returns for JAX arrays: outputs and out_dims."""
         return put_in(self._returned, self.traced.run(inputs, key))
 
 
-_P = TypeVar("_P", "Forward", "Derivative", "Batched")
+_P = TypeVar("_P", "Forward", "Derivative", "BatchedForward")
 
 
 def known_or_made(

@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from jaxfn._torch._compat import lstsq_result
 from jaxfn._torch.graph.source_lines import source_line
-from jaxfn._torch.trace.inside import Site
+from jaxfn._torch.trace.inside import CalledFunction
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
 
@@ -63,7 +63,7 @@ def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
         return [reduce(chosen, places, bags).astype(weight.dtype)]
 
     operands = [weight, indices.reshape(-1), offsets, *([] if weights is None else [weights])]
-    return Site(tracing, function, "embedding_bag", [((bags, weight.shape[1]), weight.dtype)])(*operands)[0]
+    return CalledFunction(tracing, function, "embedding_bag", [((bags, weight.shape[1]), weight.dtype)])(*operands)[0]
 
 
 def _summed(rows: Array, places: Array, bags: int) -> Array:
@@ -107,7 +107,7 @@ def ctc_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
         each: Any = jax.vmap(functools.partial(_ctc, blank=blank), (1, 0, 0, 0))
         return [each(scores, targets, steps, sizes)]
 
-    site = Site(tracing, function, "ctc_loss", [((scores.shape[1],), scores.dtype)])
+    site = CalledFunction(tracing, function, "ctc_loss", [((scores.shape[1],), scores.dtype)])
     (losses,) = site(scores, targets, *lengths)
     if given["zero_infinity"]:
         losses = torch.where(losses == torch.inf, 0, losses)

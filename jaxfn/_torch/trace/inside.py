@@ -23,7 +23,7 @@ from jaxfn._values.arrays import is_array_leaf
 _JaxFunction = Callable[..., Sequence[Any]]
 
 
-class Site:
+class CalledFunction:
     """A JAX function, and what is known of it where torch code calls it.
 
     Args:
@@ -54,7 +54,7 @@ class Site:
         fakes = tuple(self.tracing.recorder.fake(shape, dtype) for shape, dtype in self.outputs)
         return self.tracing.call(JaxCall(self.function, self.name), tensors, fakes)
 
-    def backward(self, tensors: Sequence[torch.Tensor]) -> Site:
+    def backward(self, tensors: Sequence[torch.Tensor]) -> CalledFunction:
         """The site of the derivative, a function of these tensors and the gradients of the differentiable outputs."""
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
         outputs = [i for i, (_, dtype) in enumerate(self.outputs) if _is_differentiable(dtype)]
@@ -75,14 +75,14 @@ class Site:
             return [jnp.conj(g) for g in pullback([jnp.conj(ct) for ct in cotangents])]
 
         shapes = [(tuple(tensors[i].shape), tensors[i].dtype) for i in inputs]
-        return Site(self.tracing, gradients, f"{self.name}_backward", shapes)
+        return CalledFunction(self.tracing, gradients, f"{self.name}_backward", shapes)
 
 
 class Differentiable(torch.autograd.Function):
-    """A `Site` as autograd inside a Function sees it."""
+    """A `CalledFunction` as autograd inside a Function sees it."""
 
     @staticmethod
-    def forward(ctx: Any, site: Site, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, site: CalledFunction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.site = site
         ctx.save_for_backward(*tensors)
         outputs = site.record(tensors)
@@ -129,5 +129,5 @@ def call_replacement(
         return take_out(replacement(*args, **kwargs), is_array_leaf).leaves
 
     shapes = [(tuple(x.shape), x.dtype) for x in outputs.leaves]
-    site = Site(tracing, of_arrays, function.__name__, shapes)
+    site = CalledFunction(tracing, of_arrays, function.__name__, shapes)
     return put_in(outputs.template, site(*arguments.leaves))
