@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import traceback
 import warnings
 from dataclasses import dataclass, replace
@@ -16,10 +18,11 @@ from jaxfn._compat import refuses_symbolic_zeros
 from tests.fuzz.evaluate import evaluate
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.program import COMPILED, TRACED, Operation, Program, walk
-from tests.fuzz.source import write
+from tests.fuzz.source import write, write_alone
 from tests.fuzz.types import FLOATS
 
 AGREED, DISCARDED, REFUSED, WRONG = "agreed", "discarded", "refused", "wrong"
+VALUES_DIFFER = "values differ"
 _REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)
 _TOLERANCES = {"float32": 5e-4, "bfloat16": 0.1}
 
@@ -71,6 +74,15 @@ def _checked(program: Program) -> Outcome:
             return Outcome(kind, normalized(error))
     compare = _compare_counts if program.stateful else _compare
     return compare(got, wanted, tolerance_of(program))
+
+
+def agrees_in_double_precision(program: Program) -> bool:
+    """Whether values agree where rounding does not matter: of the sine of a large number it leaves nothing."""
+    source = write_alone(program, tolerance_of(program))
+    source = source.replace("import jax, jaxfn\n", 'import jax, jaxfn\njax.config.update("jax_enable_x64", True)\n', 1)
+    for dtype in FLOATS:
+        source = source.replace(f"jnp.{dtype}", "jnp.float64")
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, timeout=300).returncode == 0
 
 
 def tolerance_of(program: Program) -> float:
@@ -133,7 +145,7 @@ def _compare(got: Any, wanted: Any, tolerance: float) -> Outcome:
     scale = max([1, *(np.abs(b[np.isfinite(b)]).max(initial=0) for _, b in numbers)])
     if all(np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True) for a, b in numbers):
         return Outcome(AGREED, comparisons=len(pairs))
-    return Outcome(WRONG, "values differ", len(pairs))
+    return Outcome(WRONG, VALUES_DIFFER, len(pairs))
 
 
 def _compare_counts(got: Any, wanted: Any, tolerance: float) -> Outcome:
