@@ -54,7 +54,7 @@ class Run:
         self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in intermediates)
         self.is_detached = True  # whether forward saw its inputs without their derivatives; see `every_order`
         # Where outputs lack a batch: by the uses of vmap that map this call, the innermost first, and by those that map
-        # programs with it. See `reverse`.
+        # programs with it. See `unbatched_outputs`.
         self.mappings: list[Mapping] = []
         self.mappings_of_program: list[Mapping] = []
         self.fingerprint: Fingerprint | None = None  # of what forward computed, where it may have to run again
