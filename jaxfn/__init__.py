@@ -1,19 +1,54 @@
 """PyTorch's `torch.autograd.Function` protocol on JAX."""
 
-from jaxfn._function import Function as Function
-from jaxfn._functional import autograd_function as autograd_function
-from jaxfn._functional import function as function
-from jaxfn._gradcheck import GradcheckError as GradcheckError
-from jaxfn._gradcheck import gradcheck as gradcheck
-from jaxfn._gradcheck import gradgradcheck as gradgradcheck
-from jaxfn._parity.paritycheck import paritycheck as paritycheck
-from jaxfn._parity.paritycheck import record_oracle as record_oracle
-from jaxfn._protocol.context import FunctionCtx as FunctionCtx
-from jaxfn._protocol.hooks import disable_saved_tensors_hooks as disable_saved_tensors_hooks
-from jaxfn._protocol.hooks import save_on_host as save_on_host
-from jaxfn._protocol.hooks import saved_tensors_hooks as saved_tensors_hooks
-from jaxfn._protocol.once_differentiable import once_differentiable as once_differentiable
-from jaxfn._torch import TranslationError as TranslationError
-from jaxfn._torch import from_torch as from_torch
+from typing import TYPE_CHECKING, Any
+
+from jaxfn._function import Function
+from jaxfn._functional import autograd_function, function
+from jaxfn._gradcheck import GradcheckError, Mismatch, Report, gradcheck, gradgradcheck
+from jaxfn._parity.paritycheck import paritycheck, record_oracle
+from jaxfn._parity.report import ParityReport
+from jaxfn._protocol.context import FunctionCtx
+from jaxfn._protocol.hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
+from jaxfn._protocol.once_differentiable import once_differentiable
+from jaxfn._run.vmap import VmapInfo
+from jaxfn._torch import TranslationError, from_torch
+
+if TYPE_CHECKING:
+    from jaxfn._torch.adopt.explain import Explanation as Explanation
+
+__all__ = [  # and Explanation, which needs torch
+    "Function",
+    "FunctionCtx",
+    "GradcheckError",
+    "Mismatch",
+    "ParityReport",
+    "Report",
+    "TranslationError",
+    "VmapInfo",
+    "autograd_function",
+    "disable_saved_tensors_hooks",
+    "from_torch",
+    "function",
+    "gradcheck",
+    "gradgradcheck",
+    "once_differentiable",
+    "paritycheck",
+    "record_oracle",
+    "save_on_host",
+    "saved_tensors_hooks",
+]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`Explanation`, whose module imports torch."""
+    if name != "Explanation":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jaxfn._torch.adopt.explain import Explanation
+
+    return Explanation
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "Explanation", "__version__"])

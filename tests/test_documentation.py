@@ -11,6 +11,7 @@ import tomllib
 from importlib.resources import files
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 import jaxfn
@@ -33,6 +34,15 @@ def test_there_are_docstring_examples():
     for name in (*names.split(), *hooks.split(), "from_torch", "paritycheck", "record_oracle"):
         doc = getattr(jaxfn, name).__doc__
         assert ">>>" in doc and "Torch counterpart" in doc, name
+
+
+def test_all_that_users_are_handed_has_a_public_name_and_a_docstring():
+    namespace = {}
+    exec("from jaxfn import *", namespace)
+    assert set(jaxfn.__all__) <= namespace.keys()
+    assert dir(jaxfn) == sorted([*jaxfn.__all__, "Explanation", "__version__"])
+    assert all(getattr(jaxfn, name).__doc__ for name in jaxfn.__all__)
+    assert isinstance(jaxfn.gradcheck(lambda x: x * x, jnp.float32(1), return_report=True), jaxfn.Report)
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

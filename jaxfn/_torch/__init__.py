@@ -1,6 +1,6 @@
 """`from_torch`: existing PyTorch Functions on JAX.
 
-This module does not import torch, so `import jaxfn` does not; everything beside it does.
+This module does not import torch, so `import jaxfn` does not; nearly everything beside it does.
 """
 
 from __future__ import annotations

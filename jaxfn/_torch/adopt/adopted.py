@@ -404,10 +404,10 @@ def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs:
         args, kwargs = put_in(template, arrays)
         return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
-    site = CalledFunction(tracing, of_arrays, function.__name__, [program.specs[slot] for slot in places])
+    called = CalledFunction(tracing, of_arrays, function.__name__, [program.specs[slot] for slot in places])
     # What it writes to is to have the old value still where autograd goes back through the call.
     given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
-    made = site(*given, *([new_key(tracing)] if draws else []))
+    made = called(*given, *([new_key(tracing)] if draws else []))
     outputs = dict(zip(places, made, strict=True))
     for index, slot in program.dirty.items():
         if slot is None:

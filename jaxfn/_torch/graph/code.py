@@ -28,8 +28,8 @@ def code(graph_module: GraphModule, ops: Operations | None = None) -> str:
     A result that JAX would give in another dtype than torch is cast to the one in the comment.
 
     Args:
-      graph_module: as for `run`.
-      ops: as for `run`.
+      graph_module: as for `Translation`.
+      ops: likewise.
 
     Returns:
       A function `translated` of the placeholders; names such as `elementwise.add` are modules of the table.

@@ -1,4 +1,4 @@
-"""What every core ATen operation is in JAX, by family."""
+"""What ATen operations are in JAX, by family."""
 
 from jaxfn._torch.operations import activations as activations
 from jaxfn._torch.operations import attention as attention

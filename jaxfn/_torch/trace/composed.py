@@ -107,8 +107,8 @@ def ctc_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
         each: Any = jax.vmap(functools.partial(_ctc, blank=blank), (1, 0, 0, 0))
         return [each(scores, targets, steps, sizes)]
 
-    site = CalledFunction(tracing, function, "ctc_loss", [((scores.shape[1],), scores.dtype)])
-    (losses,) = site(scores, targets, *lengths)
+    called = CalledFunction(tracing, function, "ctc_loss", [((scores.shape[1],), scores.dtype)])
+    (losses,) = called(scores, targets, *lengths)
     if given["zero_infinity"]:
         losses = torch.where(losses == torch.inf, 0, losses)
     if given["reduction"] == "mean":

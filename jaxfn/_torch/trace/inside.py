@@ -55,7 +55,7 @@ class CalledFunction:
         return self.tracing.call(JaxCall(self.function, self.name), tensors, fakes)
 
     def backward(self, tensors: Sequence[torch.Tensor]) -> CalledFunction:
-        """The site of the derivative, a function of these tensors and the gradients of the differentiable outputs."""
+        """The derivative, a function of these tensors and the gradients of the differentiable outputs."""
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
         outputs = [i for i, (_, dtype) in enumerate(self.outputs) if _is_differentiable(dtype)]
         num_tensors, function = len(tensors), self.function  # all that the graph keeps of this
@@ -82,18 +82,18 @@ class Differentiable(torch.autograd.Function):
     """A `CalledFunction` as autograd inside a Function sees it."""
 
     @staticmethod
-    def forward(ctx: Any, site: CalledFunction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.site = site
+    def forward(ctx: Any, called: CalledFunction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.called = called
         ctx.save_for_backward(*tensors)
-        outputs = site.record(tensors)
+        outputs = called.record(tensors)
         ctx.mark_non_differentiable(*(x for x in outputs if not _is_differentiable(x.dtype)))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        given = [g for g, (_, dtype) in zip(grad_outputs, ctx.site.outputs, strict=True) if _is_differentiable(dtype)]
-        gradients = iter(ctx.site.backward(tensors)(*tensors, *given))
+        given = [g for g, (_, dtype) in zip(grad_outputs, ctx.called.outputs, strict=True) if _is_differentiable(dtype)]
+        gradients = iter(ctx.called.backward(tensors)(*tensors, *given))
         return None, *(next(gradients) if _is_differentiable(x.dtype) else None for x in tensors)
 
 
@@ -129,5 +129,5 @@ def call_replacement(
         return take_out(replacement(*args, **kwargs), is_array_leaf).leaves
 
     shapes = [(tuple(x.shape), x.dtype) for x in outputs.leaves]
-    site = CalledFunction(tracing, of_arrays, function.__name__, shapes)
-    return put_in(outputs.template, site(*arguments.leaves))
+    called = CalledFunction(tracing, of_arrays, function.__name__, shapes)
+    return put_in(outputs.template, called(*arguments.leaves))
