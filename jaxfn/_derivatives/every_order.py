@@ -2,6 +2,18 @@
 
 A run goes `detach`, the user's forward, `attach` (see `attach`). What `attach` gives the outputs is again a function
 that runs attached where it is differentiated, and so on.
+
+# Note: two orders of a straight-through rounding
+
+    forward   y = round(x)          backward   g * 2 * x      (it saves x)
+
+    first order     fwd runs forward on detach(x), so that nobody differentiates `round`, and returns attach(y);
+                    bwd computes g * 2 * x from the residual, which is x itself and not its detached copy
+    second order    the outer derivative sees bwd as plain operations: of g * 2 * x by x it is 2 * g. Where it meets
+                    attach(y), `_OutputsRule` gives it y with the same rule again: 2 * x, and not the 0 of `round`
+
+A residual that is an input or an output is that array, so it has its derivative. One that forward computed has the
+derivative of the operations that computed it, which `detached` sees to.
 """
 
 from __future__ import annotations

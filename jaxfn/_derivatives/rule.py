@@ -18,6 +18,18 @@ from jaxfn._run.run import Run
 class Site:
     """One place in a program where a Function is called, and what is the same for all that JAX makes of it there.
 
+    # Note: what JAX keeps of a call, and what has to travel with it
+
+    JAX may trace a call once and differentiate it later, in another order, or more than once:
+
+        f = jax.jit(F.apply)      the primal runs: the Site is made here, with the hooks that are in force
+        jax.grad(f)               fwd runs, when those hooks may be gone: it asks the Site for them
+        a scan, twice             fwd runs for each pattern of perturbed inputs, bwd for each; the residuals of all
+                                  patterns must be one pytree, as JAX keeps only the last one's structure
+
+    A closure would not do: JAX keeps the trace, and calls no function again to make one. So a Site is the static part
+    of a pytree node without leaves. It is the first operand, the primal's and fwd's alike, and it is in the residuals.
+
     A pytree node without leaves. Sites are equal where what a call there means is: JAX's coming custom_vjp keeps its
     traces by that, and would trace every call anew.
 

@@ -1,4 +1,18 @@
-"""What is switched on while torch code is traced: the recorder, the modes above it, and the stand-ins."""
+"""What is switched on while torch code is traced: the recorder, the modes above it, and the stand-ins.
+
+# Note: the layers that a line of torch code passes
+
+    y = x.clone(); y[0] = 7; z = torch.relu(y) * Inner.apply(y)
+
+    stand-ins           names that no mode of torch's sees: `Inner.apply` comes to `applications`, `Tensor.cuda`, ...
+    PythonLevel         functions, by name: `y[0] = 7` is an assignment here, and `relu` is one function
+    autograd            torch's own, so that `torch.autograd.grad` works inside of forward and backward
+    functionalization   torch's own: an operation in place becomes a new value, and views of the old one follow it
+    Recorder            operations on tensors that have a shape and no values: each becomes a node of the graph
+
+A tensor of the code's is a `FunctionalTensor` around one of the recorder's. `Tracing.lower` goes from the one to the
+other, `Tracing.lift` back. What depends on no input has values all the way down, and is really computed.
+"""
 
 from __future__ import annotations
 
