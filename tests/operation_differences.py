@@ -21,6 +21,8 @@ _READ_VALUES = """
 allclose corrcoef cov equal istft item narrow nn.functional.ctc_loss nn.functional.gaussian_nll_loss
 nn.functional.one_hot linalg.lstsq linalg.lstsq.grad_oriented tensor_split
 """
+_SIZED_BY_VALUES = "argwhere bincount combinations masked_select nonzero unique unique_consecutive"
+_SPARSE = "sparse.mm.reduce sparse.sampled_addmm to_sparse"
 _JITERATOR = "2inputs_2outputs 4inputs_with_extra_args binary binary_return_by_ref unary"
 
 # Operations that stay without an entry.
@@ -60,8 +62,8 @@ NOT_TRACED = {
     **dict.fromkeys(_READ_VALUES.split(), VALUES),
     **{f"jiterator_{name}": "compiles CUDA code" for name in _JITERATOR.split()},
     "chalf": "JAX has no half-precision complex numbers",
-    "combinations": SIZES,
-    "nonzero": SIZES,
+    **dict.fromkeys(_SIZED_BY_VALUES.split(), SIZES),
+    **dict.fromkeys(_SPARSE.split(), SPARSE),
     "repeat_interleave": f"with a tensor of counts {SIZES}",
 }
 
