@@ -146,8 +146,9 @@ def with_derivative(function: Callable[..., Any], *tensors: Any) -> Any:
 
 
 def cotangent(result: Any) -> Any:
-    """Fixed numbers in the shape of a result."""
-    return torch.cos(torch.arange(result.numel(), dtype=result.dtype)).reshape(result.shape)
+    """Fixed numbers in the shape of a result; where that is traced they are too, so that nothing is computed ahead."""
+    numbers = torch.cos(torch.arange(result.numel(), dtype=result.dtype)).reshape(result.shape)
+    return numbers + torch.zeros_like(result)
 
 
 def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], process: Any = None) -> Sample:
