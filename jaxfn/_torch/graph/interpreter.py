@@ -225,8 +225,10 @@ def _substitute(value: Any, values: Mapping[Node, Any]) -> Any:
         return values[value]
     if isinstance(value, torch.dtype):
         return jax_dtype(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_substitute(item, values) for item in value)
+    if isinstance(value, tuple):
+        return tuple(_substitute(item, values) for item in value)
+    if isinstance(value, list):  # a list of torch.fx's own type, in a graph
+        return [_substitute(item, values) for item in value]
     if isinstance(value, dict):
         return {name: _substitute(item, values) for name, item in value.items()}
     return value
