@@ -40,6 +40,37 @@ def padded(name: str, axes: int) -> tuple[Callable[..., Any], list[Any]]:
     return call, [numbers(2, 3, *[4] * axes), numbers(2, 3, *[7] * axes)]
 
 
+def _created(x: Any) -> Any:
+    """New tensors that are large enough to be made in the graph."""
+    return [
+        x[0, 0] + tensor
+        for tensor in (
+            aten.arange.default(5000),
+            aten.arange.start(-3, 5000),
+            aten.arange.start_step(0.5, 2000, 0.25),
+            aten.eye(70),
+            aten.eye(70, 80),
+            aten.full([70, 80], 0.3),
+            aten.ones([70, 80]),
+            aten.zeros([70, 80]),
+            aten.tril_indices(100, 90, 3),
+            aten.triu_indices(100, 90, -3),
+        )
+    ]
+
+
+def _empty(x: Any) -> Any:
+    """New tensors of any numbers."""
+    return [
+        x[0, 0] + tensor
+        for tensor in (
+            aten.empty([70, 80]),
+            aten.empty_permuted([70, 80], [1, 0]),
+            aten.empty_strided([70, 80], [1, 70]),
+        )
+    ]
+
+
 def _attention_backward(query: Any, key: Any, value: Any) -> Any:
     """The gradients of attention with a mask."""
     mask = numbers(5, 7) > -1
@@ -85,6 +116,9 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "bernoulli.p": (lambda x: aten.bernoulli.p(x, 0.3), [X]),
     "bernoulli_.float": (lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5), [X]),
     "bernoulli.Tensor": (lambda x, p: aten.bernoulli.Tensor(x, p), [X, X.abs() / 2]),
+    "created": (_created, [X]),
+    "detach": (lambda x: x + K.double().detach()[0, 0], [X]),
+    "empty": (_empty, [X]),
     "fake_quantize_per_tensor": (
         lambda x: aten.fake_quantize_per_tensor_affine_cachemask.default(x, 0.3, 1, -4, 3),
         [X],

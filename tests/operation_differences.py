@@ -21,35 +21,24 @@ _READ_VALUES = """
 allclose corrcoef cov equal istft item narrow nn.functional.ctc_loss nn.functional.gaussian_nll_loss
 nn.functional.one_hot linalg.lstsq linalg.lstsq.grad_oriented tensor_split
 """
+_SIZED_BY_VALUES = "argwhere bincount combinations masked_select nonzero unique unique_consecutive"
+_SPARSE = "sparse.mm.reduce sparse.sampled_addmm to_sparse"
 _JITERATOR = "2inputs_2outputs 4inputs_with_extra_args binary binary_return_by_ref unary"
 
 # Operations that stay without an entry.
 NOT_TRANSLATED = {
-    "aten._embedding_bag_forward_only.default": COMPILED,
-    "aten._embedding_bag.default": COMPILED,
     "aten._histogramdd_bin_edges.default": COMPILED,
     "aten._histogramdd_from_bin_cts.default": COMPILED,
     "aten._histogramdd_from_bin_tensors.default": COMPILED,
-    "aten._local_scalar_dense.default": VALUES,
     "aten._segment_reduce_backward.default": COMPILED,
-    "aten._sparse_mm_reduce_impl.default": SPARSE,
-    "aten._to_sparse.default": SPARSE,
-    "aten._to_sparse.sparse_dim": SPARSE,
-    "aten._unique2.default": SIZES,
-    "aten.as_strided_copy.default": "of a tensor that is itself a view: JAX arrays have no memory to look into",
-    "aten.bincount.default": SIZES,
     "aten.fractional_max_pool2d.default": COMPILED,
     "aten.fractional_max_pool3d.default": COMPILED,
     "aten.hash_tensor.default": COMPILED,
     "aten.linalg_ldl_factor_ex.default": "JAX has no LDL factorization",
     "aten.linalg_ldl_solve.default": "JAX has no LDL factorization",
-    "aten.masked_select.default": SIZES,
-    "aten.nonzero.default": SIZES,
     "aten.ormqr.default": COMPILED,
     "aten.resize.default": "JAX arrays have no memory to look into",
     "aten.segment_reduce.default": COMPILED,
-    "aten.sparse_sampled_addmm.default": SPARSE,
-    "aten.unique_consecutive.default": SIZES,
     "torch_nn._linear_cross_entropy_batch_chunked.default": COMPILED,
     "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default": COMPILED,
     **{f"aten.special_{name}.default": "JAX has no counterpart" for name in _SPECIAL.split()},
@@ -59,9 +48,10 @@ NOT_TRANSLATED = {
 NOT_TRACED = {
     **dict.fromkeys(_READ_VALUES.split(), VALUES),
     **{f"jiterator_{name}": "compiles CUDA code" for name in _JITERATOR.split()},
+    "nn.functional.embedding_bag": "with `scale_grad_by_freq` torch divides by how often another row is there",
     "chalf": "JAX has no half-precision complex numbers",
-    "combinations": SIZES,
-    "nonzero": SIZES,
+    **dict.fromkeys(_SIZED_BY_VALUES.split(), SIZES),
+    **dict.fromkeys(_SPARSE.split(), SPARSE),
     "repeat_interleave": f"with a tensor of counts {SIZES}",
 }
 

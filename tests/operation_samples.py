@@ -1,4 +1,4 @@
-"""torch's own sample inputs for its operations, traced to graphs of core ATen operations."""
+"""torch's own sample inputs for its operations, traced as `from_torch` does."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ torch = pytest.importorskip("torch")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torch._decomp import core_aten_decompositions
-    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import _pytree as pytree
 
 from jaxfn._torch.graph.interpreter import Translation, name_of  # noqa: E402
 from jaxfn._torch.operations import entry_name  # noqa: E402
-from jaxfn._torch.values.errors import TranslationError  # noqa: E402
+from tests.recorded import recorded  # noqa: E402
 from tests.torch_internals import torch_internal  # noqa: E402
 
-op_db = torch_internal("common_methods_invocations").op_db
+_internal: Any = torch_internal("common_methods_invocations")
+# Random numbers after a seed that the code sets itself are refused, and these set one only to draw the same again.
+_internal.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
+op_db = _internal.op_db
 
 # How many of torch's samples are taken for each operation and dtype; "all" for all of them.
 _SAMPLES = os.environ.get("JAXFN_SAMPLES", "1")
 ALL_SAMPLES = _SAMPLES == "all"
 COUNT = None if ALL_SAMPLES else int(_SAMPLES)
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
-
-# What the table has stays as it is, as in from_torch; the rest is decomposed as torch does.
-DECOMPOSITIONS = {op: rule for op, rule in core_aten_decompositions().items() if entry_name(str(op)) is None}
 
 
 class Sample(NamedTuple):
@@ -148,8 +146,9 @@ def with_derivative(function: Callable[..., Any], *tensors: Any) -> Any:
 
 
 def cotangent(result: Any) -> Any:
-    """Fixed numbers in the shape of a result."""
-    return torch.cos(torch.arange(result.numel(), dtype=result.dtype)).reshape(result.shape)
+    """Fixed numbers in the shape of a result; where that is traced they are too, so that nothing is computed ahead."""
+    numbers = torch.cos(torch.arange(result.numel(), dtype=result.dtype)).reshape(result.shape)
+    return numbers + torch.zeros_like(result)
 
 
 def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], process: Any = None) -> Sample:
@@ -165,18 +164,7 @@ def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], pro
 def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     """The graph of a function of tensors."""
     with quiet():
-        graph_module = _trace(function, tensors)
-        try:
-            Translation(graph_module)
-        except TranslationError:
-            # A decomposition that writes through views: functionalized in its turn.
-            graph_module = _trace(graph_module, tensors)
-    return graph_module
-
-
-def _trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    functional = torch.func.functionalize(function, remove="mutations_and_views")
-    return make_fx(functional, decomposition_table=DECOMPOSITIONS, tracing_mode="fake")(*tensors)
+        return recorded(function, tensors)
 
 
 @contextlib.contextmanager

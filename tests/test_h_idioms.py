@@ -527,3 +527,13 @@ def test_H4_memory_and_collectives_are_refused():
     for function in (Resizes, Cuda):
         with pytest.raises(jaxfn.TranslationError, match=f"{function.__name__} hands a tensor's memory to compiled"):
             jaxfn.from_torch(function).apply(X)
+
+
+def test_H4_parts_of_programs_are_refused():
+    class Chooses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    with pytest.raises(jaxfn.TranslationError, match=r"(?s)Chooses hands torch a part of its program.*torch\.cond\(x"):
+        jaxfn.from_torch(Chooses).apply(X)

@@ -1,4 +1,4 @@
-"""Runs a graph that torch traced on JAX arrays, with the table of operations.
+"""Runs a graph that `Recorder` made on JAX arrays, with the table of operations.
 
 Imports torch: it is itself imported only where there is a graph.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from jaxfn._torch._compat import plain_torch
 from jaxfn._torch.graph.jax_call import JaxCall
 from jaxfn._torch.graph.names import Operations, by_name, name_of
+from jaxfn._torch.graph.source_lines import Line
 from jaxfn._torch.graph.wide import (
     CAREFUL,
     LARGEST,
@@ -59,7 +60,8 @@ class Translation:
     """A graph, and what stands for each of its operations.
 
     Args:
-      graph_module: the graph, as `make_fx` gives it: of ATen operations, functional, with shapes in the nodes' meta.
+      graph_module: the graph, as `Recorder.finish` gives it: of functional ATen operations, all of which its output
+        needs, with results and source lines in the nodes' meta.
       ops: JAX functions to use for some torch operations, in place of the table's or where it has none.
 
     Attributes:
@@ -179,7 +181,7 @@ def explain(entries: Sequence[Unsupported]) -> str:
 
 
 class Step(NamedTuple):
-    """A node and its arguments; nodes among them that were written in place stand as the node that wrote last."""
+    """A node and its arguments, with those in their place that are positional in the operation's schema."""
 
     node: Node
     arguments: tuple[Any, ...]
@@ -200,49 +202,8 @@ def _large_numbers(value: Any) -> list[int]:
 
 
 def steps(graph_module: GraphModule) -> Iterator[Step]:
-    """The nodes that matter to the output, in order.
-
-    Functionalization leaves a few in-place operations behind, on temporaries of decompositions: such an operation
-    is a new value, which later nodes read in place of the old one.
-    """
-    sequence: list[Step] = []
-    written: dict[Node, Node] = {}
-    bases: dict[Node, Node] = {}
-    stale: dict[Node, Node] = {}
-
-    def latest(node: Node) -> Node:
-        if node in stale:
-            raise TranslationError(
-                f"{name_of(stale[node].target)}{_at(stale[node])} writes in place to memory that {node.name} shares, "
-                "which is read later; use the operation that is not in place"
-            )
-        while node in written:
-            node = written[node]
-        return node
-
-    for node in graph_module.graph.nodes:
-        arguments, options = _schema_arguments(node)
-        arguments, options = _each_node((arguments, options), latest)
-        sequence.append(Step(node, arguments, options))
-        target = _written_argument(node, arguments)
-        viewed = _viewed_argument(node, arguments)
-        if viewed is not None:
-            bases[node] = bases.get(viewed, viewed)
-        if target is not None:
-            base = bases.get(target, target)
-            stale |= {other: node for other in (*bases, base, target) if bases.get(other, other) is base}
-            if _returns_what_it_writes(node):
-                del stale[target]
-                written[target] = node
-                bases[node] = base
-
-    needed: set[Node] = set()
-    for step in reversed(sequence):
-        if step.node.op in ("output", "placeholder"):
-            needed.add(step.node)
-        if step.node in needed:
-            _each_node((step.arguments, step.options), lambda node: needed.add(node) or node)
-    return (step for step in sequence if step.node in needed)
+    """The nodes with their arguments, in order."""
+    return (Step(node, *_schema_arguments(node)) for node in graph_module.graph.nodes)
 
 
 def _schema_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -258,75 +219,34 @@ def _schema_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(arguments), {k: v for k, v in node.kwargs.items() if k not in names}
 
 
-def _written_argument(node: Node, arguments: tuple[Any, ...]) -> Node | None:
-    """The node that an in-place operation writes to."""
-    return _aliased_argument(node, arguments, written=True)
-
-
-def _returns_what_it_writes(node: Node) -> bool:
-    returns = cast(Any, node.target)._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and returns[0].alias_info.is_write
-
-
-def _viewed_argument(node: Node, arguments: tuple[Any, ...]) -> Node | None:
-    """The node whose memory the result shares."""
-    return _aliased_argument(node, arguments, written=False)
-
-
-def _aliased_argument(node: Node, arguments: tuple[Any, ...], *, written: bool) -> Node | None:
-    schema = getattr(node.target, "_schema", None)
-    for argument, value in zip(schema.arguments if schema else (), arguments, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write == written and isinstance(value, Node):
-            return value
-    return None
-
-
-def _each_node(value: Any, change: Callable[[Node], Any]) -> Any:
-    """`value` with every node in it changed, in tuples, lists, dicts and slices."""
+def _substitute(value: Any, values: Mapping[Node, Any]) -> Any:
+    """`value` with arrays for nodes and JAX dtypes for torch's."""
     if isinstance(value, Node):
-        return change(value)
+        return values[value]
+    if isinstance(value, torch.dtype):
+        return jax_dtype(value)
     if isinstance(value, tuple):
-        return tuple(_each_node(item, change) for item in value)
-    if isinstance(value, list):
-        return [_each_node(item, change) for item in value]
+        return tuple(_substitute(item, values) for item in value)
+    if isinstance(value, list):  # a list of torch.fx's own type, in a graph
+        return [_substitute(item, values) for item in value]
     if isinstance(value, dict):
-        return {name: _each_node(item, change) for name, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_each_node(item, change) for item in (value.start, value.stop, value.step)))
+        return {name: _substitute(item, values) for name, item in value.items()}
     return value
 
 
-def _substitute(value: Any, values: Mapping[Node, Any]) -> Any:
-    """`value` with arrays for nodes and JAX dtypes for torch's."""
-    if isinstance(value, torch.dtype):
-        return jax_dtype(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_substitute(item, values) for item in value)
-    if isinstance(value, dict):
-        return {name: _substitute(item, values) for name, item in value.items()}
-    return _each_node(value, values.__getitem__)
-
-
 def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operation | Unsupported:
-    """What stands for a node's operation: the replacement, the table's entry, or a number's own operation."""
+    """What stands for a node's operation: the replacement, or the table's entry."""
     if isinstance(node.target, JaxCall):
         return Operation(node.target, node.target.draws)
+    if node.target is operator.getitem:  # one of several results
+        return Operation(operator.getitem)
     name = name_of(node.target)
     for form in (name, name.rpartition(".")[0]):
         if form in replacements:
             return Operation(replacements[form])
-    if getattr(node.target, "_schema", None) is None:
-        # Indexing a tuple of results, and arithmetic on sizes.
-        if getattr(node.target, "__module__", None) in ("_operator", "math", "builtins"):
-            return Operation(cast(Callable[..., Any], node.target))
-        return Unsupported(name, line_of(node), "it is no operation but a program, which jaxfn does not look into")
     entry = entry_name(name)
     if entry is None:
         return Unsupported(name, line_of(node), refusal(name))
-    if _has_unknown_size(node):
-        return Unsupported(
-            name, line_of(node), "the size of its result depends on values, and JAX compiles for known sizes"
-        )
     unknown_dtype = _unknown_dtype(node)
     if unknown_dtype is not None:
         return Unsupported(name, line_of(node), unknown_dtype)
@@ -359,21 +279,10 @@ def _results(node: Node) -> list[torch.Tensor]:
     return [result for result in results if isinstance(result, torch.Tensor)]
 
 
-def _has_unknown_size(node: Node) -> bool:
-    lengths: list[Any] = [length for result in _results(node) for length in result.shape]
-    return any(isinstance(length, torch.SymInt) and length.node.expr.free_symbols for length in lengths)
-
-
 def line_of(node: Node) -> str | None:
-    """The innermost line of the user's code that called a node's operation, as `file:line: code`."""
-    trace = node.meta.get("stack_trace")
-    if not trace:
-        return None
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    place = max(i for i, line in enumerate(lines) if line.startswith("File "))
-    file, number = lines[place].removeprefix("File ").split(", ")[:2]
-    code = lines[place + 1] if place + 1 < len(lines) else ""
-    return f"{file.strip(chr(34))}:{number.removeprefix('line ')}: {code}".rstrip(": ")
+    """The line of the user's code that called a node's operation, as `file:line: code`."""
+    line: Line | None = node.meta.get("line")
+    return f"{line.file}:{line.number}: {line.text}".rstrip(": ") if line else None
 
 
 def _at(node: Node) -> str:
@@ -382,8 +291,7 @@ def _at(node: Node) -> str:
 
 
 def _constant(graph_module: GraphModule, node: Node) -> Any:
-    value: Any = operator.attrgetter(str(node.target))(graph_module)
-    assert isinstance(value, torch.Tensor)
+    value: torch.Tensor = getattr(graph_module, str(node.target))
     limit = _limit(graph_module, node)
     if limit is not None and limit > LARGEST and jax_dtype(value.dtype) != np.int64:
         return lifted(value.detach().cpu().numpy())
@@ -392,10 +300,8 @@ def _constant(graph_module: GraphModule, node: Node) -> Any:
 
 def _limit(graph_module: GraphModule, node: Node) -> int | None:
     """How large the whole numbers in a constant are; `None` for one of another kind."""
-    value: Any = operator.attrgetter(str(node.target))(graph_module)
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or not value.numel():
-        return None
-    if value.layout is not torch.strided:
+    value: torch.Tensor = getattr(graph_module, str(node.target))
+    if value.dtype != torch.int64 or not value.numel():
         return None
     with plain_torch():
         return max(-int(value.amin()), int(value.amax()), 0)

@@ -39,7 +39,7 @@ from jaxfn._torch._compat import (
 )
 from jaxfn._torch.graph.jax_call import JaxCall, draws_random_numbers
 from jaxfn._torch.graph.names import by_name
-from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.graph.source_lines import running_line, source_line
 from jaxfn._torch.operations import entry_name, refusal
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import TranslationError
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.node, arguments)
         kwargs.pop("generator", None)
         node = self.graph.call_function(target, _plain(args), _plain(kwargs))
-        node.meta["stack_trace"] = source_line()
+        node.meta["line"] = running_line()
         return self._name(value, node)
 
     def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:

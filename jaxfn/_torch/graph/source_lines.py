@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import jax
 import numpy
@@ -19,18 +20,33 @@ _NOT_USERS = (*(Path(str(module.__file__)).parent for module in (torch, jax, num
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
-def source_line(frames: Iterable[FrameType] | None = None) -> str:
-    """The line of the user's code that is running, as part of a message.
+class Line(NamedTuple):
+    """A line of the user's code, and the function that it is in."""
+
+    file: str
+    number: int
+    function: str
+    text: str
+
+
+def running_line(frames: Iterable[FrameType] | None = None) -> Line | None:
+    """The line of the user's code that is running.
 
     Args:
       frames: where to look, the innermost first; default: where Python is now.
     """
     for frame in running_frames() if frames is None else frames:
-        code, line = frame.f_code, frame.f_lineno
+        code, number = frame.f_code, frame.f_lineno
         if is_users(code.co_filename):
-            text = linecache.getline(code.co_filename, line).strip()
-            return f'\n  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}'
-    return ""
+            text = linecache.getline(code.co_filename, number).strip()
+            return Line(code.co_filename, number, code.co_name, text)
+    return None
+
+
+def source_line(frames: Iterable[FrameType] | None = None) -> str:
+    """The line of the user's code that is running, as part of a message; `frames` as for `running_line`."""
+    line = running_line(frames)
+    return f'\n  File "{line.file}", line {line.number}, in {line.function}\n    {line.text}' if line else ""
 
 
 def running_frames() -> Iterator[FrameType]:

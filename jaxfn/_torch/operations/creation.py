@@ -38,7 +38,7 @@ def ones_like(x: Array, dtype: Any = None) -> Array:
     return jnp.ones(x.shape, dtype or x.dtype)
 
 
-@operation("aten.zeros", "aten._efficientzerotensor", "aten.empty", "aten.empty_strided", "aten.empty_permuted")
+@operation("aten.zeros", "aten.empty", "aten.empty_strided", "aten.empty_permuted")
 def zeros(size: Sequence[int], *_: Any, dtype: Any = None) -> Array:
     return jnp.zeros(tuple(size), dtype or np.float32)
 
@@ -56,11 +56,6 @@ def ones(size: Sequence[int], *_: Any, dtype: Any = None) -> Array:
 @operation("aten.new_ones")
 def new_ones(x: Array, size: Sequence[int], dtype: Any = None) -> Array:
     return jnp.ones(tuple(size), dtype or x.dtype)
-
-
-@operation("aten.scalar_tensor")
-def scalar_tensor(value: Any, dtype: Any = None) -> Array:
-    return jnp.asarray(value, dtype)
 
 
 @operation("aten.eye")

@@ -176,19 +176,3 @@ def batch_norm_no_training(
 ) -> tuple[Array, Array, Array]:
     y, mean, rstd, *_ = batch_norm_functional(x, weight, bias, running_mean, running_var, False, momentum, eps)
     return y, mean, rstd
-
-
-@operation("aten.native_batch_norm")
-def batch_norm(
-    x: Array,
-    weight: Optional,
-    bias: Optional,
-    running_mean: Optional,
-    running_var: Optional,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Array, ...]:
-    if training or running_mean is None or running_var is None:
-        return batch_norm_no_stats(x, weight, bias, training, momentum, eps)
-    return batch_norm_no_training(x, weight, bias, running_mean, running_var, momentum, eps)

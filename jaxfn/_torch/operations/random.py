@@ -86,7 +86,7 @@ def bernoulli(key: Array, probabilities: Array) -> Array:
     return jax.random.bernoulli(key, probabilities).astype(probabilities.dtype)
 
 
-@operation("aten.bernoulli.p", "aten.bernoulli_.float", draws=True)
+@operation("aten.bernoulli.p", draws=True)
 def bernoulli_p(key: Array, x: Array, p: float = 0.5) -> Array:
     return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
 
@@ -166,9 +166,3 @@ def rrelu_with_noise_functional(
     )
     slopes = jnp.where(x <= 0, slope, 1)
     return x * slopes, slopes
-
-
-@operation("aten.rrelu_with_noise", draws=True)
-def rrelu(key: Array, *arguments: Any) -> Array:
-    """The result alone; nothing may read the noise that torch writes in place."""
-    return rrelu_with_noise_functional(key, *arguments)[0]

@@ -24,7 +24,6 @@ enter_all(
         "aten.alias": identity,
         "aten.clone": identity,
         "aten.detach": lax.stop_gradient,
-        "aten.lift_fresh": identity,
         "aten.repeat": jnp.tile,
         "aten.t": jnp.transpose,
         "aten.tril": jnp.tril,

@@ -68,9 +68,9 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if dense.dtype in (torch.bfloat16, *_eight_bit_floats()):
         bits = torch.int16 if dense.dtype == torch.bfloat16 else torch.uint8
-        values = dense.view(bits).numpy().view(jnp.dtype(str(dense.dtype).removeprefix("torch.")))
+        values = dense.view(bits).numpy(force=True).view(jnp.dtype(str(dense.dtype).removeprefix("torch.")))
     else:
-        values = dense.numpy()
+        values = dense.numpy(force=True)  # also one of autograd's zeros, which have no memory
     # A copy, for the tensor may be written in place later.
     return jnp.asarray(np.array(values, dtype))
 
