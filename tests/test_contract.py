@@ -12,14 +12,6 @@ TESTS = {
     for path in (ROOT / "tests").rglob("*.py")
     for name in re.findall(r"^\s*def (test_\w+)", path.read_text(), re.MULTILINE)
 }
-# Rows whose tests have the name of another row.
-UNDER_ANOTHER_NAME = {
-    "H13": (
-        "test_H2_whole_numbers_of_64_bits_without_x64",
-        "test_H2_whole_numbers_of_64_bits_that_are_returned_are_refused",
-        "test_H2_labels_of_32_bits",
-    ),
-}
 
 
 def rows_in(text):
@@ -46,15 +38,10 @@ def test_rows_are_found_and_each_stands_once():
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_has_a_test(row):
-    if row in UNDER_ANOTHER_NAME:
-        assert row not in TESTED, "it has a test of its own by now"
-        assert TESTS.issuperset(UNDER_ANOTHER_NAME[row])
-    else:
-        assert row in TESTED
+    assert row in TESTED
 
 
 def test_tests_are_named_after_rows():
     """What is tested is promised, and no longer among what is not there yet."""
     assert rows_of("test_B4_E1b_saved_bytes") == ["B4", "E1b"] and rows_of("test_C_errors") == []
     assert sorted(TESTED.difference(ROWS)) == []
-    assert set(UNDER_ANOTHER_NAME) <= set(ROWS)

@@ -112,7 +112,7 @@ WIDE: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_H2_whole_numbers_of_64_bits_without_x64(name: str):
+def test_H13_whole_numbers_of_64_bits_without_x64(name: str):
     assert_same(WIDE[name], A, B, BITS, rtol=1e-6)
 
 
@@ -125,7 +125,7 @@ def test_H2_whole_numbers_of_64_bits_without_x64(name: str):
         lambda n: (n.long() * 640 + n) * 480 + n,
     ],
 )
-def test_H2_usual_arithmetic_of_places_without_x64(code: Any):
+def test_H13_usual_arithmetic_of_places_without_x64(code: Any):
     assert_same(code, BITS)
 
 
@@ -133,7 +133,7 @@ def test_H2_usual_arithmetic_of_places_without_x64(code: Any):
     "code",
     [lambda n: n.long() * 73856093, lambda n: torch.sort(n.long() * 73856093)[0], lambda n: n.long() << 40],
 )
-def test_H2_whole_numbers_of_64_bits_that_are_returned_are_refused(code: Any):
+def test_H13_whole_numbers_of_64_bits_that_are_returned_are_refused(code: Any):
     with pytest.raises(jaxfn.TranslationError, match=r"(?s)Large.forward: .*test_h_numbers.*needs 64 bits.*enable_x64"):
         adopted(code, "Large").apply(BITS)
     with jax.enable_x64(True):
@@ -232,11 +232,11 @@ LABELS, SCORES = np.array([0, 2, 1, 2, 0], np.int32), RANDOM.standard_normal((5,
         lambda x, i: functional.nll_loss(x, i, reduction="none"),
     ],
 )
-def test_H2_labels_of_32_bits(code: Any):
+def test_H13_labels_of_32_bits(code: Any):
     assert_same(code, SCORES, LABELS, theirs=lambda x, i: code(x, i.long()))
 
 
-def test_H2_whole_numbers_stay_of_32_bits():
+def test_H13_whole_numbers_stay_of_32_bits():
     code = adopted(lambda i: i.take(i) * (1 if i.take(i).dtype == torch.int32 else 2))
     np.testing.assert_array_equal(code.apply(LABELS), LABELS[LABELS])
 
