@@ -96,7 +96,7 @@ class Rule(ABC):
 
     @abstractmethod
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
-        """The same where these operands are being differentiated."""
+        """The function's value where these operands are being differentiated, and what its derivative needs."""
 
     @abstractmethod
     def inputs_among(self, operands: Sequence[Any]) -> Sequence[Any]:

@@ -136,7 +136,7 @@ class Diagnosis:
         return bool((_STEADY * change >= abs(difference))[wrong].all())
 
     def _nudged(self, seed: int) -> Diagnosis:
-        """The same, a few last digits away."""
+        """A diagnosis of the same comparison, for inputs that are a few last digits away."""
         generator = np.random.default_rng(seed)
         sweep = self.comparison.sweep
         size = _LAST_DIGITS * np.finfo(np.float64).eps

@@ -67,7 +67,7 @@ class Projections:
         return self._columns(name, lambda numeric, error: self._comparison.tolerance.coarse(numeric, error))
 
     def columns_estimated(self, name: str) -> list[Pair]:
-        """The same, as closely as the differences' estimated errors allow."""
+        """`columns_with_differences`, held as close as the differences' estimated errors allow."""
 
         def bound(numeric: Any, error: Any) -> Any:
             return self._comparison.tolerance.estimated(numeric, abs(numeric).max(initial=0.0), error)

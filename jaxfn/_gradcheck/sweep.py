@@ -37,7 +37,7 @@ class Sweep:
         self._programs: dict[tuple[Callable[..., Any], int], tuple[int, Any]] = {}
 
     def at(self, xs: Sequence[Any]) -> Sweep:
-        """The same somewhere else."""
+        """A sweep of the same programs at other inputs."""
         sweep = Sweep(self.engine, xs, self.max_memory, self.progress)
         sweep._programs = self._programs
         return sweep

@@ -71,11 +71,11 @@ class Inputs:
         return Inputs(tree_unflatten(self._tree, leaves))
 
     def in_double(self) -> Inputs:
-        """The same in double precision."""
+        """The inputs in double precision."""
         return self._with_values([x.astype(double(x.dtype)) for x in self.values])
 
     def nudged(self) -> Inputs:
-        """In double precision, each number moved a little in a direction of its own."""
+        """The inputs in double precision, each number moved a little in a direction of its own."""
         moved = [
             x + _NUDGE * (1 + abs(x)) * draw(1000 + i, x.shape, x.dtype) for i, x in enumerate(self.in_double().values)
         ]

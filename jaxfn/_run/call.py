@@ -68,11 +68,11 @@ class Call:
         return chain(self.methods.closed_over_tracers(), *(layout.hidden_tracers() for layout in self.layouts))
 
     def closes_over_tracers(self) -> bool:
-        """Whether there are any."""
+        """Whether `forward` sees arrays that JAX traces beside the array leaves."""
         return self._may_close_over and any(True for _ in self.closed_over_tracers())
 
     def closed_over_operands(self) -> list[Any]:
-        """Those of them that are no references, each once."""
+        """The arrays of `closed_over_tracers` that are no references, each once."""
         if not self._may_close_over:
             return []
         tracers = {id(x): x for x in self.closed_over_tracers() if is_traced(x)}

@@ -26,7 +26,7 @@ class Opaque:
     """Base of jaxfn's own objects of which only some parts are to be looked through for arrays."""
 
     def visible_parts(self) -> Sequence[object]:
-        """Those parts."""
+        """The parts that are to be looked through."""
         return ()
 
 

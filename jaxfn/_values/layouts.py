@@ -27,7 +27,7 @@ class _Array(NoArrays):
 
 
 class _Ref(_Array):
-    """The same for a `jax.Ref`, which is written in place and has no derivative of its own here."""
+    """Stands in a `Layout` for a `jax.Ref`, which is written in place and has no derivative of its own here."""
 
     def __repr__(self) -> str:
         return "ref"

@@ -248,7 +248,7 @@ class Adapter:
         return Explanation(self.definition.name, parts)
 
     def _flags(self, names: Sequence[str], flags: Sequence[bool]) -> tuple[bool, ...]:
-        """Without that of the key."""
+        """The flags of all inputs but the key."""
         return tuple(flag for name, flag in zip(names, flags, strict=True) if name != self.definition.key_name)
 
     def _for_inputs(self, gradients: list[Any], program: Forward, names: Sequence[str]) -> list[Any]:

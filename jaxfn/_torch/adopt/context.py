@@ -52,7 +52,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
         return {name: value for name, value in vars(self).items() if name not in _OURS}
 
     def after_forward(self, method: str) -> TorchContext:
-        """As `backward` or `jvp` sees it, with all that `forward` left on it."""
+        """The ctx as `backward` or `jvp` sees it, with all that `forward` left on it."""
         self.jaxfn.saved = self.to_save
         if method == "jvp" and self.saved_for_forward is not None:
             self.jaxfn.saved = self.saved_for_forward

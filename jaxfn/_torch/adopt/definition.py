@@ -45,7 +45,7 @@ class Definition:
         self.key_name = "key" if "key" not in parameters else "jax_key"
 
     def apply_signature(self, *, has_ctx: bool) -> inspect.Signature:
-        """That of `forward` as jaxfn's, with the key, and with a ctx or without."""
+        """The signature of the jaxfn Function's `forward`: the torch one's, with the key, and with a ctx or without."""
         parameters = list(inspect.signature(self.function.forward).parameters.values())
         if has_ctx and self.is_separate:
             parameters.insert(0, inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY))

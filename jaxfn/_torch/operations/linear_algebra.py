@@ -74,7 +74,7 @@ def _factored(a: Array) -> tuple[Array, Array, Array]:
 
 
 def _factored_in_memory_order(a: Array) -> tuple[Array, Array, Array]:
-    """The same where torch hands LAPACK a real contiguous matrix as it lies in memory, as its transpose."""
+    """`_factored` where torch hands LAPACK a real contiguous matrix as it lies in memory, as its transpose."""
     return _factored(a if jnp.iscomplexobj(a) else _transposed(a))
 
 

@@ -151,7 +151,7 @@ def batch_norm_functional(
 def batch_norm_with_update(
     x: Array, weight: Optional, bias: Optional, running_mean: Array, running_var: Array, momentum: float, eps: float
 ) -> tuple[Array, ...]:
-    """The same when training, with memory for a backend's use, of which there is none here, in between."""
+    """Batch norm when training; fourth of the results is memory for a backend's use, of which there is none here."""
     y, mean, rstd, *running = batch_norm_functional(x, weight, bias, running_mean, running_var, True, momentum, eps)
     return y, mean, rstd, jnp.zeros(0, np.uint8), *running
 

@@ -85,7 +85,7 @@ def widened(dtype: Any) -> np.dtype[Any]:
 
 
 def promoted_to_inexact(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a function that is defined on floating point numbers only."""
+    """`promoted`, for a function that is defined on floating point numbers only."""
     return promoted(functools.wraps(function)(lambda *operands: function(*map(to_inexact, operands))))
 
 
