@@ -138,8 +138,13 @@ class MappedOperations:
 
     def __init__(self, interpreter: Any) -> None:
         self.batch = Batch(interpreter.axis_data)
-        self._tag = getattr(interpreter, "tag", None)
+        self._tag = weakref.ref(interpreter.tag)  # held by what may interpret more
         self._interpreter = weakref.ref(interpreter)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether nothing will be interpreted with these any more."""
+        return self._tag() is None
 
     def are_of_one_run(self, other: MappedOperations) -> bool:
         """Whether one interpreter interprets these and others, so that both are in what it maps."""
@@ -147,7 +152,7 @@ class MappedOperations:
 
     def are_of_one_rule(self, other: MappedOperations) -> bool:
         """Whether these and others are of the `fwd` and of the `bwd` of one call that is mapped."""
-        return self._tag is other._tag is not None and not self.are_of_one_run(other)
+        return self._tag() is other._tag() is not None and not self.are_of_one_run(other)
 
 
 class SeenPrimitive(Primitive):

@@ -128,6 +128,7 @@ class _Attachment:
         unbatched = frozenset(i for i, flag in enumerate(has_batch[: self.num_made]) if not flag)
         inputs = frozenset(i for i, flag in enumerate(has_batch[first_input:]) if flag)
         if any(has_batch) and unbatched:
+            self.mappings[:] = [m for m in self.mappings if not m.operations.are_over]
             self.mappings.append(Mapping(operations, unbatched, inputs))
 
 
