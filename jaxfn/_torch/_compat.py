@@ -31,6 +31,7 @@ __all__ = [
     "CLAMP_SPLITS_TIES",
     "HAS_COMPILED_APPLY",
     "OPERATION_TYPES",
+    "SOLVE_FACTORS_TRANSPOSE",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -120,6 +121,12 @@ with torch.enable_grad():
 
 # Whether `clamp` divides the derivative at a bound among all that is equal there: from 2.15 on.
 CLAMP_SPLITS_TIES = _of_clamp.item() == 0
+
+_factors = torch.ops.aten._linalg_solve_ex(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.ones(2))[1]
+
+# Whether `linalg.solve` factors the transpose of a real matrix that lies in memory in the order of its elements, which
+# its derivative, that uses the factors again, knows: on 2.8, no longer on 2.13.
+SOLVE_FACTORS_TRANSPOSE = _factors[0, 1].item() == 0
 
 
 def apply_below(function: Any) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._torch._compat import SOLVE_FACTORS_TRANSPOSE
 from jaxfn._torch.operations.derivative import pulled_back
 from jaxfn._torch.operations.reductions import vector_norm
 from jaxfn._torch.operations.table import enter_all, operation, refuse
@@ -87,8 +88,8 @@ def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
     return jnp.linalg.inv(a), _factored(a)[2]
 
 
-# For a determinant, torch hands LAPACK a real matrix that lies in memory in the order of its elements as its
-# transpose, and autograd, which uses the factors again, knows.
+# For a determinant, and on torch 2.8 for a solution, torch hands LAPACK a real matrix that lies in memory in the order
+# of its elements as its transpose, and autograd, which uses the factors again, knows.
 
 
 def det_otherwise(a: Array) -> tuple[Array, Array, Array]:
@@ -111,15 +112,25 @@ def slogdet(a: Array) -> tuple[Array, Array, Array, Array]:
     return *jnp.linalg.slogdet(a), *_factored_in_memory_order(a)[:2]
 
 
-@operation("aten._linalg_solve_ex")
-def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array, Array]:
+def _solved(a: Array, b: Array, left: bool) -> Array:
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     columns = b[..., None] if is_vector else b
     if left:
         solution = jnp.linalg.solve(*_batched(a, columns))
     else:
         solution = _transposed(jnp.linalg.solve(*_batched(_transposed(a), _transposed(columns))))
-    return solution[..., 0] if is_vector else solution, *_factored(a)
+    return solution[..., 0] if is_vector else solution
+
+
+def solve_otherwise(
+    a: Array, b: Array, left: bool = True, check_errors: bool = False
+) -> tuple[Array, Array, Array, Array]:
+    return _solved(a, b, left), *_factored(a)
+
+
+@operation("aten._linalg_solve_ex", otherwise=solve_otherwise)
+def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array, Array]:
+    return _solved(a, b, left), *(_factored_in_memory_order if SOLVE_FACTORS_TRANSPOSE else _factored)(a)
 
 
 def _batched(a: Array, b: Array) -> tuple[Array, Array]:

@@ -86,7 +86,7 @@ def _in_our_words(owner: str, error: Exception) -> TranslationError | None:
             "devices. Name a JAX function for it (one with jax.lax.psum, say, under jax.shard_map): "
             f"from_torch(..., ops={{torch.distributed.all_reduce: jax_function}}){where}"
         )
-    if "HigherOrderOperator" in text:
+    if "HigherOrderOperator" in text or "registered for HOP" in text:  # the latter on torch 2.8
         return TranslationError(
             f"{owner} hands torch a part of its program (torch.cond, a while_loop, flex_attention), which jaxfn does "
             "not look into. Use torch.where, or name a JAX function to stand for the Python function around it: "
