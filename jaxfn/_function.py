@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar, cast
 
-from jaxfn._compat import refuses_symbolic_zeros, stages_constants
+from jaxfn._compat import is_eager, refuses_symbolic_zeros, stages_constants
 from jaxfn._derivatives.differentiable import differentiable
 from jaxfn._derivatives.every_order import CallRule
 from jaxfn._derivatives.rule import Differentiable, Site
@@ -193,7 +193,7 @@ class _Entry(Opaque):
         if watch is not None and watch.undecorated:
             with watching(None):  # Functions inside forward keep their rules
                 return call.undecorated(arrays)
-        closed_over = call.closed_over_operands()
+        closed_over = [] if is_eager() else call.closed_over_operands()
         if not closed_over and not any(map(is_traced, arrays)) and not stages_constants():
             # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
             _, _, returned = call.forward(arrays, call.unperturbed)
