@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
 from jaxfn._torch import operations  # noqa: E402
+from jaxfn._torch.graph import recorder  # noqa: E402
 from jaxfn._torch.graph.code import code  # noqa: E402
 from jaxfn._torch.graph.interpreter import Translation, explain  # noqa: E402
 from jaxfn._torch.values.arrays import jax_dtype, to_jax, to_torch, torch_dtype  # noqa: E402
@@ -122,6 +123,20 @@ def test_H9_a_replacement_of_another_shape_raises() -> None:
     graph = trace(torch.special.airy_ai, [X])
     with pytest.raises(TranslationError, match=r"special_airy_ai.*shape \(3, 4\).*gave \(\)"):
         Translation(graph, {torch.ops.aten.special_airy_ai: jnp.sum}).run([to_jax(X)])
+
+
+def test_H4_a_decomposition_that_writes_to_memory_is_refused(monkeypatch: Any) -> None:
+    """None of torch 2.13 does; a graph that held such an operation would read the old value."""
+
+    def decomposition(x: Any) -> Any:
+        y = x * 2
+        y.add_(1)
+        return y * 1
+
+    airy = torch.ops.aten.special_airy_ai.default
+    monkeypatch.setattr(recorder, "decompositions", lambda: {airy: decomposition})
+    with pytest.raises(TranslationError, match="aten.add_.Tensor, which writes to memory.*ops="):
+        trace(torch.special.airy_ai, [X])
 
 
 def test_H2_memory_that_is_read_in_another_order_is_refused() -> None:

@@ -226,6 +226,12 @@ class Recorder(TorchDispatchMode):
             return self.call(func, args, kwargs, self.shapes_of(replacement, args, kwargs))
         if not traced and not draws:
             return self._run(func, args, kwargs, operands)
+        if func._schema.is_mutable:  # below functionalization: in a decomposition of torch's own
+            raise TranslationError(
+                f"{self.owner}: torch carries an operation out by {func}, which writes to memory, and a graph has "
+                "none. Name a JAX function to stand for what is called: from_torch(..., ops={operation: function})"
+                f"{source_line()}"
+            )
         if entry_name(str(func)) is None:
             decomposed = self._decomposed(func, args, kwargs)
             if decomposed is not NotImplemented:

@@ -1,8 +1,9 @@
 """The table itself: which JAX function stands for which ATen operation.
 
 Operations are named as torch prints them, `aten.add.Tensor`; an entry without overload, `aten.add`, serves all
-overloads that have none of their own. Views' copying forms (`aten.view_copy`) and in-place forms (`aten.add_`) use the
-entry of the plain one. What autograd and the dispatcher always break up into others (`aten.matmul`) needs no entry.
+overloads that have none of their own. Views' copying forms (`aten.view_copy`) use the entry of the plain one; in-place
+forms (`aten.add_`) are in no graph. What autograd and the dispatcher always break up into others (`aten.matmul`) needs
+no entry.
 
 A function gets all positional arguments of the operation's schema, defaults filled in, and the keyword-only ones that
 the call named, without those that mean nothing here (device, layout, memory format). It need not care for the result's
@@ -84,5 +85,5 @@ def refusal(name: str) -> str | None:
 def _forms(name: str) -> list[str]:
     """The names an entry for `name` may have, the closest first."""
     namespace, packet, *overload = name.split(".")
-    packets = [packet, packet.removesuffix("_"), packet.removesuffix("_copy")]
+    packets = [packet, packet.removesuffix("_copy")]
     return [".".join((namespace, p, *o)) for p in dict.fromkeys(packets) for o in (overload, ())]
