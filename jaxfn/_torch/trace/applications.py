@@ -69,17 +69,15 @@ def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_se
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         ctx, *inputs = (None, *args) if is_separate else args
-        _THREAD.recorded = None
         if not _is_one_node(tracing, function, inputs, kwargs):
-            returned = forward(*args, **kwargs)
+            returned, node = forward(*args, **kwargs), None
         else:
             returned = tracing.nested.apply(tracing, function, inputs, kwargs)
-            if ctx is not None:
-                _keep(ctx, tracing, function, inputs, kwargs)
-            else:
-                _THREAD.recorded = tracing, function, inputs, kwargs
-        if is_separate:
-            _THREAD.applied = function
+            node = tracing, function, inputs, kwargs
+        if is_separate:  # for `_set_up`
+            _THREAD.applied, _THREAD.recorded = function, node
+        elif node is not None:
+            _keep(ctx, *node)
         return returned
 
     return recorded
