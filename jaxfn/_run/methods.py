@@ -54,7 +54,7 @@ class Methods:
       has_forward_mode: whether forward mode is to work, by `jvp` or by `generate_jvp_rule`.
       may_close_over: whether `forward` or `setup_context` holds anything in a closure or in defaults.
       takes_torch_tensors: whether torch's tensors are constants to it, and no mistake.
-      hides_arrays: whether a run of `forward` has kept an array in a closure or an object on ctx; see `every_order`.
+      hides_arrays: whether a run of `forward` has kept an array in a closure or an object on ctx; see `detached`.
     """
 
     def __init__(self, function: Any) -> None:

@@ -52,7 +52,7 @@ class Run:
         self.hides_arrays = any(map(Layout.hides_arrays, saved.layouts))
         self._program = current_trace() if self.hides_arrays and self._hides_staged() else None
         self.saves_intermediates = self.hides_arrays or any(is_inexact(x.dtype) for x in intermediates)
-        self.is_detached = True  # whether forward saw its inputs without their derivatives; see `every_order`
+        self.is_detached = True  # whether forward saw its inputs without their derivatives; see `detached`
         # Where outputs lack a batch: by the uses of vmap that map this call, the innermost first, and by those that map
         # programs with it. See `unbatched_outputs`.
         self.mappings: list[Mapping] = []
