@@ -18,7 +18,6 @@ derivative of the operations that computed it, which `detached` sees to.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,8 +115,7 @@ _HIDDEN = "an array inside a closure or an object on ctx"
 
 def _linearized(done: Done, inputs: Sequence[Any]) -> Linearized:
     """The outputs, attached, and what their derivative needs."""
-    run = copy.copy(done.run)
-    run.mappings_of_program = []  # another order of derivative has mappings of its own
+    run = done.run
     outputs = _attached(done, inputs, run.mappings_of_program)
     run.mappings_of_program.clear()  # what maps this run itself is seen without
     return Linearized(Outputs(outputs, run.outputs), *run.residuals(inputs, outputs, done.intermediates))
@@ -201,9 +199,8 @@ def _widened(
     """
     union = tuple(a or b for a, b in zip(run.perturbed, perturbed, strict=True))
     name = run.call.name
-    if union == run.perturbed:
-        return run, intermediates
-    if not run.read_needs_input_grad or all(b or not a for a, b in zip(union, run.expected, strict=True)):
+    told_enough = union == run.perturbed or all(b or not a for a, b in zip(union, run.expected, strict=True))
+    if told_enough or not run.read_needs_input_grad:
         return run.with_perturbed(union), intermediates
     if run.call.has_refs:
         raise NotImplementedError(

@@ -80,8 +80,9 @@ class Run:
         return list(filter(is_traced, tracers))
 
     def with_perturbed(self, perturbed: tuple[bool, ...]) -> Run:
-        """The same run, as if other inputs had been perturbed."""
+        """The same run for another order of derivative, as if these inputs had been perturbed."""
         run = copy.copy(self)
+        run.mappings_of_program = []
         run.perturbed = perturbed
         run.needs_input_grad = self.call.needs_input_grad(perturbed)
         return run
