@@ -1,0 +1,250 @@
+"""Row A9: what forward and backward close over is right, or refused by name; never a zero."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.conftest import COMING, TRACES_ALWAYS
+from tests.support.cases import stop_gradient
+
+WRAPS: dict[str, Callable] = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda w, x: jax.lax.scan(lambda c, _: (f(w, c), None), x, None, length=2)[0],
+    "cond": lambda f: lambda w, x: jax.lax.cond(x > -9, f, lambda w, x: x, w, x),
+    "vmap": lambda f: lambda w, x: jax.vmap(f, in_axes=(None, 0))(w, jnp.asarray(x)[None])[0],
+}
+MODES = ("reverse", "both")
+
+
+def scaled(w, mode, save):
+    """w·sin(x), whose forward closes over w."""
+
+    def forward(ctx, x):
+        s = jnp.sin(x)
+        if save == "intermediate":
+            ctx.save_for_backward(x, s)
+        else:
+            ctx.save_for_backward(x)
+        ctx.w = w
+        return w * s
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.w * jnp.cos(ctx.saved_tensors[0]))
+    if mode == "both":
+        f.jvp(lambda ctx, t: t * ctx.w * jnp.cos(ctx.saved_tensors[0]))
+    return f
+
+
+def ours(mode, save):
+    return lambda w, x: scaled(w, mode, save)(x)
+
+
+def plain(w, x):
+    return w * jnp.sin(x)
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["", "in jit"])
+@pytest.mark.parametrize("save", ["input", "intermediate"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_A9_a_value_that_is_not_differentiated(wrap, mode, save, outer):
+    """By hand JAX raises in some of these, as the tracer in the closure is of another program."""
+    wrapped = WRAPS[wrap]
+    if COMING and wrap == "checkpoint" and mode == "reverse":  # JAX_REMAT3 says that all of its inputs are perturbed
+        with pytest.raises(NotImplementedError, match="closes over a value"):
+            jax.grad(wrapped(ours(mode, save)), 1)(1.3, 0.7)
+        return
+    for order in (lambda f: jax.grad(f, 1), lambda f: jax.grad(jax.grad(f, 1), 1)):
+        got, expected = (outer(order(wrapped(f)))(1.3, 0.7) for f in (ours(mode, save), plain))
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["", "in jit"])
+@pytest.mark.parametrize("argnums", [0, (0, 1)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_A9_a_value_that_is_differentiated_is_refused(wrap, mode, argnums, outer):
+    with pytest.raises(NotImplementedError, match="forward closes over a value .*argument"):
+        outer(jax.grad(WRAPS[wrap](ours(mode, "input")), argnums))(1.3, 0.7)
+
+
+@pytest.mark.parametrize("save", ["input", "intermediate"])
+@pytest.mark.parametrize("wrap", ["eager", "jit", "checkpoint"])
+def test_A9_differentiated_further_out(wrap, save):
+    """The gradient by x is a function of w like any other."""
+
+    def mixed(f):
+        return jax.grad(WRAPS[wrap](lambda w, x: jax.grad(lambda x: f(w, x))(x) * x), (0, 1))
+
+    np.testing.assert_allclose(mixed(ours("reverse", save))(1.3, 0.7), mixed(plain)(1.3, 0.7), rtol=1e-5)
+
+
+def test_A9_a_global_and_an_array_that_is_not_needed():
+    """What the outputs do not depend on may be differentiated."""
+
+    def loss(w, x):
+        f = jaxfn.autograd_function(lambda ctx, x: (w, 2 * x)[1], lambda ctx, g: 2 * g)
+        return f(x) * w
+
+    np.testing.assert_allclose(jax.grad(loss, (0, 1))(3.0, 5.0), (10.0, 6.0))
+    np.testing.assert_allclose(jax.grad(jax.jit(loss), (0, 1))(3.0, 5.0), (10.0, 6.0))
+
+
+def closing_backward(w, x):
+    f = jaxfn.autograd_function(lambda ctx, x: jnp.round(x), lambda ctx, g: g * w)
+    return f(x)
+
+
+def test_A9_backward_closes_over_a_value():
+    expected = jax.grad(lambda w, x: w * x + stop_gradient(jnp.round(x) - w * x), 1)(3.0, 0.6)
+    assert jax.grad(closing_backward, 1)(3.0, 0.6) == expected
+    assert jax.jit(jax.grad(closing_backward, 1))(3.0, 0.6) == expected
+    for wrapped in (jax.jit(closing_backward), jax.vmap(closing_backward)):
+        with pytest.raises(NotImplementedError, match=r"backward closes over a value .* another program .* argument"):
+            jax.grad(lambda w, x, wrapped=wrapped: wrapped(w, x).sum(), 1)(jnp.full(2, 3.0), jnp.full(2, 0.6))
+
+
+def test_A9_what_a_backward_only_keeps_is_no_matter():
+    """A list that backward appends to, say, may hold tracers of programs long gone."""
+    seen = []
+    f = jaxfn.autograd_function(lambda ctx, x: x * 2, lambda ctx, g: seen.append(g) or 2 * g)
+    for _ in range(2):
+        assert jax.jit(jax.grad(lambda x: f(x)))(1.0) == 2.0
+
+
+@TRACES_ALWAYS
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_A8_A9_a_mapped_forward_whose_state_is_traced(wrap):
+    """Nested derivatives under vmap write forward down apart from the program around it."""
+
+    class Keys:
+        def __init__(self, key):
+            self.key = key
+
+        def __call__(self):
+            self.key, key = jax.random.split(self.key)
+            return key
+
+    def loss(x):
+        keys = Keys(jax.random.key(0))
+
+        def forward(ctx, x):
+            mask = jax.random.bernoulli(keys(), 0.5).astype(x.dtype)
+            ctx.save_for_backward(mask)
+            return x * mask
+
+        drop = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
+        return drop(x) ** 2 + drop(x) ** 2
+
+    first = wrap(jax.vmap(jax.value_and_grad(loss)))
+    value, gradient = first(jnp.full(3, 2.0))
+    np.testing.assert_allclose(gradient, value)  # each of the two terms is 4m at 2, and so is its gradient
+    with pytest.raises(NotImplementedError, match="changes an object that it closes over"):
+        wrap(jax.vmap(jax.grad(jax.grad(loss))))(jnp.full(3, 2.0))
+
+
+class Everywhere:
+    """What forward finds without a closure, as a framework's current module."""
+
+    weight = None
+    hides = False
+
+
+class Found(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x):
+        s = jnp.sin(x)
+        ctx.w = Everywhere.weight
+        if Everywhere.hides:
+            ctx.pull = lambda g: g * jnp.cos(x) * s**0
+        else:
+            ctx.save_for_backward(x, s)
+        return ctx.w * s
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.pull(g * ctx.w) if Everywhere.hides else g * ctx.w * jnp.cos(ctx.saved_tensors[0])
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_A9_what_no_search_finds_is_never_lost(hides, wrap):
+    """Beside a saved or hidden intermediate: right, or refused, at both orders."""
+
+    def total(f):
+        def inner(w, x):
+            value, gradient = jax.value_and_grad(lambda x: f(w, x))(x)
+            return 2 * value + gradient
+
+        return lambda w, x: wrap(inner)(w, x).sum()
+
+    def found(w, x):
+        Everywhere.weight, Everywhere.hides = w, hides
+        return Found.apply(x)
+
+    args = (jnp.full(2, 1.3), jnp.array([0.7, 0.2])) if wrap is jax.vmap else (1.3, 0.7)
+    expected = jax.grad(total(plain), (0, 1))(*args)
+    for outer in (lambda f: f, jax.jit):
+        for argnums in (0, 1, (0, 1)):
+            want = expected if isinstance(argnums, tuple) else expected[argnums]
+            try:
+                got = outer(jax.grad(total(found), argnums))(*args)
+            except NotImplementedError as error:
+                assert "Found.forward" in str(error)
+                continue
+            except jax.errors.UnexpectedTracerError:
+                # JAX 0.10 computes with a tracer of a level that is done, and says so in the end only. The coming
+                # custom_vjp traces every call, and such a tracer is not the program's.
+                assert hides or COMING
+                continue
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("over", [jax.vmap, jax.jit, lambda f: lambda ws: jax.lax.map(f, ws)])
+def test_A8_forward_runs_once_where_only_what_it_closes_over_is_traced(over):
+    runs = []
+
+    def program(w):
+        @jaxfn.function
+        def scaled(ctx, x):
+            runs.append("once")
+            return x * w
+
+        return scaled(jnp.float32(3))
+
+    weights = jnp.arange(1.0, 5)
+    np.testing.assert_array_equal(over(program)(weights), 3 * weights)
+    assert len(runs) == 1
+
+
+def test_A9_a_rule_that_closes_over_a_value_of_an_outer_derivative_is_refused_by_name():
+    """`jax.grad` outside, `jax.jvp` inside: the tangents' rule uses what belongs to the outer one."""
+
+    def scaled_by(c):
+        class Scaled(jaxfn.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * jnp.sin(c)
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * jnp.sin(c)
+
+            @staticmethod
+            def jvp(ctx, t):
+                return t * jnp.sin(c)
+
+        return Scaled.apply
+
+    def tangent(c):
+        return jax.jvp(scaled_by(c), (c,), (jnp.cos(c),))[1]
+
+    try:
+        np.testing.assert_allclose(jax.grad(tangent)(0.3), jnp.cos(0.6), rtol=1e-6)
+    except NotImplementedError as error:
+        assert "Scaled.jvp closes over a value" in str(error) or "Scaled.forward closes over a value" in str(error)

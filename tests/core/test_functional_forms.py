@@ -1,0 +1,147 @@
+"""The `function` decorator and `autograd_function`: one implementation, the class's rules and errors."""
+
+import inspect
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.cases import Linear
+
+
+@jaxfn.function
+def mul_constant(ctx, tensor, constant):
+    """Multiplies."""
+    ctx.constant = constant
+    return tensor * constant
+
+
+@mul_constant.backward
+def _(ctx, grad_output):
+    return grad_output * ctx.constant, None
+
+
+@jaxfn.function
+def separate(x, scale=2.0):
+    return x * scale
+
+
+@separate.setup_context
+def _(ctx, inputs, output):
+    _, ctx.scale = inputs
+
+
+@separate.backward
+def separate_backward(ctx, grad_output):
+    return {"x": grad_output * ctx.scale}
+
+
+def test_B1_decorated_function_keeps_its_identity():
+    assert mul_constant.__name__ == "mul_constant"
+    assert mul_constant.__doc__ == "Multiplies."
+    assert str(inspect.signature(mul_constant)) == "(tensor, constant)"
+    assert str(inspect.signature(separate)) == "(x, scale=2.0)"
+    assert pickle.loads(pickle.dumps(mul_constant)) is mul_constant
+    assert issubclass(mul_constant.Function, jaxfn.Function)
+    assert repr(mul_constant) == "<jaxfn function mul_constant>"
+    assert separate_backward(type("Ctx", (), {"scale": 3}), 2) == {"x": 6}  # registering returns the rule unchanged
+
+
+def test_B1_decorated_function_is_a_function_anywhere():
+    x = jnp.arange(3.0)
+    np.testing.assert_allclose(jax.jit(mul_constant)(x, 2.0), 2 * x)
+    np.testing.assert_allclose(jax.jit(mul_constant, static_argnames="constant")(x, constant=2.0), 2 * x)
+    np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: mul_constant(x, constant=4)))(x), np.full(3, 4.0))
+    np.testing.assert_allclose(jax.grad(separate)(1.0), 2.0)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: separate(x, scale=5.0)))(1.0), 5.0)
+    np.testing.assert_allclose(list(map(mul_constant, [1.0, 2.0], [3, 4])), [3.0, 8.0])
+
+
+def test_B1_decorated_method():
+    class Layer:
+        weight = 3.0
+
+        @jaxfn.function
+        def scale(ctx, self, x):
+            ctx.weight = self.weight
+            return x * self.weight
+
+        scale.backward(lambda ctx, g: (None, g * ctx.weight))
+
+    assert Layer().scale(2.0) == 6.0
+    assert jax.grad(Layer().scale)(2.0) == 3.0
+
+
+def test_B2_setup_context_registered_after_a_call():
+    @jaxfn.function
+    def f(ctx_or_x):
+        return ctx_or_x
+
+    with pytest.raises(TypeError, match=r"f\.apply\(\)"):
+        f(1.0)
+    f.setup_context(lambda ctx, inputs, output: None)
+    f.backward(lambda ctx, g: 7 * g)
+    assert f(1.0) == 1.0
+    assert jax.grad(f)(1.0) == 7.0
+
+
+def test_C_errors_are_those_of_the_class():
+    bad = jaxfn.autograd_function(lambda ctx, x: x, lambda ctx, g: (g, g))
+    bad.Function.__name__ = "bad"
+    with pytest.raises(RuntimeError, match="expected 1 \\(x\\), got 2"):
+        jax.grad(bad)(1.0)
+    with pytest.raises(NotImplementedError, match="cannot be differentiated"):
+        jax.grad(jaxfn.autograd_function(lambda ctx, x: x))(1.0)
+
+
+def linear_forward(ctx, input, weight, bias=None):
+    ctx.save_for_backward(input=input, weight=weight, bias=bias)
+    output = input @ weight.T
+    return output if bias is None else output + bias
+
+
+def linear_backward(ctx, grad_output):
+    s = ctx.saved_variables
+    grads = {"input": None, "weight": None, "bias": None}
+    if ctx.needs_input_grad.input:
+        grads["input"] = grad_output @ s.weight
+    if ctx.needs_input_grad.weight:
+        grads["weight"] = grad_output.T @ s.input
+    if s.bias is not None and ctx.needs_input_grad.bias:
+        grads["bias"] = grad_output.sum(0)
+    return grads
+
+
+linear = jaxfn.autograd_function(forward=linear_forward, backward=linear_backward)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_B5_B7_C5_r_torch_linear(with_bias, wrap):
+    args = (jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 3)), jnp.ones(4))[: 3 if with_bias else 2]
+    for argnums in ((0,), (1,), tuple(range(len(args)))):
+        ours, same = (
+            wrap(jax.grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), argnums=argnums))(*args) for f in (linear, Linear.apply)
+        )
+        jax.tree.map(np.testing.assert_array_equal, ours, same)
+
+
+def test_B5_r_torch_mul_constant():
+    multiply = jaxfn.autograd_function(
+        forward=lambda ctx, tensor, constant: ctx.save_for_backward(constant=constant) or tensor * constant,
+        backward=lambda ctx, grad_output: {"tensor": grad_output * ctx.saved_variables.constant},
+    )
+    assert multiply(jnp.float32(1), 2) == 2.0
+    assert jax.grad(multiply)(1.0, 2) == 2.0
+
+
+def test_B2_autograd_function_with_setup_context():
+    f = jaxfn.autograd_function(
+        lambda x: x**2,
+        lambda ctx, g: 2 * ctx.x * g,
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0]),
+    )
+    assert jax.grad(jax.grad(f))(3.0) == 2.0

@@ -1,0 +1,622 @@
+"""Contract rows B11, D4-D6 in detail: what `jvp` is given, what it may return, and where forward mode comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_derivatives import linear_call
+
+import jaxfn
+from jaxfn._protocol import tangents as _tangents
+from tests.conftest import NO_REMAT_TRANSPOSE
+from tests.core.test_compiled import residual_bytes
+from tests.core.test_forward_mode import ALL, DERIVATIVES, FURTHER, check, jit, taken
+from tests.support import cases
+from tests.support.cases import make_args, with_attributes
+
+X = jnp.array([0.3, -1.2])
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+def function(forward: Any, jvp: Any = None, backward: Any = None) -> Any:
+    made = jaxfn.function(forward)
+    if jvp is not None:
+        made.jvp(jvp)
+    if backward is not None:
+        made.backward(backward)
+    return made
+
+
+def tangent_of(f: Any, *args: Any) -> Any:
+    return jax.jvp(f, args, jax.tree.map(jnp.ones_like, args))[1]
+
+
+@WRAPS
+@pytest.mark.parametrize("materialize", [True, False])
+def test_B9_D4_the_tangents_that_jvp_gets(wrap, materialize):
+    """One for each input; of static ones and integers None; of unperturbed ones zeros or None."""
+    seen: list[Any] = []
+
+    @jaxfn.function
+    def f(ctx, x, pair, n, factor, *, option="a"):
+        ctx.set_materialize_grads(materialize)
+        return x + pair["a"] + pair["b"][0] + n + factor
+
+    @f.jvp
+    def _(ctx, *tangents):
+        seen.append(jax.tree.map(lambda t: (str(t.dtype), t.shape), tangents))
+        return tangents[1]["a"]
+
+    inputs = X, np.arange(2, dtype=np.int32)
+
+    def of_a(a):
+        return f(inputs[0], {"a": a, "b": [jnp.ones((2, 1))[0], None]}, inputs[1], 2.5, option="b")
+
+    np.testing.assert_array_equal(wrap(lambda a: tangent_of(of_a, a))(X), [1, 1])
+    vector, one = ("float32", (2,)), ("float32", (1,))
+    if materialize:
+        assert seen == [(vector, {"a": vector, "b": [one, None]}, None, None, None)]
+    else:
+        assert seen == [(None, {"a": vector, "b": [None, None]}, None, None, None)]
+
+
+@WRAPS
+def test_D4_needs_input_grad_in_jvp(wrap):
+    seen: list[Any] = []
+
+    @jaxfn.function
+    def f(ctx, x, w, factor):
+        return x * w
+
+    @f.jvp
+    def _(ctx, of_x, of_w, of_factor):
+        seen.append((tuple(ctx.needs_input_grad), ctx.num_inputs, ctx.num_outputs))
+        return of_w
+
+    wrap(lambda w: tangent_of(lambda w: f(X, w, 2), w))(X)
+    assert seen == [((False, True, False), 3, 1)]
+
+
+@WRAPS
+def test_D4_None_returned_is_a_zero_tangent(wrap):
+    """A symbolic one: a Function behind it is not asked for its derivative at all."""
+
+    def unwanted(ctx, tangent):
+        raise AssertionError("asked for the derivative of what has none")
+
+    split = function(lambda ctx, x: (x * 2, {"a": x, "b": [x, 3]}), lambda ctx, t: (t * 5, {"a": None, "b": [t, None]}))
+    nothing = function(lambda ctx, x: x * 2, lambda ctx, t: None)
+    behind = function(lambda ctx, x: x * 1, unwanted)
+
+    def f(x):
+        first, rest = split(x)
+        return first, rest["a"], rest["b"][0], nothing(x), behind(jax.lax.stop_gradient(nothing(x)))
+
+    tangents = wrap(lambda x: tangent_of(f, x))(X)
+    np.testing.assert_array_equal(tangents, [[5, 5], [0, 0], [1, 1], [0, 0], [0, 0]])
+
+
+@WRAPS
+def test_B11_what_jvp_reads(wrap):
+    """saved_tensors is what save_for_forward kept, once it was called; attributes are the same for both."""
+    seen: dict[str, Any] = {}
+
+    @jaxfn.function
+    def f(ctx, x, calls):
+        ctx.save_for_backward(x, None, y=x * 3)
+        if calls:
+            ctx.save_for_forward(x * 7)
+        if calls == 2:
+            ctx.save_for_forward(None, x * 5)
+        ctx.kept = {"array": x * 2, "text": "a"}
+        return x * 1
+
+    def log(name, ctx):
+        kept = ctx.kept["text"], ctx.kept["array"]
+        seen[name] = [ctx.saved_tensors, dict(ctx.saved_variables), kept]
+
+    @f.jvp
+    def _(ctx, tangent, _):
+        log("jvp", ctx)
+        return tangent
+
+    @f.backward
+    def _(ctx, grad_output):
+        log("backward", ctx)
+        return grad_output, None
+
+    x = jnp.float32(1)
+    for calls, expected in enumerate([[(1, None, 3), {"y": 3}], [(7,), {}], [(None, 5), {}]]):
+        with jax.disable_jit():
+            wrap(lambda x, calls=calls: tangent_of(lambda x: f(x, calls), x))(x)
+            wrap(jax.grad(lambda x, calls=calls: f(x, calls)))(x)
+        assert seen == {"jvp": [*expected, ("a", 2)], "backward": [(1, None, 3), {"y": 3}, ("a", 2)]}
+
+
+def test_B11_save_for_forward_takes_arrays_only():
+    f = function(lambda ctx, x: ctx.save_for_forward(x, [x]) or x)
+    with pytest.raises(TypeError, match="save_for_forward .* argument 1 is of type list"):
+        f(X)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_B4_a_jvp_beside_it_adds_nothing_to_what_is_saved(case):
+    """Nor does generate_jvp_rule, which has the same derivative in reverse mode."""
+    args = make_args(case)
+    for forward_mode in ({"jvp": staticmethod(lambda ctx, *tangents: None)}, {"generate_jvp_rule": True}):
+        assert residual_bytes(with_attributes(case, forward_mode), args) == residual_bytes(case.by_hand, args)
+
+
+def test_B4_only_what_backward_needs_and_jvp_needs_is_kept():
+    f = function(
+        lambda ctx, x: ctx.save_for_backward(x > 0) or jnp.maximum(x, 0),
+        lambda ctx, t: ctx.saved_tensors[0] * t,
+        lambda ctx, g: ctx.saved_tensors[0] * g,
+    )
+    assert residual_bytes(f, (jnp.ones(1000),)) == 1000
+    also = function(
+        lambda ctx, x: ctx.save_for_backward(x > 0) or ctx.save_for_forward(x < 0) or jnp.maximum(x, 0),
+        lambda ctx, t: ~ctx.saved_tensors[0] * t,
+        lambda ctx, g: ctx.saved_tensors[0] * g,
+    )
+    assert residual_bytes(jax.jit(also), (jnp.ones(1000),)) <= 2000
+
+
+@WRAPS
+def test_C16_D4_complex_tangents_are_the_same_in_torch_and_jax(wrap):
+    """While backward has torch's convention."""
+    square = function(
+        lambda ctx, z: ctx.save_for_backward(z) or z * z,
+        lambda ctx, t: 2 * ctx.saved_tensors[0] * t,
+        lambda ctx, g: 2 * jnp.conj(ctx.saved_tensors[0]) * g,
+    )
+    z, direction = jnp.array([1 + 2j, 0.5 - 1j]), jnp.array([0.3 - 1j, 2j])
+
+    def loss(f):
+        return lambda z: jnp.sum(jnp.sin(f(z)).real * 2 + f(z * 1j).imag)
+
+    for f in (
+        lambda f: jax.jvp(f, (z,), (direction,))[1],
+        lambda f: jax.jacfwd(f, holomorphic=True)(z),
+        lambda f: jax.grad(loss(f))(z),
+        lambda f: jax.jvp(jax.grad(loss(f)), (z,), (direction,))[1],
+        lambda f: jax.grad(lambda z: jax.jvp(loss(f), (z,), (direction,))[1])(z),
+        lambda f: jax.hessian(lambda x: loss(f)(x + 1j * x * x))(X),
+    ):
+        for ours, plain in zip(jax.tree.leaves(f(wrap(square))), jax.tree.leaves(f(lambda z: z * z)), strict=True):
+            np.testing.assert_allclose(ours, plain, rtol=1e-5)
+
+
+def test_C16_D4_a_real_tangent_for_a_complex_output():
+    f = function(lambda ctx, x: x + 1j * x, lambda ctx, t: t)
+    tangent = jax.jvp(f, (X,), (X,))[1]
+    assert tangent.dtype == jnp.complex64
+    np.testing.assert_array_equal(tangent, X)
+
+
+@WRAPS
+def test_D4_bfloat16(wrap):
+    """A float32 tangent is cast to the output's type; both modes give the inputs' type."""
+    f = function(
+        lambda ctx, x: ctx.save_for_backward(x) or x * x,
+        lambda ctx, t: 4.0 * ctx.saved_tensors[0].astype(jnp.float32) * t,
+        lambda ctx, g: 6.0 * ctx.saved_tensors[0].astype(jnp.float32) * g,
+    )
+    x = X.astype(jnp.bfloat16)
+    tangent, gradient = wrap(lambda x: tangent_of(f, x))(x), wrap(jax.grad(lambda x: f(x).sum()))(x)
+    hessian = wrap(jax.hessian(lambda x: f(x).sum()))(x)
+    assert tangent.dtype == gradient.dtype == hessian.dtype == jnp.bfloat16
+    np.testing.assert_allclose(tangent.astype(jnp.float32), 4 * X, rtol=1e-2)
+    np.testing.assert_allclose(gradient.astype(jnp.float32), 6 * X, rtol=1e-2)
+    np.testing.assert_allclose(hessian.astype(jnp.float32), 6 * np.eye(2), rtol=1e-2)
+
+
+@WRAPS
+def test_D4_python_scalars_and_outputs_that_are_inputs(wrap):
+    f = function(lambda ctx, x: (x, x * 2), lambda ctx, t: (3 * t, 4 * t), lambda ctx, g, h: 5 * g + 7 * h)
+    assert wrap(lambda x: jax.jvp(f, (x,), (1.0,))[1])(2.0) == (3, 4)
+    assert wrap(jax.grad(lambda x: sum(f(x))))(2.0) == 12
+
+
+def test_D4_a_Function_inside_jvp_has_its_own_rules():
+    inner = function(lambda ctx, x: x * 1, lambda ctx, t: 2 * t, lambda ctx, g: 3 * g)
+    outer = function(
+        lambda ctx, x: ctx.save_for_backward(x) or inner(x) ** 2,
+        lambda ctx, t: inner(ctx.saved_tensors[0]) * t,
+        lambda ctx, g: inner(ctx.saved_tensors[0]) * g,
+    )
+    for wrap in (lambda f: f, jax.jit):
+        assert wrap(jax.grad(jax.grad(outer)))(1.5) == 3
+        assert wrap(jax.jacfwd(jax.grad(outer)))(1.5) == 2
+        assert wrap(jax.grad(jax.jacfwd(outer)))(1.5) == 3
+        assert wrap(jax.jacfwd(jax.jacfwd(outer)))(1.5) == 2
+
+
+def test_D4_jvp_on_a_subclass_and_added_later():
+    class OnlyReverse(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return 3 * grad_output
+
+    class Both(OnlyReverse):
+        @staticmethod
+        def jvp(ctx, tangent):
+            return 2 * tangent
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        tangent_of(OnlyReverse.apply, 1.0)
+    assert tangent_of(Both.apply, 1.0) == 2
+    assert jax.grad(Both.apply)(1.0) == 3
+    OnlyReverse.jvp = Both.jvp
+    assert tangent_of(OnlyReverse.apply, 1.0) == 2
+
+
+# --- D5b: jvp alone
+
+
+def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
+    """Functions with a jvp and no backward, the same in plain JAX, and arguments."""
+
+    def softmax_jvp(ctx, tangent):
+        (y,) = ctx.saved_tensors
+        return y * (tangent - jnp.sum(y * tangent))
+
+    def pair_jvp(ctx, of_x, of_w):
+        x, w = ctx.saved_tensors
+        first = [t * y for t, y in ((of_x, w), (of_w, x)) if t is not None]
+        return sum(first[1:], start=first[0]), None if of_x is None else {"sin": jnp.cos(x) * of_x}
+
+    def pair(ctx, x, w):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_forward(x, w)
+        return x * w, {"sin": jnp.sin(x)}
+
+    return {
+        "output": (
+            function(lambda ctx, x: (lambda y: ctx.save_for_forward(y) or y)(jax.nn.softmax(x)), softmax_jvp),
+            jax.nn.softmax,
+            (X,),
+        ),
+        "several": (function(pair, pair_jvp), lambda x, w: (x * w, {"sin": jnp.sin(x)}), (X, X * 2)),
+        "intermediate": (
+            function(
+                lambda ctx, x: ctx.save_for_forward(jnp.exp(x)) or jnp.exp(x) * 1.0,
+                lambda ctx, t: ctx.saved_tensors[0] * t,
+            ),
+            jnp.exp,
+            (X,),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", jvp_only())
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "checkpoint", "of_jit"])
+def test_D5b_jvp_alone_gives_reverse_mode_too(name, wrap):
+    f, plain, args = jvp_only()[name]
+    check(jit(taken(wrap(f), ALL))(*args), jit(taken(plain, ALL))(*args))
+
+
+def test_D5b_mapped_and_only_some_inputs():
+    f, plain, _ = jvp_only()["several"]
+    rows = jnp.stack([X, X + 1, X - 2])
+    for g in (f, plain):
+        assert jnp.shape(jax.vmap(jax.grad(lambda x, w: g(x, w)[0].sum()), (0, None))(rows, X)) == (3, 2)
+    gradients = [
+        (
+            jax.vmap(jax.grad(lambda x, w: g(x, w)[0].sum(), (0, 1)), (0, None))(rows, X),
+            jax.grad(lambda w: jax.vmap(g, (0, None))(rows, w)[0].sum())(X),
+            jax.grad(lambda x: g(x, X)[1]["sin"].sum())(X),
+        )
+        for g in (f, plain)
+    ]
+    for ours, theirs in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+NONLINEAR = {
+    "clip": lambda g: jnp.clip(g, -1, 1),
+    "norm": lambda g: g / jnp.linalg.norm(g),
+    "norm with a branch": lambda g: jnp.where(jnp.linalg.norm(g) > 1, g / jnp.linalg.norm(g), g),
+    "sign": jnp.sign,
+    "square": lambda g: g * g,
+    "round": jnp.round,
+    "constant added": lambda g: g + 1,
+    "constant subtracted": lambda g: 0.5 - g,
+    "constant alone": jnp.ones_like,
+    "where with a constant": lambda g: jnp.where(jnp.array([True, False]), g, 2.0),
+    "where of itself": lambda g: jnp.where(g > 0, g, 0.0),
+    "relu": jax.nn.relu,
+    "maximum": lambda g: jnp.maximum(g, 0.1),
+    "concatenate": lambda g: jnp.concatenate([g[:1], jnp.ones(1)]),
+    "set": lambda g: g.at[0].set(3.0),
+    "pad": lambda g: jnp.pad(g[:1], (0, 1), constant_values=2.0),
+    "inside jit": jax.jit(lambda g: g + 1),
+    "inside cond": lambda g: jax.lax.cond(True, lambda g: g + 1, lambda g: g, g),
+    "inside scan": lambda g: jax.lax.scan(lambda c, _: (c + 1, None), g, None, length=2)[0],
+    "inside fori_loop": lambda g: jax.lax.fori_loop(0, 2, lambda i, c: c + 1, g),
+    "inside vmap": jax.vmap(lambda g: g + 1),
+    "inside checkpoint": jax.checkpoint(lambda g: g + 1),
+    "integers": lambda g: g.astype(jnp.int32).astype(jnp.float32),
+    "absolute": jnp.abs,
+    "sort": jnp.sort,
+    "subtracted in place": lambda g: g.at[0].subtract(1.0),
+    "subtracted from a constant": lambda g: X.at[0].subtract(g[0]),
+    "multiplied into a constant": lambda g: X.at[0].mul(g[0]),
+    "constant imaginary part": lambda g: (jax.lax.complex(g, X) * (1 + 1j)).real,
+    "filled": lambda g: jnp.take(g, jnp.array([0, 7]), mode="fill", fill_value=1.0),
+    "stacked beside a constant": lambda g: jnp.stack([g[0], jnp.float32(2.0)]),
+    "custom_jvp": lambda g: _plus_one(g),
+    "another Function": lambda g: PlusOne.apply(g),
+    "product with itself": lambda g: g * g,
+    "divisor": lambda g: 1 / (2 + g),
+    "clipped": lambda g: jnp.clip(g, -1.0, 1.0),
+}
+
+
+@jax.custom_jvp
+def _plus_one(g):
+    return g + 1.0
+
+
+_plus_one.defjvp(lambda primals, tangents: (_plus_one(*primals), *tangents))
+
+
+class SquareForward(cases.Square):
+    generate_jvp_rule = True
+
+
+class PlusOne(jaxfn.Function):
+    generate_jvp_rule = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
+@pytest.mark.parametrize("rule", NONLINEAR)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["eager", "vmap"])
+def test_D5b_a_nonlinear_jvp_is_refused_in_reverse_mode(rule, transform):
+    """And forward mode does what it says."""
+    f = function(lambda ctx, x: x * 2, lambda ctx, t: NONLINEAR[rule](t))
+    args = (X[None] if transform is jax.vmap else X,)
+    tangent = jax.jvp(transform(f), args, (3 * args[0],))[1]
+    np.testing.assert_allclose(tangent.reshape(2), NONLINEAR[rule](3 * X), rtol=1e-6)
+    with pytest.raises(RuntimeError, match="jvp is not linear in its tangents, so reverse mode"):
+        jax.grad(lambda x: transform(f)(x).sum())(*args)
+
+
+# --- D5: generate_jvp_rule
+
+
+def generated(case: cases.Case) -> Any:
+    return with_attributes(case, {"generate_jvp_rule": True})
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_D5_generate_jvp_rule_against_plain_jax(case):
+    """Every right rule of `cases`, in every mix of modes."""
+    args = make_args(case)
+    which = ALL if case.name in ("exp", "straight_through", "linear_no_bias") else DERIVATIVES | FURTHER
+    check(jit(taken(generated(case), which))(*args), jit(taken(case.reference, which))(*args))
+
+
+@pytest.mark.parametrize("case", [c for c in cases.CASES if c.name in ("exp", "rotate", "relu", "dense")], ids=str)
+@pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint], ids=["vmap", "checkpoint"])
+def test_D5_generate_jvp_rule_mapped(case, transform):
+    args = make_args(case)
+    if transform is jax.vmap:
+        args = jax.tree.map(lambda x: jnp.stack([x, x + 0.01]), args)
+    got, expected = (jit(taken(transform(f), DERIVATIVES))(*args) for f in (generated(case), case.reference))
+    check(got, expected)
+
+
+@pytest.mark.parametrize("rule", NONLINEAR)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["eager", "vmap"])
+def test_D5_a_nonlinear_backward_is_refused_in_forward_mode(rule, transform):
+    """And reverse mode is untouched."""
+    f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: NONLINEAR[rule](g))
+    f.Function.generate_jvp_rule = True
+    args = (X[None] if transform is jax.vmap else X,)
+    (gradient,) = jax.vjp(transform(f), *args)[1](3 * args[0])
+    np.testing.assert_allclose(gradient.reshape(2), NONLINEAR[rule](3 * X), rtol=1e-6)
+    with pytest.raises(RuntimeError, match="backward is not linear in its gradients, so generate_jvp_rule"):
+        jax.jvp(transform(f), args, args)
+
+
+LINEAR = {
+    "plus zero": lambda g: g + 0.0,
+    "plus zeros": lambda g: g + jnp.zeros_like(g),
+    "minus itself": lambda g: 2 * g - g,
+    "masked": lambda g: jnp.where(jnp.array([True, False]), g, 0.0),
+    "zeros": jnp.zeros_like,
+    "none": lambda g: None,
+    "placed": lambda g: jnp.zeros(2).at[1].add(g[0]),
+    "set in zeros": lambda g: jnp.zeros(2).at[1].set(g[0]),
+    "padded": lambda g: jnp.pad(g[1:], (1, 0)),
+    "concatenated": lambda g: jnp.concatenate([g[1:], jnp.zeros(1)]),
+    "reversed": lambda g: g[::-1],
+    "cumulative": jnp.cumsum,
+    "matrix": lambda g: jnp.array([[1.0, 2.0], [3.0, 4.0]]) @ g,
+    "inside jit": jax.jit(lambda g: 3 * g),
+    "inside cond": lambda g: jax.lax.cond(True, lambda g: 3 * g, lambda g: g, g),
+    "inside scan": lambda g: jax.lax.scan(lambda c, _: (c * 2, None), g, None, length=2)[0],
+    "inside checkpoint": jax.checkpoint(lambda g: 3 * g),
+    "stacked": lambda g: jnp.stack([g, jnp.zeros(2)])[0],
+    "mean": lambda g: jnp.full(2, 1.0) * g.mean(),
+    "solved": lambda g: jax.scipy.linalg.solve_triangular(jnp.array([[2.0, 0.0], [1.0, 3.0]]), g, lower=True),
+    "rounded type": lambda g: g.astype(jnp.bfloat16).astype(jnp.float32),
+    "chosen": lambda g: jnp.select([X > 1, X > 0], [g, 2 * g], 0.0),
+    "chosen by a literal": lambda g: jax.lax.select_n(True, jnp.zeros(2), g),
+    "recurrent": lambda g: jax.lax.scan(lambda c, gx: (c * gx[1] + gx[0], c), jnp.float32(0), (g, X), reverse=True)[1],
+    "derivative of a scan": lambda g: jax.vjp(
+        lambda x: jax.lax.scan(lambda c, y: (jnp.tanh(c + y), c), jnp.zeros(()), x)[1], X
+    )[1](g)[0],
+    "multiplied in place": lambda g: g.at[0].multiply(X[1]),
+    "taken": lambda g: jnp.take(g, jnp.array([1, 1])),
+    "divided": lambda g: g / X,
+    "complex": lambda g: (jax.lax.complex(g, 2 * g) * (1 + 1j)).real,
+    "equations": lambda g: jnp.linalg.solve(jnp.array([[2.0, 1.0], [1.0, 3.0]]), g),
+    "equations with another result": lambda g: jax.lax.custom_linear_solve(
+        lambda x: X * x, g, *[lambda matvec, b: (b / X, jnp.float32(0))] * 2, has_aux=True
+    )[0],
+    "convolved": lambda g: jnp.convolve(g, X, mode="same"),
+    "transformed": lambda g: jnp.fft.fft(g).real,
+    "sorted by a constant": lambda g: g[jnp.argsort(X)],
+    "forward mode of a Function": lambda g: jax.jvp(SquareForward.apply, (X,), (g,))[1],
+    "derivative of a Function": lambda g: jax.vjp(cases.Square.apply, X)[1](g)[0],
+    "maximum's derivative": lambda g: jax.vjp(jnp.max, X)[1](g[0])[0],
+    "pooling's derivative": lambda g: jax.vjp(
+        lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2,), (1,), "SAME"), X
+    )[1](g)[0],
+    "normalization's derivative": lambda g: jax.vjp(lambda x: x / jnp.sqrt((x * x).sum()), X)[1](g)[0],
+    "softmax's derivative": lambda g: jax.vjp(jax.nn.log_softmax, X)[1](g)[0],
+    "sort's derivative": lambda g: jax.vjp(jnp.sort, X)[1](g)[0],
+}
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=NO_REMAT_TRANSPOSE) if rule == "inside checkpoint" else rule for rule in LINEAR]
+)
+def test_D5_what_is_linear_is_not_refused(rule):
+    """Forward mode is then the transposed matrix of reverse mode."""
+    f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: LINEAR[rule](g))
+    f.Function.generate_jvp_rule = True
+    for transform in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(jax.jacfwd(transform(f))(X), jax.jacrev(f)(X), rtol=1e-2)
+
+
+def test_D5_what_is_said_to_be_linear_is_looked_into():
+    def tangent(rule):
+        f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: linear_call(rule, lambda r, v: v * r, X, g))
+        f.Function.generate_jvp_rule = True
+        return jax.jvp(f, (X,), (2 * X,))[1]
+
+    np.testing.assert_allclose(tangent(lambda r, v: v * r), 2 * X * X, rtol=1e-6)
+    with pytest.raises(RuntimeError, match="backward is not linear in its gradients"):
+        tangent(lambda r, v: v + r)
+
+
+def test_D5_generate_jvp_rule_and_a_jvp():
+    class Both(cases.Square):
+        generate_jvp_rule = True
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent
+
+    for call in (Both.apply, jax.grad(Both.apply), lambda x: tangent_of(Both.apply, x)):
+        with pytest.raises(RuntimeError, match="Both has both generate_jvp_rule=True and a jvp"):
+            call(1.0)
+
+
+# --- D6, C13: no rule for a mode
+
+
+def test_D6_no_forward_mode_without_a_rule():
+    for f in (lambda f: jax.jvp(f, (1.0,), (1.0,)), lambda f: jax.jacfwd(f)(1.0), lambda f: jax.hessian(f)(1.0)):
+        with pytest.raises(TypeError, match="forward-mode"):
+            f(cases.Square.apply)
+    assert jax.grad(cases.Square.apply)(1.0) == 2
+    assert jax.jacrev(jax.jacrev(cases.Square.apply))(1.0) == 2
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_C13_no_rule_at_all(mode):
+    class Bare(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+    class Generated(Bare):
+        generate_jvp_rule = True
+
+    assert Bare.apply(2.0) == Generated.apply(2.0) == 4
+    for f in (Bare, Generated):
+        if mode == "forward":
+            with pytest.raises(TypeError, match="forward-mode"):  # JAX's own message
+                tangent_of(f.apply, 1.0)
+        else:
+            with pytest.raises(NotImplementedError, match=f"{f.__name__} cannot be differentiated"):
+                jax.grad(f.apply)(1.0)
+
+
+# --- What jvp may not return
+
+TWO = lambda ctx, x: (x * 2, x * 3)  # noqa: E731
+ONE = lambda ctx, x: x * 2  # noqa: E731
+
+
+def marking(ctx, x):
+    y = x * 3
+    ctx.mark_non_differentiable(y)
+    return x * 2, y
+
+
+WRONG = {
+    "too few": ("count", TWO, lambda t: t, RuntimeError, "expected 2, one for each output of forward, got 1"),
+    "too many": ("count", ONE, lambda t: (t, t), RuntimeError, "expected 1, .* got 2"),
+    "list for several": ("count", TWO, lambda t: [t, t], RuntimeError, "expected 2, .* got 1"),
+    "number": ("type", ONE, lambda t: 1.0, TypeError, "a Python float as the tangent of output 0.*shape .2,."),
+    "text": ("type", TWO, lambda t: (t, "a"), TypeError, "a Python str as the tangent of output 1"),
+    "key": ("type", ONE, lambda t: jax.random.key(0), TypeError, "a random key as the tangent of output 0"),
+    "integer output": (
+        "integer", lambda ctx, x: (x, x.astype(int)), lambda t: (t, t), RuntimeError,
+        "different than None for output 1, .*its dtype is int32",
+    ),
+    "marked output": ("integer", marking, lambda t: (t, t), RuntimeError, "None for output 1, .*marked so"),
+    "Python output": (
+        "integer", lambda ctx, x: (x, 3), lambda t: (t, t), RuntimeError, "None for output 1, .*the Python value 3",
+    ),
+    "Python value inside": (
+        "integer", lambda ctx, x: {"a": x, "n": 3}, lambda t: {"a": t, "n": t}, RuntimeError, r"output 0\['n'\]",
+    ),
+    "missing leaf": (
+        "structure", lambda ctx, x: {"a": x, "b": x}, lambda t: {"a": t}, RuntimeError,
+        "output 0 .* structure: nothing was returned for .'b'.",
+    ),
+    "one for a tree": ("structure", lambda ctx, x: [x, x], lambda t: t, RuntimeError, "output 0 .* structure"),
+    "unknown leaf": (
+        "structure", lambda ctx, x: {"a": x}, lambda t: {"a": t, "z": t}, RuntimeError, "there is nothing at .'z'.",
+    ),
+    "shape": ("shape", ONE, lambda t: t[:1], RuntimeError, r"shape \(1,\) for output 0: .* shape \(2,\)"),
+    "broadcast": ("shape", ONE, lambda t: t[None], RuntimeError, r"shape \(1, 2\) for output 0"),
+    "scalar": ("shape", TWO, lambda t: (t, t.sum()), RuntimeError, r"shape \(\) for output 1"),
+    "complex": ("complex", ONE, lambda t: t * 1j, TypeError, r"complex64\) for output 0, which is real \(float32\)"),
+}  # fmt: skip
+
+
+@WRAPS
+@pytest.mark.parametrize("what", WRONG)
+def test_D4_what_jvp_may_not_return(what, wrap):
+    _, forward, returned, kind, message = WRONG[what]
+    f = function(forward, lambda ctx, t: returned(t))
+    f.Function.__name__ = "Wrong"
+    with pytest.raises(kind, match=r"Wrong\.jvp returned .*" + message):
+        wrap(lambda x: tangent_of(lambda x: [y for y in jax.tree.leaves(f(x)) if hasattr(y, "dtype")], x))(X)
+
+
+def test_D4_every_refusal_has_a_test():
+    assert {row for row, *_ in WRONG.values()} == set(_tangents._MESSAGES)
+
+
+def test_D4_structures_that_are_allowed():
+    """None for a subtree; any mapping of the output's structure; a namedtuple for a tuple."""
+    f = function(lambda ctx, x: ({"a": x, "b": [x, x]}, x), lambda ctx, t: ({"b": None, "a": t}, t * 2))
+    first, second = tangent_of(f, X)
+    np.testing.assert_array_equal(first["a"], [1, 1])
+    np.testing.assert_array_equal(first["b"], np.zeros((2, 2)))
+    np.testing.assert_array_equal(second, [2, 2])
+    g = function(lambda ctx, x: (x, x), lambda ctx, t: cases.Pair(t, None))
+    np.testing.assert_array_equal(tangent_of(g, X), [[1, 1], [0, 0]])

@@ -1,0 +1,19 @@
+"""Every Function of `cases` through every transformation, against plain JAX of the same derivatives."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.cases import CASES
+from tests.support.transformations import TRANSFORMATIONS
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_E1_E2_D1_D2_D3_matrix(name, case):
+    got = TRANSFORMATIONS[name](case, case.apply)
+    expected = TRANSFORMATIONS[name](case, case.reference)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.dtype(ours.dtype) == np.dtype(theirs.dtype)
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)

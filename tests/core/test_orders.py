@@ -1,0 +1,273 @@
+"""Contract rows D: derivatives of every order, against the numbers that mathematics and torch give."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.conftest import COMING, RUNS_PRIMAL_TOO
+from tests.support.cases import Gelu, StraightThrough
+
+
+def nth(f, n):
+    for _ in range(n):
+        f = jax.grad(f)
+    return f
+
+
+WRAPS = pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f, n: nth(f, n),
+        lambda f, n: jax.jit(nth(f, n)),
+        lambda f, n: nth(jax.jit(f), n),
+        lambda f, n: nth(jax.checkpoint(f), n),
+        lambda f, n: lambda x: jax.vmap(nth(f, n))(jnp.full(2, x))[0],
+        lambda f, n: nth(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=1)[0], n),
+    ],
+    ids=["eager", "jit", "grad_of_jit", "checkpoint", "vmap", "scan"],
+)
+
+
+@WRAPS
+def test_D1_straight_through_at_every_order(wrap):
+    f = lambda x: (StraightThrough.apply(x) - 1) ** 2  # noqa: E731
+    assert [float(wrap(f, n)(2.3)) for n in (1, 2, 3)] == [2.0, 2.0, 0.0]
+
+
+def test_D1_a_plain_custom_vjp_is_wrong():
+    plain = jax.custom_vjp(lambda x: jnp.round(x))
+    plain.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
+    assert jax.grad(jax.grad(lambda x: (plain(x) - 1) ** 2))(2.3) == 0.0
+
+
+@WRAPS
+def test_D2_saved_output(wrap):
+    @jaxfn.function
+    def round_(ctx, x):
+        y = jnp.round(x)
+        ctx.save_for_backward(y)
+        return y
+
+    round_.backward(lambda ctx, g: g * ctx.saved_tensors[0])
+    f = lambda x: (round_(x) - 1) ** 2  # noqa: E731
+    assert [float(wrap(f, n)(2.3)) for n in (1, 2, 3)] == [4.0, 12.0, 28.0]
+
+
+@WRAPS
+def test_D2_saved_input_of_a_wrong_rule(wrap):
+    """The rule x^2 for the function x, saved input: derivatives x^2, 2x, 2."""
+    f = jaxfn.autograd_function(
+        lambda ctx, x: ctx.save_for_backward(x) or x * 1.0, lambda ctx, g: g * ctx.saved_tensors[0] ** 2
+    )
+    np.testing.assert_allclose([wrap(f, n)(3.0) for n in (1, 2, 3)], [9.0, 6.0, 2.0])
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_D2_inputs_that_are_one_object(same):
+    """Two inputs that hold one array must not be taken for each other when only one is differentiated."""
+    f = jaxfn.autograd_function(
+        lambda ctx, x, w: ctx.save_for_backward(x) or x * w, lambda ctx, g: (None, g * ctx.saved_tensors[0] ** 2)
+    )
+    v = jnp.float32(3.0)
+    w = v if same else jnp.float32(3.0)
+    inner = jax.grad(f, argnums=1)
+    assert jax.grad(inner, argnums=0)(v, w) == 6.0
+    assert jax.grad(inner, argnums=1)(v, w) == 0.0
+
+
+@WRAPS
+@pytest.mark.parametrize("kept", ["positional", "named", "attribute"])
+def test_D3_saved_intermediate(wrap, kept):
+    @jaxfn.function
+    def sine(ctx, x):
+        c = jnp.cos(x)
+        if kept == "positional":
+            ctx.save_for_backward(c)
+        elif kept == "named":
+            ctx.save_for_backward(c=c)
+        else:
+            ctx.c = {"nested": [c]}
+        return jnp.sin(x)
+
+    @sine.backward
+    def _(ctx, g):
+        c = ctx.c["nested"][0] if kept == "attribute" else ctx.saved_tensors[0]
+        return g * c
+
+    expected = [np.cos(0.4), -np.sin(0.4), -np.cos(0.4), np.sin(0.4)]
+    np.testing.assert_allclose([wrap(sine, n)(0.4) for n in (1, 2, 3, 4)], expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("save", ["all", "needed", "intermediates"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+def test_D8_mixed_partials_with_a_guarded_backward(save, wrap):
+    @jaxfn.function
+    def multiply(ctx, x, w):
+        need_x, need_w = ctx.needs_input_grad if save != "all" else (True, True)
+        if save == "intermediates":
+            ctx.save_for_backward(x * 1.0 if need_w else None, w * 1.0 if need_x else None)
+        else:
+            ctx.save_for_backward(x if need_w else None, w if need_x else None)
+        return x * w
+
+    @multiply.backward
+    def _(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w if ctx.needs_input_grad[0] else None, g * x if ctx.needs_input_grad[1] else None
+
+    loss = wrap(lambda x, w: multiply(x, w) ** 2)
+    args = jnp.float32(2.0), jnp.float32(3.0)
+    assert jax.grad(jax.grad(loss, 0), 1)(*args) == 24.0
+    assert jax.grad(jax.grad(loss, 1), 0)(*args) == 24.0
+    assert jax.grad(jax.grad(jax.grad(loss, 0), 1), 1)(*args) == 8.0
+    assert jax.grad(jax.grad(jax.grad(loss, 0), 0), 1)(*args) == 12.0
+    np.testing.assert_allclose(jax.jacrev(jax.jacrev(loss, (0, 1)), (0, 1))(*args), [[18.0, 24.0], [24.0, 8.0]])
+
+
+def test_D8_outputs_that_depend_on_the_flags_are_refused():
+    @jaxfn.function
+    def f(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return (x * w, x) if ctx.needs_input_grad.w else (x * w,)
+
+    f.backward(lambda ctx, g, *_: (g * ctx.saved_tensors[1], g * ctx.saved_tensors[0]))
+    inner = jax.grad(lambda x, w: f(x, w)[0] ** 2, 0)
+    if not COMING:  # which runs the primal too
+        # Eagerly forward is told of both derivatives, so that it returns the same.
+        assert jax.grad(inner, 1)(2.0, 3.0) == 24.0
+    with pytest.raises(RuntimeError, match="must not depend on ctx.needs_input_grad"):
+        jax.grad(jax.jit(inner), 1)(2.0, 3.0)
+
+
+def test_D9_backward_runs_once_for_an_output_used_twice():
+    calls = []
+
+    @jaxfn.function
+    def f(ctx, x):
+        y = x * 2
+        ctx.save_for_backward(y)
+        return y
+
+    @f.backward
+    def _(ctx, g):
+        calls.append(1)
+        return g + 1 + 0 * ctx.saved_tensors[0]  # affine, not linear: two calls would add two ones
+
+    assert jax.grad(lambda x: f(x) * 3 + f(x) * 0)(1.0) == 5.0
+    calls.clear()
+
+    def twice(x):
+        y = f(x)
+        return y * y
+
+    assert jax.grad(twice)(1.0) == 5.0
+    assert len(calls) == 1
+    # d/dx of (2y + 1) with dy/dx by the affine rule: its cotangent is 2, so 3; one call for the inner derivative,
+    # one for the outer.
+    calls.clear()
+    assert jax.grad(jax.grad(twice))(1.0) == 3.0
+    assert len(calls) == 2
+
+
+def test_D9_saved_output_and_downstream_use_meet():
+    calls = []
+
+    @jaxfn.function
+    def f(ctx, x):
+        y = x * 2
+        ctx.save_for_backward(y)
+        return y
+
+    @f.backward
+    def _(ctx, g):
+        calls.append(1)
+        return g * ctx.saved_tensors[0] + 1
+
+    # First derivative of y^2: 2y * y + 1. Its derivative reaches y through the cotangent and through the saved output:
+    # cotangent of y is 4y, so the outer backward gives 4y * y + 1 = 17 at y = 2, in one call (two would add 1 more).
+    assert jax.grad(jax.grad(lambda x: f(x) ** 2))(1.0) == 17.0
+    assert len(calls) == 2
+
+
+def test_E5_nothing_differentiates_a_forward_that_cannot_be():
+    """Not at second order either: torch's double-backward idiom with an opaque forward."""
+
+    @jaxfn.function
+    def opaque(ctx, x):
+        ctx.save_for_backward(x)
+        return jax.pure_callback(
+            lambda v: np.sin(v), jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+        )
+
+    opaque.backward(lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]))
+    for wrap in (lambda f: f, jax.jit):
+        got = [wrap(nth(opaque, n))(jnp.float32(0.3)) for n in (1, 2, 3)]
+        np.testing.assert_allclose(got, [np.cos(0.3), -np.sin(0.3), -np.cos(0.3)], rtol=1e-5)
+        np.testing.assert_allclose(nth(wrap(opaque), 2)(jnp.float32(0.3)), -np.sin(0.3), rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(nth(opaque, 2))(jnp.full(3, 0.3)), np.full(3, -np.sin(0.3)), rtol=1e-5)
+
+
+@RUNS_PRIMAL_TOO
+def test_A8_D3_forward_runs_once_where_it_saves_intermediates():
+    """At its first traced run too, when it is not known yet that it saves them."""
+
+    class Counted(Gelu):
+        runs = 0
+
+        @staticmethod
+        def forward(ctx, x):
+            Counted.runs += 1
+            return Gelu.forward(ctx, x)
+
+    gradient = jax.grad(lambda x: Counted.apply(x).sum())
+    jax.jit(gradient)(jnp.ones(2))
+    assert Counted.runs == 1
+    jax.jit(gradient)(jnp.ones(3))
+    assert Counted.runs == 2
+
+
+def _mean_over_i(x):
+    return jax.lax.pmean(jnp.sin(x), "i")
+
+
+@jax.jit
+def _sine_that_calls_back(x):
+    jax.debug.callback(lambda value: None, x)
+    return jnp.sin(x)
+
+
+def _sine_by_reference(x):
+    ref = jax.new_ref(jnp.zeros_like(x))
+    ref[...] = jnp.sin(x)
+    return ref[...]
+
+
+def _saving(intermediate):
+    """cos(x), whose rule is by an intermediate that operations with effects made."""
+
+    def forward(ctx, x):
+        ctx.save_for_backward(intermediate(x))
+        return jnp.cos(x)
+
+    return jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
+
+
+def test_D3_an_intermediate_that_a_collective_made():
+    xs = jnp.array([0.7, 0.9, 1.1])
+
+    def loss(gradient):
+        return lambda x: (jax.vmap(gradient, axis_name="i")(x) ** 2).sum()
+
+    expected = jax.grad(loss(_mean_over_i))(xs)
+    np.testing.assert_allclose(jax.grad(loss(jax.grad(_saving(_mean_over_i))))(xs), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss(jax.grad(_saving(_mean_over_i)))))(xs), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("intermediate", [_sine_that_calls_back, _sine_by_reference], ids=["callback", "reference"])
+def test_D3_an_intermediate_with_effects_on_its_way(intermediate):
+    twice = jax.grad(jax.grad(_saving(intermediate)))
+    np.testing.assert_allclose(twice(0.7), np.cos(0.7), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(twice)(0.7), np.cos(0.7), rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(twice)(jnp.full(2, 0.7)), np.full(2, np.cos(0.7)), rtol=1e-5)

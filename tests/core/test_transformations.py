@@ -1,0 +1,174 @@
+"""Contract rows E that the matrix does not show: collectives, callbacks, kernels, nesting."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxfn
+from tests.support.cases import CASES, Square, loss_of, make_args
+from tests.support.transformations import BATCH, over_batch
+
+LINEAR = next(case for case in CASES if case.name == "linear")
+
+
+def test_E1_pure_callback_inside_forward_under_everything():
+    @jaxfn.function
+    def host_sin(ctx, x):
+        ctx.save_for_backward(x)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(np.sin, shape, x, vmap_method="expand_dims")
+
+    host_sin.backward(lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]))
+    x = jnp.linspace(0.0, 1.0, 5)
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        np.testing.assert_allclose(jax.vmap(jax.grad(wrap(host_sin)))(x), np.cos(x), rtol=1e-6)
+        np.testing.assert_allclose(jax.grad(lambda x, w=wrap: jax.vmap(w(host_sin))(x).sum())(x), np.cos(x), rtol=1e-6)
+
+
+def test_E1_functions_nest_in_forward_and_backward():
+    @jaxfn.function
+    def outer(ctx, x):
+        ctx.save_for_backward(x)
+        return Square.apply(x) * x
+
+    outer.backward(lambda ctx, g: 3 * g * Square.apply(ctx.saved_tensors[0]))
+    f = outer
+    for order, expected in enumerate((12.0, 12.0, 6.0), start=1):
+        f = jax.grad(f)
+        assert f(2.0) == jax.jit(f)(2.0) == expected, order
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_E1_axis_names_inside_backward(order):
+    """A collective in forward and backward, under vmap and shard_map."""
+
+    @jaxfn.function
+    def total(ctx, x):
+        return x + jax.lax.psum(x, "i")
+
+    total.backward(lambda ctx, g: g + jax.lax.psum(g, "i"))
+
+    def loss(f):
+        return lambda x: jnp.sin(jax.vmap(f, axis_name="i")(x)).sum()
+
+    def nth(f):
+        for _ in range(order):
+            f = (lambda f: jax.grad(lambda x: jnp.sin(f(x)).sum()))(f)
+        return f
+
+    x = jnp.arange(3.0)
+    np.testing.assert_allclose(
+        jax.jit(nth(loss(total)))(x), nth(loss(lambda x: x + jax.lax.psum(x, "i")))(x), rtol=1e-5, atol=1e-6
+    )
+
+
+def collectives(compiled):
+    return sorted(re.findall(r" (all-[\w-]+|reduce-scatter|collective-[\w-]+)\(", compiled.as_text()))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_E2_same_collectives_in_sharded_jit(axis_type):
+    mesh = jax.make_mesh((BATCH,), ("d",), axis_types=(axis_type,))
+    x, w, b = make_args(LINEAR, BATCH)
+    args = (jax.device_put(x, NamedSharding(mesh, P("d"))), w, b)
+    found = []
+    with jax.set_mesh(mesh):
+        for f in (LINEAR.apply, LINEAR.by_hand):
+            gradient = jax.jit(jax.grad(loss_of(over_batch(LINEAR, f)), argnums=(0, 1, 2)))
+            found.append(collectives(gradient.lower(*args).compile()))
+    assert found[0] == found[1] != []
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_E2_replicated_weights_inside_shard_map(check_vma):
+    """Gradients taken inside: with check_vma they come out summed, as from plain JAX code."""
+    mesh = jax.make_mesh((BATCH,), ("d",), axis_types=(AxisType.Auto,))
+    x, (_, w, b) = jnp.arange(48.0).reshape(16, 3) / 50, make_args(LINEAR)
+
+    def gradient(f):
+        def local(x, w, b):
+            grads = jax.grad(loss_of(f), argnums=(1, 2))(x, w, b)
+            return grads if check_vma else jax.lax.psum(grads, "d")
+
+        specs = (P("d"), P(), P())
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma))
+
+    ours, plain = gradient(LINEAR.apply), gradient(LINEAR.reference)
+    for got, expected in zip(ours(x, w, b), plain(x, w, b), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+    whole = jax.grad(loss_of(LINEAR.reference), argnums=(1, 2))(x, w, b)
+    for got, expected in zip(ours(x, w, b), whole, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4)
+    assert collectives(ours.lower(x, w, b).compile()) == collectives(plain.lower(x, w, b).compile())
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+def test_E2_zeros_and_reverse_variance_inside_shard_map(materialize):
+    """Zeros for an unused output, and an unvarying gradient for a varying input, have the right varying axes."""
+
+    @jaxfn.function
+    def f(ctx, x):
+        ctx.set_materialize_grads(materialize)
+        return x * 2, x * 3
+
+    @f.backward
+    def _(ctx, g, unused):
+        assert (unused is None) != materialize
+        return jnp.ones(3) if unused is None else g * 2 + unused
+
+    mesh = jax.make_mesh((BATCH,), ("d",), axis_types=(AxisType.Auto,))
+    gradient = jax.shard_map(jax.grad(lambda x: f(x)[0].sum()), mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    np.testing.assert_allclose(jax.jit(gradient)(jnp.ones(24)), np.full(24, 2.0 if materialize else 1.0))
+
+
+def double_kernel(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2.0
+
+
+def call_kernel(x):
+    return pl.pallas_call(double_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+def test_E5_a_pallas_kernel_in_forward_and_backward(wrap):
+    double = jaxfn.autograd_function(lambda ctx, x: call_kernel(x), lambda ctx, g: call_kernel(g))
+    x = jnp.arange(8.0)
+    np.testing.assert_allclose(wrap(double)(x), 2 * x)
+    np.testing.assert_allclose(jax.grad(lambda x: (wrap(double)(x) ** 2).sum())(x), 8 * x)
+    np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: wrap(double)(x).sum()))(x[None])[0], np.full(8, 2.0))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_E5_an_ffi_call_in_forward_and_backward(wrap):
+    """LAPACK's Cholesky factorization, which jaxlib itself registers, called as a user's own kernel would be."""
+
+    jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # has jaxlib set up its LAPACK calls
+
+    def factor(a):
+        info = jax.ShapeDtypeStruct((), np.int32)
+        call = jax.ffi.ffi_call(
+            "lapack_spotrf_ffi", (jax.ShapeDtypeStruct(a.shape, a.dtype), info), input_output_aliases={0: 0}
+        )
+        # LAPACK counts columns first; the upper factor there is the lower one here.
+        return jnp.tril(call(a, uplo=np.uint8(ord("U")))[0])
+
+    @jaxfn.function
+    def logdet(ctx, a):
+        ctx.save_for_backward(a)
+        return 2 * jnp.log(jnp.diag(factor(a))).sum()
+
+    @logdet.backward
+    def _(ctx, g):
+        (a,) = ctx.saved_tensors
+        assert factor(a).shape == a.shape
+        return g * jnp.linalg.inv(a)
+
+    a = jnp.array([[4.0, 1.0], [1.0, 3.0]])
+    np.testing.assert_allclose(wrap(logdet)(a), np.log(11.0), rtol=1e-5)
+    np.testing.assert_allclose(wrap(jax.grad(logdet))(a), np.linalg.inv(a), rtol=1e-5)

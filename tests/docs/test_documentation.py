@@ -1,0 +1,79 @@
+"""Every example in the README and the docstrings runs, and the package is what it says it is."""
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxfn
+
+ROOT = Path(__file__).parents[2]
+MODULES = ["jaxfn", *(module.name for module in pkgutil.walk_packages(jaxfn.__path__, "jaxfn."))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    if name.startswith(("jaxfn._torch", "jaxfn._parity")):
+        pytest.importorskip("torch")
+    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    assert results.failed == 0
+
+
+def test_there_are_docstring_examples():
+    names = "Function FunctionCtx function autograd_function once_differentiable gradcheck gradgradcheck GradcheckError"
+    hooks = "saved_tensors_hooks save_on_host disable_saved_tensors_hooks"
+    for name in (*names.split(), *hooks.split(), "from_torch", "paritycheck", "record_oracle"):
+        doc = getattr(jaxfn, name).__doc__
+        assert ">>>" in doc and "Torch counterpart" in doc, name
+
+
+def test_all_that_users_are_handed_has_a_public_name_and_a_docstring():
+    namespace = {}
+    exec("from jaxfn import *", namespace)
+    assert set(jaxfn.__all__) <= namespace.keys()
+    assert dir(jaxfn) == sorted([*jaxfn.__all__, "Explanation", "__version__"])
+    assert all(getattr(jaxfn, name).__doc__ for name in jaxfn.__all__)
+    assert isinstance(jaxfn.gradcheck(lambda x: x * x, np.float64(1), return_report=True), jaxfn.Report)
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_readme_examples(block, capsys):
+    """Each block runs by itself; `print(...)  # expected` lines are checked."""
+    if re.search(r"^import .*\btorch\b", block, re.MULTILINE):
+        pytest.importorskip("torch")
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    expected = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+    assert capsys.readouterr().out.split("\n")[:-1] == expected
+
+
+def test_readme_has_examples_and_commands():
+    readme = (ROOT / "README.md").read_text()
+    assert len(BLOCKS) >= 3
+    assert "examples/digits.py" in readme and "pytest" in readme
+
+
+def test_import_needs_nothing_but_jax_and_numpy():
+    code = "import sys, jaxfn; assert not {'torch', 'equinox', 'optax', 'sklearn', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(re.match(r"\w+", d)[0] for d in dependencies) == ["jax", "jaxlib", "numpy"]
+
+
+def test_package_is_typed_and_uses_no_private_jax():
+    assert files("jaxfn").joinpath("py.typed").is_file()
+    for path in (ROOT / "jaxfn").rglob("*.py"):
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        imports = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+        assert "_src" not in names and not any("_src" in (n.module or "") for n in imports), path

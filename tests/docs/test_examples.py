@@ -1,0 +1,192 @@
+"""The examples print what they claim: each one's `main` runs here, and its results are checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxfn
+from tests.support.cases import host_memory_is_apart
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    """The example as a module; importing it must not run it."""
+    if name == "from_torch":
+        pytest.importorskip("torch")
+        pytest.importorskip("entmax")
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def digits() -> ModuleType:
+    return load("digits")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_importing_an_example_does_not_run_it(name, capsys):
+    assert callable(load(name).main)
+    assert capsys.readouterr().out == ""
+
+
+def test_digits_learns(digits):
+    results = digits.main([])
+    assert results.accuracy >= 0.95
+    assert results.compilations == 1
+    assert results.gradient_difference < 1e-6
+    assert results.largest_gradient > 0.1  # so the difference above says something
+    assert all(8 < levels <= 16 for levels in results.weight_levels)
+
+
+def test_digits_takes_other_operations(digits):
+    results = digits.main(["--epochs", "2", "--seed", "3"], ops=digits.PLAIN)
+    assert results.gradient_difference == 0
+    assert results.compilations == 1
+
+
+def test_digits_notices_a_wrong_gradient(digits):
+    data, params = digits.load_data(0), digits.init_params(0)
+
+    def quantize(weight):  # the right values and twice the gradient
+        rounded = digits.Quantize.apply(weight)
+        return 2 * rounded - jax.lax.stop_gradient(rounded)
+
+    wrong = digits.FUNCTIONS._replace(quantize=quantize)
+    difference, _ = digits.compare_gradients(wrong, params, data.train_images, data.train_labels)
+    assert difference > 1e-2
+
+
+def test_digits_gives_its_buffers_away(digits):
+    trainer = digits.Trainer(digits.FUNCTIONS, optax.adam(1e-3))
+    data, params = digits.load_data(0), digits.init_params(0)
+    state = trainer.optimizer.init(params)
+    batches = digits.shuffled_batches(np.random.default_rng(0), len(data.train_images))
+    trainer.epoch(params, state, data.train_images, data.train_labels, batches)
+    assert all(weight.is_deleted() for weight in params)
+    assert not data.train_images.is_deleted()
+
+
+def test_digits_relu_keeps_only_its_mask(digits):
+    _, vjp = jax.vjp(digits.ReLU.apply, jnp.array([-1.0, 2.0]))
+    assert [kept.dtype for kept in jax.tree.leaves(vjp)] == [bool]
+
+
+def test_decorator():
+    results = load("decorator").main()
+    w, x, y = (np.asarray(a, np.float64) for a in (results.weight, results.x, results.labels))
+    slopes = -y / (1 + np.exp(y * (x @ w)))
+    unclipped = slopes[:, None] * x
+    norms = np.linalg.norm(unclipped, axis=1, keepdims=True)
+    assert 0 < np.sum(norms > 1) < len(norms)  # some are clipped and some are not
+    np.testing.assert_allclose(results.gradients, unclipped / np.maximum(norms, 1), rtol=1e-5)
+    assert results.slope == 1
+    assert np.isnan(results.plain_slope)
+
+
+def test_functional():
+    functional = load("functional")
+    results = functional.main()
+    x, w, b = (np.asarray(results.arguments[name], np.float64) for name in ("input", "weight", "bias"))
+    delta = 2 * (x @ w.T + b)
+    expected = {"input": delta @ w, "weight": delta.T @ x, "bias": delta.sum(0)}
+    assert results.gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(results.gradients[name], gradient, rtol=1e-5, atol=1e-5)
+    delta = 2 * (x @ w.T)
+    assert results.without_bias.keys() == {"input", "weight"}
+    np.testing.assert_allclose(results.without_bias["input"], delta @ w, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(results.without_bias["weight"], delta.T @ x, rtol=1e-5, atol=1e-5)
+    assert results.mul_constant == 2
+
+
+def test_straight_through_hessian():
+    example = load("straight_through_hessian")
+    results = example.main()
+    assert results.jaxfn == 2.0
+    assert results.custom_vjp == 0.0
+    assert results.torch in (None, 2.0)
+    A, _ = example.least_squares()
+    np.testing.assert_allclose(results.newton.hessian, A.T @ A, rtol=1e-5)
+    np.testing.assert_array_equal(results.custom_vjp_newton.hessian, np.zeros((3, 3)))
+    assert results.newton.losses[0] == results.custom_vjp_newton.losses[0] > 1
+    assert results.newton.losses[-1] == pytest.approx(0, abs=1e-9)
+    assert results.custom_vjp_newton.losses[-1] > results.custom_vjp_newton.losses[0]
+
+
+def test_from_torch_trains_as_torch_does():
+    results = load("from_torch").main(["--steps", "60"])
+    assert results.largest_difference < 1e-3
+    assert results.torch_losses[-1] < results.torch_losses[0] / 4
+    assert results.accuracy > 0.9
+    assert results.compilations == 1
+
+
+def test_digits_trains_as_well_with_bfloat16_residuals(digits):
+    def pack(x):
+        return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+
+    def unpack(x):
+        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+
+    exact = digits.main(["--epochs", "10"])
+    with jaxfn.saved_tensors_hooks(pack, unpack):
+        results = digits.main(["--epochs", "10"])
+    assert exact.accuracy > 0.9
+    assert abs(results.accuracy - exact.accuracy) <= 0.01
+    assert results.compilations == 1
+    assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really in force
+
+
+def test_second_order():
+    results = load("second_order").main(num_steps=6)
+    assert max(results.differences.values()) < 1e-5
+    assert all(time > 0 for time in results.milliseconds.values())
+    assert results.losses[-1] < results.losses[0] / 2
+    assert results.accuracy > 0.7
+
+
+def test_second_order_products_are_products_with_the_matrices():
+    example = load("second_order")
+    images, labels = jnp.eye(64)[:3], jnp.array([3, 1, 4])
+    problem = example.Problem(example.FUNCTIONS, images, labels)
+    direction = jnp.cos(jnp.arange(float(problem.start.size)))
+    plain = example.Problem(example.PLAIN, images, labels)
+    jacobian = jax.jacrev(plain.logits)(problem.start).reshape(30, -1)
+    curvature = jax.hessian(lambda y: plain.ops.cross_entropy(y.reshape(3, 10), labels))(
+        plain.logits(problem.start).ravel()
+    )
+    expected = jacobian.T @ (curvature @ (jacobian @ direction))
+    product = problem.gauss_newton_product(problem.start, direction)
+    np.testing.assert_allclose(product, expected, rtol=1e-3, atol=1e-6)
+    for product in (problem.hessian_product, problem.hessian_product_in_reverse):
+        difference = jax.grad(plain.loss)(problem.start + 1e-2 * direction) - jax.grad(plain.loss)(
+            problem.start - 1e-2 * direction
+        )
+        np.testing.assert_allclose(product(problem.start, direction), difference / 2e-2, rtol=0.05, atol=2e-3)
+
+
+def test_residual_hooks():
+    example = load("residual_hooks")
+    results = example.main()
+    saved = 2 * example.LAYERS * example.BATCH * example.WIDTH * 4  # two arrays for each layer
+    plain = results["no hooks"].device
+    assert plain - results["bfloat16"].device == saved / 2
+    assert 0.73 * saved < plain - results["int8"].device < 0.75 * saved
+    on_host = saved if host_memory_is_apart() else 0
+    assert (plain - results["host memory"].device, results["host memory"].host) == (on_host, on_host)
+    assert results["no hooks"].gradient_error == results["host memory"].gradient_error == 0
+    assert 0 < results["bfloat16"].gradient_error < 0.01
+    assert 0 < results["int8"].gradient_error < 0.02

@@ -1,0 +1,692 @@
+"""Rows H1-H5, H8-H10: torch Functions taken over by `from_torch`, beside the very same classes in torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+
+torch = pytest.importorskip("torch")
+
+from tests.parity.test_against_torch import Jax, JittedJax, Torch, assert_same  # noqa: E402
+from tests.support.torch_functions import CASES, Case  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        yield
+
+
+def of_arrays(function: Any, args: tuple[Any, ...]) -> tuple[Any, list[np.ndarray]]:
+    """A function of the arrays among a Function's arguments, and those."""
+    leaves, tree = jax.tree.flatten(args, is_leaf=lambda leaf: leaf is None)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+
+    def call(*arrays):
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return function.apply(*jax.tree.unflatten(tree, filled))
+
+    return call, [leaves[i] for i in places]
+
+
+@pytest.mark.filterwarnings("ignore:'saved_variables' is deprecated")
+@pytest.mark.parametrize("library", [Jax, JittedJax])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_H1_outputs_and_derivatives_are_those_of_torch(case: Case, library: Any):
+    theirs, arrays = of_arrays(case.function, case.args)
+    ours, _ = of_arrays(jaxfn.from_torch(case.function), case.args)
+    want = Torch.derivatives(theirs, arrays, case.order)
+    for got, expected in zip(library.derivatives(ours, arrays, case.order), want, strict=True):
+        assert_same(got, expected, 1e-8)
+
+
+@pytest.mark.parametrize(
+    "name", ["LinearFunction", "MaskedReLU", "Triangle", "Softmax", "AppliesAnother", "PickLogits"]
+)
+def test_H1_under_vmap_and_scan(name: str):
+    """A batch of calls, of their gradients too, is the same as one call after another."""
+    call, arrays = of_arrays(jaxfn.from_torch(CASES[name].function), CASES[name].args)
+    argnums = [i for i, x in enumerate(arrays) if x.dtype.kind == "f"]
+    gradient = jax.grad(lambda *xs: (call(*xs) ** 2).sum(), argnums)
+    batches = [jnp.stack([x, x[::-1], -x if x.dtype.kind == "f" else x]) for x in arrays]
+    one_by_one = [gradient(*(batch[i] for batch in batches)) for i in range(3)]
+    want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one_by_one)
+    assert_same(jax.vmap(gradient)(*batches), [np.asarray(x) for x in want])
+    scanned = jax.jit(lambda *xs: jax.lax.scan(lambda carry, x: (carry, gradient(*x)), 0, xs)[1])(*batches)
+    assert_same(scanned, [np.asarray(x) for x in want])
+    of_batch = jax.jit(jax.grad(lambda *xs: (jax.vmap(call)(*xs) ** 2).sum(), argnums))(*batches)
+    assert_same(of_batch, [np.asarray(x) for x in want])
+
+
+def test_H1_is_a_Function_of_the_same_name():
+    Linear = jaxfn.from_torch(CASES["LinearFunction"].function)
+    assert issubclass(Linear, jaxfn.Function)
+    assert (Linear.__name__, Linear.__doc__) == ("LinearFunction", CASES["LinearFunction"].function.__doc__)
+    assert Linear.apply is Linear.apply
+    assert jaxfn.from_torch(CASES["LinearFunction"].function) is Linear
+    x, weight = np.ones((2, 3)), np.ones((4, 3))
+    assert_same([Linear.apply(x, bias=None, weight=weight)], [np.full((2, 4), 3.0)])
+    with pytest.raises(TypeError, match=r"LinearFunction.apply\(input, weight, bias=None, \*, key=None\): missing"):
+        Linear.apply(x)
+
+
+def test_H1_separate_style_has_its_own_parameters():
+    F = jaxfn.from_torch(CASES["SeparateStyle"].function)
+    for result in (F.apply(np.ones(2), 3.0), F.apply(scale=3.0, x=np.ones(2))):
+        assert_same([result], [np.tanh(np.full(2, 3.0))])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "complex64"])
+def test_H1_dtypes_are_kept(dtype: str):
+    x = jnp.arange(3).astype(dtype)
+    result = jaxfn.from_torch(CASES["MulConstant"].function).apply(x, 2)
+    assert result.dtype == dtype
+    assert_same([result.astype("complex128")], [np.arange(3) * 2 + 0j])
+
+
+def test_H1_second_derivatives_use_all_flags_in_force():
+    """d²/dxdw of (x·w)² is 4xw at the second order, also where backward looks at needs_input_grad."""
+    Linear = jaxfn.from_torch(CASES["LinearFunction"].function)
+
+    def square(x, w):
+        return (Linear.apply(x.reshape(1, 1), w.reshape(1, 1)) ** 2).sum()
+
+    assert jax.grad(jax.grad(square, 0), 1)(2.0, 3.0) == 24
+    assert jax.jit(jax.grad(jax.grad(square, 1), 0))(2.0, 3.0) == 24
+
+
+def test_H1_only_a_torch_Function_is_taken():
+    with pytest.raises(TypeError, match="from_torch takes a subclass of torch.autograd.Function, not <function"):
+        jaxfn.from_torch(lambda x: x)
+
+
+def counting():
+    """A torch Function, and a list that grows when its Python code runs."""
+    runs: list[str] = []
+
+    class Counting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, power):
+            runs.append("forward")
+            ctx.save_for_backward(x)
+            ctx.power = power
+            return x**power
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            runs.append("backward")
+            return grad_output * ctx.power * ctx.saved_tensors[0] ** (ctx.power - 1), None
+
+    return jaxfn.from_torch(Counting), runs
+
+
+def test_H2_torch_code_runs_once_for_a_shape():
+    Counting, runs = counting()
+    gradient = jax.grad(lambda x: Counting.apply(x, 2).sum())
+    for _ in range(3):
+        gradient(jnp.ones(3))
+        jax.jit(jax.grad(lambda x: Counting.apply(x, 2).sum()))(jnp.ones(3))
+    assert runs == ["forward", "backward"]
+    gradient(jnp.ones(4))
+    gradient(jnp.ones(4, "float32"))
+    assert runs == ["forward", "backward"] * 3
+    Counting.apply(jnp.ones(4), 2.0)  # torch tells 2.0 from 2
+    assert runs == ["forward", "backward"] * 3 + ["forward"]
+
+
+def test_H2_a_closure_is_known_by_what_it_holds():
+    runs = []
+
+    class Mapped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, function):
+            runs.append(1)
+            return function(x)
+
+    Mapped = jaxfn.from_torch(Mapped)
+
+    def times(number):
+        return lambda x: x * number
+
+    assert [float(Mapped.apply(jnp.ones(()), times(n))) for n in (2, 3, 2, 3)] == [2, 3, 2, 3]
+    assert len(runs) == 2
+
+
+def test_H2_modules_are_constants_read_at_every_call():
+    class Runs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            return module(x)
+
+    module = torch.nn.Linear(2, 2).double()
+    Runs = jaxfn.from_torch(Runs)
+    for _ in range(2):
+        x = np.ones((3, 2))
+        assert_same([Runs.apply(x, module)], [module(torch.tensor(x)).detach().numpy()])
+        with torch.no_grad():
+            module.weight.add_(1)
+
+
+def test_H2_checkpoint():
+    """torch's own checkpoint, which restores random states and gives gradients to parameters."""
+    module = torch.nn.Linear(2, 2).double()
+    module.weight.grad = torch.ones(2, 2, dtype=torch.float64)
+    F = jaxfn.from_torch(torch.utils.checkpoint.CheckpointFunction)
+    x = np.ones((3, 2))
+    with pytest.warns(UserWarning, match="backward gives gradients to tensors made outside of it"):
+        got = jax.grad(lambda x: F.apply(lambda x: module(x).sin(), True, x).sum())(x)
+    tensor = torch.tensor(x, requires_grad=True)
+    (want,) = torch.autograd.grad(module(tensor).sin().sum(), tensor)
+    assert_same([got], [want.numpy()])
+    assert module.weight.grad.tolist() == [[1, 1], [1, 1]] and module.bias.grad is None
+    with pytest.raises(jaxfn.TranslationError, match="a random state that the code sets itself"):
+        dropout = torch.nn.functional.dropout
+        jax.grad(lambda x: F.apply(dropout, True, x, key=jax.random.key(0)).sum())(x)
+
+
+def test_H2_writes_outside_are_refused():
+    class Normalizes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            return module(x)
+
+    module = torch.nn.BatchNorm1d(2)
+    with pytest.raises(jaxfn.TranslationError, match="writes to a tensor that was made outside of the Function"):
+        jaxfn.from_torch(Normalizes).apply(jnp.ones((3, 2), "float32"), module)
+    module.eval()
+    assert jaxfn.from_torch(Normalizes).apply(jnp.ones((3, 2), "float32"), module).shape == (3, 2)
+
+
+def test_H2_mark_dirty():
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mark_dirty(x)
+            x.mul_(2)
+            ctx.save_for_backward(x)
+            return x
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output * ctx.saved_tensors[0]
+
+    x = jnp.full(3, 5.0)
+    with pytest.warns(UserWarning, match="mark_dirty on a JAX array does not change"):
+        assert_same([jaxfn.from_torch(Doubles).apply(x)], [np.full(3, 10.0)])
+    assert_same([x], [np.full(3, 5.0)])
+    assert_same([jax.grad(lambda x: jaxfn.from_torch(Doubles).apply(x).sum())(x)], [np.full(3, 10.0)])
+
+
+def test_H2_an_unmarked_write_to_an_input_is_warned_of():
+    class Clips(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clamp_(0, 1) * 2
+
+    with pytest.warns(UserWarning, match="Clips writes to one of its inputs"):
+        assert_same([jaxfn.from_torch(Clips).apply(jnp.full(3, 5.0))], [np.full(3, 2.0)])
+
+
+def test_H2_once_differentiable():
+    Once = jaxfn.from_torch(CASES["OnceDifferentiable"].function)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice a function that was marked with"):
+        jax.grad(jax.grad(lambda x: Once.apply(x)))(2.0)
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+def test_H2_gradients_of_unused_outputs(materialize: bool):
+    seen = []
+
+    class Three(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_materialize_grads(materialize)
+            return x * 2, x * 3, x.argmax()
+
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            seen.append([None if g is None else (tuple(g.shape), g.dtype) for g in grad_outputs])
+            return sum(k * g for k, g in zip((2, 3), grad_outputs, strict=False) if g is not None)
+
+    Three = jaxfn.from_torch(Three)
+    assert_same([jax.grad(lambda x: Three.apply(x)[1].sum())(jnp.ones(4))], [np.full(4, 3.0)])
+    zeros = ((4,), torch.float64)
+    assert seen == [[zeros, zeros, ((), torch.int64)] if materialize else [None, zeros, None]]
+
+
+def test_H2_devices_are_all_one():
+    class Moves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, device):
+            y = x.cuda().to("cuda:0").to(device)
+            mask = torch.ones(x.shape, device=device) + torch.zeros(x.shape, device=torch.device("cuda"))
+            return (y * mask).cpu() + torch.full_like(x, 1, device="cuda")
+
+    assert_same([jaxfn.from_torch(Moves).apply(jnp.ones(3), torch.device("cuda", 0))], [np.full(3, 2.0)])
+
+
+class Branches(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sign=1, flip=False):
+        ctx.set_materialize_grads(False)
+        ctx.sign = -sign if flip else sign
+        if x.dim() == 2 and not ctx.needs_input_grad[0]:
+            return x.sum()
+        return x * ctx.sign
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if ctx.needs_input_grad[0]:
+            return grad_output * ctx.sign, None, None
+        return None, None, None
+
+
+def test_H3_control_flow_on_static_values_and_flags():
+    F = jaxfn.from_torch(Branches)
+    assert_same([F.apply(np.ones(2), 3), F.apply(np.ones(2), 3, True)], [np.full(2, 3.0), np.full(2, -3.0)])
+    assert F.apply(jnp.ones((2, 2))) == 4
+    value, gradient = jax.vjp(lambda x: F.apply(x, 2), jnp.ones((2, 2)))
+    assert_same([value, *gradient(jnp.ones((2, 2)))], [np.full((2, 2), 2.0), np.full((2, 2), 2.0)])
+
+
+def _if(x):
+    if x.sum() > 0:  # the line
+        return x
+    return -x
+
+
+def _while(x):
+    while (x > 1).any():  # the line
+        x = x / 2
+    return x
+
+
+def _item(x):
+    return x * x.max().item()  # the line
+
+
+def _int(x):
+    return x[: int(x[0])]  # the line
+
+
+def _list(x):
+    return x * x.tolist()[0]  # the line
+
+
+def _numpy(x):
+    return torch.from_numpy(np.sin(x.detach().numpy()))  # the line
+
+
+def _assert(x):
+    assert (x > 0).all(), "positive"  # the line
+    return x
+
+
+def _nonzero(x):
+    return x[x.nonzero()]  # the line
+
+
+def _length(x):
+    return x[x > 0].shape[0] * x  # the line
+
+
+def _cat(x):
+    return torch.cat([x[x > 0], x[x <= 0]])  # the line
+
+
+def _selected(x):
+    return x[x > 0] + 1  # the line
+
+
+DATA_DEPENDENT = [_if, _while, _item, _int, _list, _numpy, _assert, _nonzero, _length, _cat]
+
+
+def function_of(code: Any) -> Any:
+    """A torch Function whose forward is this."""
+
+    class Runs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return code(x)
+
+    return Runs
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jitted"])
+@pytest.mark.parametrize("code", DATA_DEPENDENT)
+def test_H3_control_flow_on_tensor_values_names_the_line(code: Any, jit: Any):
+    with pytest.raises(jaxfn.TranslationError) as error:
+        jit(jaxfn.from_torch(function_of(code)).apply)(jnp.array([1.0, 2.0]))
+    message = str(error.value)
+    assert "Runs" in message or "selected by a mask" in message
+    assert f"in {code.__name__}\n" in message and message.endswith("# the line")
+
+
+def test_H3_a_selection_cannot_leave_the_function():
+    with pytest.raises(jaxfn.TranslationError, match="keeping or returning of elements selected by a mask"):
+        jaxfn.from_torch(function_of(_selected)).apply(jnp.ones(2))
+
+
+def test_H3_selections_by_different_masks_do_not_mix():
+    def code(x):
+        return torch.zeros_like(x).masked_fill(x[x > 0].sum() > 0, 1.0) + (x[x > 0] * x[x > 1]).sum()
+
+    with pytest.raises(jaxfn.TranslationError, match="`mul` with a selection by another mask"):
+        jaxfn.from_torch(function_of(code)).apply(jnp.ones(2))
+
+
+def test_H3_selections_evaluate_nothing_that_was_not_selected():
+    """The derivative of log(x) where x is 0 does not spread as NaN."""
+
+    def code(x):
+        y = x.clone()
+        y[x > 0] = torch.log(x[x > 0]) / x[x > 0]
+        y[x > 0] *= 2
+        return y
+
+    class Logarithm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return code(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            (x,) = ctx.saved_tensors
+            return code(x) * grad_output
+
+    f = jaxfn.from_torch(Logarithm).apply
+    values = [jnp.array([0.0, -1.0, 2.0])]
+    for _ in range(2):
+        values.append(jax.grad(lambda x, f=f: f(x).sum())(values[0]))
+        f = jax.grad(lambda x, f=f: f(x).sum())
+    assert all(np.isfinite(value).all() for value in values)
+    assert_same(values[2:], [np.array([1, 1, 2 * (1 - np.log(2.0)) / 4])])
+
+
+@torch.library.custom_op("jaxfn_test::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@double.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("jaxfn_test::shapeless", mutates_args=())
+def shapeless(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def launch(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
+    """Around a kernel: it takes pointers."""
+    return torch.frombuffer(bytes(x.data_ptr()), dtype=x.dtype), factor
+
+
+class UsesOperations(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return double(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return shapeless(grad_output)
+
+
+class UsesKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        result, ctx.factor = launch(x, 2)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return launch(grad_output, ctx.factor)[0]
+
+
+def test_H4_all_operations_without_a_translation_at_once():
+    class Many(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = double(x)
+            return torch.ops.aten.segment_reduce(y, "sum", lengths=torch.tensor([1, 2]))
+
+    with pytest.raises(jaxfn.TranslationError) as error:
+        jaxfn.from_torch(Many).apply(jnp.ones(3))
+    message = str(error.value)
+    assert "Many.forward: no translation to JAX for" in message
+    assert "jaxfn_test.double.default, called at" in message and "y = double(x)" in message
+    assert "aten.segment_reduce.default, called at" in message and "ops={" in message
+
+
+def test_H4_the_rest_is_unaffected():
+    F = jaxfn.from_torch(UsesOperations, ops={double: lambda x: x * 2})
+    assert_same([F.apply(jnp.ones(3))], [np.full(3, 2.0)])
+    with pytest.raises(
+        jaxfn.TranslationError, match="UsesOperations calls jaxfn_test.shapeless.default, of which torch"
+    ):
+        jax.grad(lambda x: F.apply(x).sum())(jnp.ones(3))
+
+
+@pytest.mark.parametrize("make", ["to_sparse", "to_sparse_csr"])
+def test_H4_sparse_tensors(make: str):
+    with pytest.raises(jaxfn.TranslationError, match=f"{make} makes a sparse tensor, which has no counterpart on JAX"):
+        jaxfn.from_torch(function_of(lambda x: getattr(x, make)())).apply(jnp.ones((2, 2)))
+
+
+def test_H4_compiled_code():
+    with pytest.raises(jaxfn.TranslationError, match="UsesKernel hands a tensor's memory to compiled code"):
+        jaxfn.from_torch(UsesKernel).apply(jnp.ones(3))
+
+
+class Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p):
+        mask = (torch.rand_like(x) > p).to(x.dtype) / (1 - p)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.saved_tensors[0], None
+
+
+class NoisyGradient(torch.autograd.Function):
+    """Draws in backward alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output + torch.randn(grad_output.shape)
+
+
+def test_H5_one_key_one_draw():
+    F, x, key = jaxfn.from_torch(Dropout), jnp.ones(100), jax.random.key(0)
+    mask = np.asarray(F.apply(x, 0.5, key=key))
+    assert set(mask) == {0.0, 2.0} and 25 < (mask > 0).sum() < 75
+    step = jax.jit(lambda x, key: jax.value_and_grad(lambda x: F.apply(x, 0.5, key=key).sum())(x))
+    assert_same([step(x, key)[1]], [mask])  # the same draw, in backward too
+    assert not np.array_equal(step(x, jax.random.key(1))[1], mask)
+    assert step._cache_size() == 1
+    keys = jax.random.split(key, 5)
+    masks = jax.vmap(lambda key: F.apply(x, 0.5, key=key))(keys)
+    assert_same(masks, [np.asarray(F.apply(x, 0.5, key=key)) for key in keys])
+
+
+def test_H5_draws_in_backward():
+    F, key = jaxfn.from_torch(NoisyGradient), jax.random.key(0)
+
+    def gradient(key):
+        return jax.grad(lambda x: F.apply(x, key=key).sum())(jnp.zeros(1000))
+
+    noise = np.asarray(gradient(key)) - 1
+    assert abs(noise.mean()) < 0.15 and abs(noise.std() - 1) < 0.15
+    assert_same([jax.jit(gradient)(key)], [noise + 1])
+    assert_same([F.apply(jnp.ones(3))], [np.ones(3)])  # nothing is drawn here
+    with pytest.raises(jaxfn.TranslationError, match=r"NoisyGradient.backward draws random numbers.*apply\(..., key="):
+        gradient(None)
+
+
+def test_H5_no_key_no_draw():
+    with pytest.raises(jaxfn.TranslationError, match=r"Dropout.forward draws random numbers, .* explicit key"):
+        jaxfn.from_torch(Dropout).apply(jnp.ones(3), 0.5)
+
+
+def test_H5_a_Function_inside_draws_too():
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return Dropout.apply(x, 0.5), Dropout.apply(x, 0.5)
+
+        @staticmethod
+        def backward(ctx, first, second):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                y = Dropout.apply(x, 0.5)
+            (gradient,) = torch.autograd.grad(y, x, first)
+            return gradient - y / x  # both of one draw
+
+    F, x, key = jaxfn.from_torch(Outer), jnp.ones(50), jax.random.key(0)
+    first, second = F.apply(x, key=key)
+    assert not np.array_equal(first, second)
+    assert_same([jax.grad(lambda x: F.apply(x, key=key)[0].sum())(x)], [np.zeros(50)])
+    with pytest.raises(jaxfn.TranslationError, match="Outer.forward draws random numbers"):
+        F.apply(x)
+
+
+def _seeds(x):
+    torch.manual_seed(0)
+    return x + torch.rand(3)
+
+
+def _generator(x):
+    return x + torch.rand(3, generator=torch.Generator().manual_seed(0))
+
+
+def _numpy_random(x):
+    return x * float(np.random.rand())
+
+
+def test_H5_a_generator_that_others_use_too():
+    generator = torch.Generator()
+    F = jaxfn.from_torch(function_of(lambda x: torch.bernoulli(x, generator=generator)))
+    drawn = F.apply(jnp.full(1000, 0.25), key=jax.random.key(0))
+    assert 0.2 < drawn.mean() < 0.3
+
+
+def test_H5_distributions():
+    F = jaxfn.from_torch(function_of(lambda x: torch.distributions.Normal(x, 2 * torch.ones_like(x)).sample()))
+    drawn = F.apply(jnp.full(5000, 3.0), key=jax.random.key(0))
+    assert abs(drawn.mean() - 3) < 0.1 and abs(drawn.std() - 2) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [(_seeds, "sets itself"), (_generator, "sets itself"), (_numpy_random, "Python's or NumPy's random numbers")],
+)
+def test_H5_other_random_states(code: Any, message: str):
+    with pytest.raises(jaxfn.TranslationError, match=message):
+        jaxfn.from_torch(function_of(code)).apply(jnp.ones(3), key=jax.random.key(0))
+
+
+def test_H8_a_Function_inside_keeps_its_rule():
+    """Rounding straight through, inside: (round(x) x) has the derivatives of round(x) + x and of 2."""
+    F = jaxfn.from_torch(CASES["AppliesAnother"].function).apply
+    for jit in (lambda f: f, jax.jit):
+        assert jit(F)(jnp.array(2.3)) == 2 * 2.3
+        assert jit(jax.grad(F))(2.3) == 4.3
+        assert jit(jax.grad(jax.grad(F)))(2.3) == 2
+
+
+@pytest.mark.parametrize(
+    "operation", [double, torch.ops.jaxfn_test.double, torch.ops.jaxfn_test.double.default, "jaxfn_test::double"]
+)
+def test_H9_operations_replaced(operation: Any):
+    F = jaxfn.from_torch(UsesOperations, ops={operation: lambda x: x * 2, shapeless: lambda g: g * 3})
+    assert_same([F.apply(jnp.ones(3))], [np.full(3, 2.0)])
+    assert_same([jax.jit(jax.grad(lambda x: F.apply(x).sum()))(jnp.ones(3))], [np.full(3, 3.0)])
+
+
+def test_H9_an_operation_of_torch_replaced():
+    F = jaxfn.from_torch(CASES["Exp"].function, ops={torch.ops.aten.exp: lambda x: jnp.exp2(x)})
+    assert_same([F.apply(jnp.array(3.0))], [np.array(8.0)])
+
+
+def test_H9_python_functions_replaced():
+    before = launch
+    F = jaxfn.from_torch(UsesKernel, ops={launch: lambda x, factor: (jnp.sin(x) * factor, factor)})
+    x = jnp.array([0.1, 0.2])
+    assert_same([F.apply(x)], [2 * np.sin(x)])
+    gradient = jax.grad(lambda x: (F.apply(x) ** 2).sum())
+    assert_same([jax.jit(gradient)(x)], [2 * np.sin(4 * np.sin(x))])
+    assert launch is before
+
+
+def test_H10_explain():
+    explanation = jaxfn.from_torch(CASES["MaskedReLU"].function).explain(np.ones((2, 3)))
+    assert explanation.is_supported
+    text = str(explanation)
+    assert "MaskedReLU" in text and "aten.clamp.default" in text
+    assert "grad_input[input < 0] = 0" in text and "def translated(input_0" in text
+    assert [part.name for part in explanation.parts] == ["forward", "backward"]
+    # Which of them torch makes of a write by a mask depends on its version.
+    assert {"aten.index_put.default", "aten.masked_fill.Scalar"} & set(explanation.parts[1].operations)
+
+
+def test_H10_explain_does_not_raise():
+    for function, ops in ((UsesOperations, {}), (UsesOperations, {shapeless: lambda x: x}), (UsesKernel, {})):
+        explanation = jaxfn.from_torch(function, ops=ops).explain(np.ones(3))
+        assert not explanation.is_supported
+        assert any(word in str(explanation) for word in ("jaxfn_test.double.default", "compiled code"))
+    explanation = jaxfn.from_torch(function_of(_if)).explain(np.ones(3))
+    assert "cannot be traced" in str(explanation) and "# the line" in str(explanation)
+    assert "draws random numbers" in str(jaxfn.from_torch(Dropout).explain(np.ones(3), 0.5))
+
+
+def test_H_float64_with_x64_off():
+    class Precise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return (x.double() / 3).to(x.dtype)
+
+    with jax.enable_x64(False):
+        F = jaxfn.from_torch(Precise)
+        with pytest.warns(UserWarning, match="Precise computes in float64, .* It runs in float32") as warned:
+            first = F.apply(np.ones(3))
+            F.apply(np.ones(3))
+        assert len(warned) == 1
+        assert first.dtype == "float32"
+        assert_same([first], [np.full(3, 1 / 3, "float32")], 1e-7)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import jaxfn
+try:
+    jaxfn.from_torch(object)
+except ImportError as error:
+    print(error)
+"""
+IMPORTS_NO_TORCH = "import sys, jaxfn; print('torch' in sys.modules)"
+
+
+@pytest.mark.parametrize(("code", "said"), [(WITHOUT_TORCH, "pip install torch"), (IMPORTS_NO_TORCH, "False")])
+def test_H_torch_is_optional(code: str, said: str):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said in result.stdout

@@ -1,0 +1,414 @@
+"""Row H2: whole numbers, copies, constant masks and whole functions of torch's, beside torch on the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+
+torch = pytest.importorskip("torch")
+functional = torch.nn.functional
+
+X = np.linspace(-2, 2.3, 5).astype(np.float32)
+OUTSIDE = torch.ones(5)
+MASK = torch.tensor([True, False, True, True, False])
+
+
+def adopted(code: Callable[..., Any], name: str = "Adopted") -> Any:
+    """A Function whose forward is `code`."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        return code(*args)
+
+    return jaxfn.from_torch(type(name, (torch.autograd.Function,), {"forward": staticmethod(forward)}))
+
+
+def assert_same(code: Callable[..., Any], *arrays: Any, rtol: float = 1e-5, theirs: Any = None) -> None:
+    """What `code` returns is the same by torch, eagerly and under jit."""
+    wanted = (theirs or code)(*(torch.tensor(np.asarray(x)) for x in arrays))
+    wanted = wanted if isinstance(wanted, (tuple, list)) else [wanted]
+    for run in (adopted(code).apply, jax.jit(adopted(code).apply)):
+        got = run(*map(jnp.asarray, arrays))
+        got = got if isinstance(got, (tuple, list)) else [got]
+        for g, w in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(g, w.detach().numpy(), rtol=rtol, atol=1e-5)
+
+
+def with_gradients(code: Callable[..., Any]) -> Callable[..., Any]:
+    """Also the gradients that autograd gives for every floating point argument."""
+
+    def both(*tensors: Any) -> Any:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in tensors]
+            value = code(*leaves)
+            varied = [x for x in leaves if x.is_floating_point()]
+            return value.detach(), *torch.autograd.grad(value.cos().sum(), varied)
+
+    return both
+
+
+# --- 64 bits without x64.
+
+RANDOM = np.random.default_rng(0)
+A, B = (RANDOM.integers(-(2**31), 2**31, 60).astype(np.int32) for _ in range(2))
+BITS = RANDOM.integers(0, 64, 60).astype(np.int32)
+PRIMES = torch.tensor([1, 2654435761, 805459861])
+
+
+def _wide(x: Any) -> Any:
+    return x.long() * 6364136223846793005
+
+
+def _digits(x: Any) -> Any:
+    return torch.stack([x & 0x7FFFFFFF, (x >> 31) & 0x7FFFFFFF, (x >> 62) & 3])
+
+
+def _with_primes(a: Any, b: Any, n: Any) -> Any:
+    products = torch.stack([a, b, n], -1).long() * PRIMES
+    return functools.reduce(operator.xor, products.unbind(-1)) % 2**19
+
+
+def _written(a: Any, b: Any, n: Any) -> Any:
+    h = a.long() * 73856093
+    h ^= b.long() * 19349663
+    h[0] = 2**40 + h[1]
+    return h % 1000003
+
+
+WIDE: dict[str, Callable[..., Any]] = {
+    "hash": lambda a, b, n: ((a.long() * 73856093) ^ (b.long() * 19349663)) % 1000003,
+    "primes": _with_primes,
+    "written": _written,
+    "mul": lambda a, b, n: _digits(_wide(a) * _wide(b)),
+    "add": lambda a, b, n: _digits(torch.add(_wide(a), _wide(b), alpha=12345678901)),
+    "sub": lambda a, b, n: _digits(3 - _wide(a) - _wide(b)),
+    "or": lambda a, b, n: _digits(_wide(a) | b),
+    "and": lambda a, b, n: _digits(_wide(a) & ~_wide(b)),
+    "neg abs": lambda a, b, n: _digits(-_wide(a).abs()),
+    "remainder": lambda a, b, n: torch.stack([_wide(a) % -77, _wide(a) % b.long(), torch.fmod(_wide(a), 1234567)]),
+    "quotient": lambda a, b, n: _digits(_wide(a) // -1000003),
+    "truncated": lambda a, b, n: _digits(torch.div(_wide(a), 77, rounding_mode="trunc")),
+    "left": lambda a, b, n: _digits(_wide(a) << n.long()),
+    "right": lambda a, b, n: _digits(_wide(a) >> n.long()),
+    "compare": lambda a, b, n: torch.stack([_wide(a) < _wide(b), _wide(a) >= 2**40, _wide(a) == _wide(b)]),
+    "float": lambda a, b, n: _wide(a).float() / 3,
+    "where": lambda a, b, n: _digits(torch.where(a > 0, _wide(a), b.long())),
+    "clamp": lambda a, b, n: _wide(a).clamp(-100000, 2**30),
+    "moved": lambda a, b, n: _digits(torch.cat([_wide(a).view(2, -1).t().flip(0)[3:7].reshape(-1), b.long()])),
+    "power": lambda a, b, n: _digits(a.long() ** 3 * 2**20),
+    "digits of 31": lambda a, b, n: functools.reduce(lambda h, x: h * 31 + x, n.view(10, 6).long()) % 1000003,
+    "place": lambda a, b, n: a[(_wide(b) % 60)],
+    "int": lambda a, b, n: _wide(a).int(),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_H13_whole_numbers_of_64_bits_without_x64(name: str):
+    assert_same(WIDE[name], A, B, BITS, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda n: n.long() * 100 + torch.arange(60) * 2,
+        lambda n: (n > 3).cumsum(0),
+        lambda n: torch.arange(64)[(n.long() * 1000000 + 5) // 1000000],
+        lambda n: (n.long() * 640 + n) * 480 + n,
+    ],
+)
+def test_H13_usual_arithmetic_of_places_without_x64(code: Any):
+    assert_same(code, BITS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [lambda n: n.long() * 73856093, lambda n: torch.sort(n.long() * 73856093)[0], lambda n: n.long() << 40],
+)
+def test_H13_whole_numbers_of_64_bits_that_are_returned_are_refused(code: Any):
+    with pytest.raises(jaxfn.TranslationError, match=r"(?s)Large.forward: .*test_numbers.*needs 64 bits.*enable_x64"):
+        adopted(code, "Large").apply(BITS)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(adopted(code).apply(BITS), code(torch.tensor(BITS)))
+
+
+# --- Numbers at the ends.
+
+ENDS = np.array([300.7, -129.2, 1e10, -3e9, np.nan, np.inf, -np.inf, -1.5, 70000, -40000, 1e20, 4e9, 255.9], np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "int64"])
+def test_H2_floats_that_fit_no_whole_number(dtype: str):
+    with jax.enable_x64(dtype == "int64"):
+        assert_same(lambda x: x.to(getattr(torch, dtype)), ENDS)
+
+
+def test_H2_sign_of_nan_is_0():
+    assert_same(torch.sign, ENDS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [lambda x: x + 128, lambda x: x * 300, lambda x: 300 - x, lambda x: x // 300, lambda x: x & 300, lambda x: x > 128],
+)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_H2_numbers_that_do_not_fit_a_narrow_tensor(code: Any, dtype: Any):
+    assert_same(code, np.array([1, 5, 100], dtype))
+
+
+# --- Masks and copies that depend on no input.
+
+
+def _diagonal(x: Any) -> Any:
+    matrix = x[:, None] * x[None]
+    matrix[torch.eye(5).bool()] += x
+    return matrix
+
+
+def _slices(x: Any) -> Any:
+    written = OUTSIDE.clone()
+    view = written[2:]
+    view += x[2:]
+    written[0] = 7
+    return written.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        _diagonal,
+        lambda x: x[torch.tensor([True, False, True, True, False])],
+        lambda x: x.expand(2, 5)[:, MASK],
+        lambda x: x.masked_select(MASK),
+        _slices,
+        lambda x: OUTSIDE.clone().add_(1) * x,
+        lambda x: torch.zeros_like(OUTSIDE).add_(x),
+        lambda x: copy.deepcopy(OUTSIDE).add_(x),
+        lambda x: copy.deepcopy(x).add_(1) + x,
+    ],
+)
+def test_H2_constant_masks_and_copies(code: Any):
+    assert_same(code, X)
+    np.testing.assert_array_equal(OUTSIDE, np.ones(5))
+
+
+@pytest.mark.parametrize("code", [lambda x: OUTSIDE.add_(x), lambda x: OUTSIDE.view(5)[:].add_(1) * x])
+def test_H4_writes_to_the_original_are_refused(code: Any):
+    with pytest.raises(jaxfn.TranslationError, match="Writes.*made outside of the Function"):
+        adopted(code, "Writes").apply(X)
+    np.testing.assert_array_equal(OUTSIDE, np.ones(5))
+
+
+def test_H3_a_mask_from_outside_may_change():
+    mask = torch.tensor([True, False])
+    taken = adopted(lambda x: x[mask])
+    assert taken.apply(X[:2]).shape == (1,)
+    mask[1] = True
+    assert taken.apply(X[:2]).shape == (2,)
+
+
+# --- Labels of 32 bits.
+
+LABELS, SCORES = np.array([0, 2, 1, 2, 0], np.int32), RANDOM.standard_normal((5, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda x, i: functional.one_hot(i, 3),
+        lambda x, i: x.take(i),
+        lambda x, i: torch.take(x, index=i),
+        lambda x, i: torch.take_along_dim(x, i[:, None], 1),
+        lambda x, i: x.gather(1, i[:, None]),
+        lambda x, i: functional.cross_entropy(x, i, label_smoothing=0.1),
+        lambda x, i: functional.nll_loss(x, i, reduction="none"),
+    ],
+)
+def test_H13_labels_of_32_bits(code: Any):
+    assert_same(code, SCORES, LABELS, theirs=lambda x, i: code(x, i.long()))
+
+
+def test_H13_whole_numbers_stay_of_32_bits():
+    code = adopted(lambda i: i.take(i) * (1 if i.take(i).dtype == torch.int32 else 2))
+    np.testing.assert_array_equal(code.apply(LABELS), LABELS[LABELS])
+
+
+# --- Derivatives inside, old-style sizes, and choices.
+
+
+def _types(x: Any) -> Any:
+    assert x.type() == "torch.FloatTensor" and (x > 0).type() == "torch.BoolTensor"
+    assert x.half().type() == "torch.HalfTensor" and x[:1].long().type() == "torch.LongTensor"
+    return x.type("torch.DoubleTensor").type(torch.zeros(1).type())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*computes in float64")
+@pytest.mark.parametrize(
+    "code",
+    [
+        torch.func.hessian(lambda x: (x**3).sum()),
+        lambda x: torch.func.jvp(torch.func.grad(lambda x: (x**4).sum()), (x,), (x,))[1],
+        lambda x: functional.rrelu(x, training=False),
+        lambda x: functional.rrelu(x.clone(), 0.2, 0.4, inplace=True),
+        lambda x: torch.nn.RReLU().eval()(x),
+        lambda x: torch.pow(x, 2, out=x.new()).mul_(x),
+        _types,
+    ],
+)
+def test_H2_derivatives_sizes_and_choices(code: Any):
+    assert_same(code, X)
+
+
+def test_H4_linearize_is_refused():
+    with pytest.raises(jaxfn.TranslationError, match=r"(?s)Lin .*torch.func.jvp.*test_numbers"):
+        adopted(lambda x: torch.func.linearize(torch.sin, x)[0], "Lin").apply(X)
+
+
+@pytest.mark.filterwarnings("ignore:.*mark_dirty")
+def test_H2_a_function_of_the_old_style():
+    function = torch.nn.modules._functions.CrossMapLRN2d
+    images = RANDOM.standard_normal((2, 7, 3, 5)).astype(np.float32)
+    x = torch.tensor(images, requires_grad=True)
+    y = function.apply(x, 3)
+    y.cos().sum().backward()
+    value, pull = jax.vjp(lambda x: jaxfn.from_torch(function).apply(x, 3), jnp.asarray(images))
+    np.testing.assert_allclose(value, y.detach(), rtol=1e-5)
+    np.testing.assert_allclose(pull(-jnp.sin(value))[0], x.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_H4_a_function_in_torch_names_the_line_that_called_it():
+    class Prints(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return torch.distributions.Categorical(logits=x).enumerate_support().float() * torch.tensor(x.numpy())
+
+    with pytest.raises(jaxfn.TranslationError, match=r"Prints: `.numpy\(\)`(?s:.*)test_numbers"):
+        jaxfn.from_torch(Prints).apply(X)
+
+
+# --- Functions that are replaced as a whole.
+
+WEIGHT = RANDOM.standard_normal((7, 3)).astype(np.float32)
+PLACES = np.array([0, 2, 1, 6, 0, 2, 4], np.int32)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"include_last_offset": True}])
+def test_H2_bags_of_embeddings(mode: str, options: dict[str, Any]):
+    offsets = torch.tensor([0, 3, 3, 5, 7] if "include_last_offset" in options else [0, 3, 3, 5])
+    code = with_gradients(lambda w, i: functional.embedding_bag(i, w, offsets.to(i.dtype), mode=mode, **options))
+    assert_same(code, WEIGHT, PLACES)
+
+
+def test_H2_weighted_bags_of_embeddings():
+    weights = RANDOM.standard_normal((2, 3)).astype(np.float32)
+    code = with_gradients(
+        lambda w, s, i: functional.embedding_bag(i[:6].view(2, 3), w, mode="sum", per_sample_weights=s)
+    )
+    assert_same(code, WEIGHT, weights, PLACES)
+
+
+STEPS, SIZES = np.array([6, 5], np.int32), np.array([2, 3], np.int32)
+TARGETS = np.array([[1, 2, 0], [2, 2, 3]], np.int32)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_H2_ctc_loss(reduction: str, joined: bool):
+    def code(x: Any, targets: Any, steps: Any, sizes: Any) -> Any:
+        targets = torch.cat([targets[0, :2], targets[1]]) if joined else targets
+        return functional.ctc_loss(x.log_softmax(-1), targets, steps, sizes, reduction=reduction)
+
+    assert_same(
+        with_gradients(code), RANDOM.standard_normal((6, 2, 4)).astype(np.float32), TARGETS, STEPS, SIZES, rtol=1e-4
+    )
+
+
+def test_H2_ctc_loss_of_what_cannot_be():
+    def code(x: Any, targets: Any) -> Any:
+        return functional.ctc_loss(x.log_softmax(-1), targets, (2, 2), (2, 3), zero_infinity=True)
+
+    assert_same(with_gradients(code), RANDOM.standard_normal((2, 2, 4)).astype(np.float32), TARGETS, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [5, 2])
+def test_H2_least_squares(rows: int):
+    a, b = (RANDOM.standard_normal((rows, n)).astype(np.float32) for n in (3, 2))
+    assert_same(with_gradients(lambda a, b: torch.linalg.lstsq(a, b).solution), a, b, rtol=1e-3)
+    assert_same(lambda a, b: torch.linalg.lstsq(a, b[:, 0])[0], a, b, rtol=1e-4)
+    assert_same(lambda a, b: tuple(torch.linalg.lstsq(a, b, driver="gelsd")), a, b, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda x: x.repeat_interleave((x > 0) + 1, output_size=7),
+        lambda x: torch.nonzero_static(x[:, None] > 0, size=4),
+        lambda x: tuple(torch.histogram(x, 3)),
+        lambda x: tuple(torch.histogram(x, 4, range=(-1.5, 1.0), weight=x, density=True)),
+        lambda x: tuple(torch.histogram(x, torch.tensor([-1.0, 0.5, 2.0, 4.0]))),
+        lambda x: tuple(torch.geqrf(x[:, None] ** torch.arange(3))),
+    ],
+)
+def test_H2_operations_of_known_sizes(code: Any):
+    assert_same(code, np.array([-1, 2, 3, -3, -5], np.float32))
+
+
+@pytest.mark.parametrize(
+    "code, advice",
+    [
+        (lambda x: torch.bincount((x * x).long(), minlength=6), "index_add_"),
+        (lambda x: x.repeat_interleave(x.long()), "output_size="),
+        (lambda x: functional.embedding_bag(torch.arange(2)[None], x[:, None], scale_grad_by_freq=True), "another row"),
+        (lambda x: torch.linalg.ldl_factor(x[:, None] * x).LD, "eigh or lu_factor"),
+    ],
+)
+def test_H4_operations_that_are_refused_say_what_to_do(code: Any, advice: str):
+    with pytest.raises(jaxfn.TranslationError, match=f"(?s)Asked.*{advice}"):
+        adopted(code, "Asked").apply(X)
+
+
+SPECIAL = """
+erfcx bessel_j0 bessel_j1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
+spherical_bessel_j0
+"""
+
+
+@pytest.mark.parametrize("name", SPECIAL.split())
+def test_H2_special_functions_over_all_their_range(name: str):
+    points = np.concatenate([[0.0, -0.0, np.inf, np.nan, -1, -5, -30, 25, 25.001], np.logspace(-6, 2.2, 60)])
+    with jax.enable_x64(True):
+        got = adopted(getattr(torch.special, name)).apply(points)
+    wanted = getattr(torch.special, name)(torch.tensor(points))
+    # torch's own J is right to seven digits, for J0(5) is -0.17759677131433830.
+    np.testing.assert_allclose(got, wanted, rtol=1e-6 if name.startswith("bessel_j") else 1e-9, atol=1e-13)
+
+
+def test_H2_derivative_of_erfcx():
+    assert_same(with_gradients(torch.special.erfcx), np.array([-2, -0.3, 0, 0.5, 3.9, 4.1, 30], np.float32))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_H2_attention_differentiated_inside(is_causal: bool, masked: bool):
+    mask = (torch.arange(35).view(5, 7) % 3 > 0) if masked and not is_causal else None
+    code = with_gradients(
+        lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+    )
+    assert_same(code, *(RANDOM.standard_normal((2, 3, n, 4)).astype(np.float32) for n in (5, 7, 7)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_H2_weight_norm_differentiated_inside(dim: int):
+    shape = [5 if dim == 0 else 1, 1, 2 if dim == 2 else 1]
+    norms = RANDOM.uniform(0.5, 2, shape).astype(np.float32)
+    code = with_gradients(lambda v, g: torch._weight_norm(v, g, dim))
+    assert_same(code, RANDOM.standard_normal((5, 3, 2)).astype(np.float32), norms, rtol=1e-4)

@@ -1,0 +1,205 @@
+"""Row H2: every operation of the table beside torch, on torch's own samples.
+
+One sample of each operation and dtype; more with JAXFN_SAMPLES=4, all of them with JAXFN_SAMPLES=all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
+from jaxfn._torch.operations import TABLE  # noqa: E402
+from jaxfn._torch.values.arrays import to_jax, to_torch  # noqa: E402
+from tests.support.direct_samples import DIRECT  # noqa: E402
+from tests.support.operation_differences import DERIVATIVE_DIFFERENT, DIFFERENT, NOT_TRACED, NOT_TRANSLATED, TOLERANCES  # noqa: E402
+from tests.support.operation_samples import (  # noqa: E402
+    COUNT,
+    OPERATIONS,
+    Sample,
+    cotangent,
+    differentiable_sample,
+    first_sample,
+    pytree,
+    quiet,
+    sample,
+    samples,
+)
+
+# Compiling takes most of the time, and these programs run once.
+QUICK = {"xla_backend_optimization_level": 0}
+
+# Sets of samples whose derivative leaves backward operations in the graph when autograd runs inside of it.
+BACKWARD = """
+cdist _upsample_bilinear2d_aa grid_sampler_2d grid_sampler_3d log_softmax masked_scatter native_layer_norm sgn
+nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d nn.functional.adaptive_max_pool2d
+nn.functional.adaptive_max_pool3d nn.functional.avg_pool2d nn.functional.avg_pool3d nn.functional.conv1d
+nn.functional.conv2d nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d
+nn.functional.embedding nn.functional.hardshrink nn.functional.interpolate.bicubic
+nn.functional.interpolate.bilinear nn.functional.interpolate.linear nn.functional.interpolate.nearest
+nn.functional.interpolate.nearest-exact nn.functional.interpolate.trilinear nn.functional.max_pool2d
+nn.functional.max_pool3d nn.functional.pad.reflect nn.functional.pad.replicate nn.functional.pad.replicate_negative
+nn.functional.pdist nn.functional.rrelu nn.functional.softshrink linalg.det linalg.slogdet linalg.solve linalg.inv
+softmax
+"""
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        yield
+
+
+def run_all(given: Sequence[Sample]) -> list[Any]:
+    """The results of several samples, compiled together."""
+
+    def everything(arrays: Any) -> Any:
+        key = jax.random.key(0)
+        return [Translation(s.graph_module).run(inputs, key=key) for s, inputs in zip(given, arrays, strict=True)]
+
+    arrays = [[to_jax(tensor) for tensor in s.tensors] for s in given]
+    return jax.jit(everything, compiler_options=QUICK)(arrays)
+
+
+def leaves_of(results: Any) -> list[Any]:
+    """Results as torch has them."""
+    leaves = jax.tree_util.tree_leaves(results, is_leaf=lambda x: x is None)
+    return [to_torch(x) if isinstance(x, jax.Array) else x for x in leaves]
+
+
+def compare(name: str, given: Sample, results: Any) -> None:
+    """Shapes and dtypes are the same, and values where they are defined."""
+    with quiet():
+        expected = given.function(*(tensor.clone() for tensor in given.tensors))
+    wanted, tree = pytree.tree_flatten(expected)
+    got = leaves_of(results)
+    assert len(got) == len(wanted)
+    for w, g in zip(wanted, got, strict=True):
+        # Numbers that are no tensors, such as sizes, become arrays under jit.
+        assert (g.shape, g.dtype) == (w.shape, w.dtype) if torch.is_tensor(w) else g == w
+    if any(TABLE[entry].draws for entry in given.entries) or "empty" in name:
+        return
+    # What torch's own tests do to results that are not unique, such as the signs of eigenvectors.
+    process = DIFFERENT[name][0] if name in DIFFERENT else given.process
+    if process is not None:
+        wanted = pytree.tree_leaves(process(expected))
+        got = pytree.tree_leaves(process(pytree.tree_unflatten(got, tree)))
+    usual = 1e-7 if "float64" in given.label else 2e-5
+    tolerance = max(usual, TOLERANCES.get(name, (0.0, ""))[0] * ("float64" not in given.label))
+    for number, (w, g) in enumerate(zip(wanted, got, strict=True)):
+        if torch.is_tensor(w):
+            torch.testing.assert_close(
+                g,
+                w.resolve_conj(),
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+                check_stride=False,
+                msg=lambda text: f"{name}, {given.label}, result {number}: {text}",
+            )
+
+
+@pytest.fixture
+def check(record_property: Callable[[str, object], None]) -> Callable[[str, Sequence[Sample]], None]:
+    """What is translated matches, and what is not is listed; the summary of the run says how much was looked at."""
+
+    def checked(name: str, given: Sequence[Sample]) -> None:
+        _check(name, given)
+        translated = [s for s in given if not s.missing]
+        record_property("samples beside torch", len(translated))
+        record_property("operations", sorted(set[str]().union(*(s.entries for s in translated))))
+
+    return checked
+
+
+def _check(name: str, given: Sequence[Sample]) -> None:
+    for s in given:
+        unlisted = [operation for operation in s.missing if operation not in NOT_TRANSLATED]
+        assert not unlisted or name in NOT_TRACED, f"{name}, {s.label}: {unlisted}"
+    translated = [s for s in given if not s.missing]
+    for start in range(0, len(translated), 16):
+        group = translated[start : start + 16]
+        for s, results in zip(group, run_all(group), strict=True):
+            compare(name, s, results)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_H2_operation_matches_torch(name: str, check: Any) -> None:
+    check(name, samples(name))
+
+
+@pytest.mark.parametrize("name", BACKWARD.split())
+def test_H2_backward_operation_matches_torch(name: str, check: Any) -> None:
+    check(name, samples(name, backward=True))
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_H2_direct_sample_matches_torch(name: str, check: Any) -> None:
+    check(name, [sample("float64 0", *DIRECT[name])])
+
+
+def test_H2_every_entry_has_a_sample() -> None:
+    missing = set(TABLE)
+    for group in itertools.chain(
+        (first_sample(name) for name in OPERATIONS),
+        ([sample("float64 0", *DIRECT[name])] for name in DIRECT),
+        (samples(name, backward=True) for name in BACKWARD.split()),
+        (samples(name) for name in OPERATIONS),
+    ):
+        missing -= set().union(*(s.entries for s in group if not s.missing))
+        if not missing:
+            return
+    assert sorted(missing) == []
+
+
+# torch differentiates these; a sixth of them by default, the same ones in every run.
+DERIVATIVES = [
+    name
+    for name, op in OPERATIONS.items()
+    if op.supports_autograd and torch.float64 in op.supported_backward_dtypes("cpu") and name not in NOT_TRACED
+    if COUNT != 1 or zlib.crc32(name.encode()) % 6 == 0
+]
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_H2_derivative_of_the_translation_matches_torch(name: str) -> None:
+    """JAX's derivative of the translated forward, beside torch's own."""
+    given, flags = differentiable_sample(name)
+    if name in DERIVATIVE_DIFFERENT or given.missing or any(TABLE[entry].draws for entry in given.entries):
+        return
+    tensors = [t.clone().requires_grad_(flag) for t, flag in zip(given.tensors, flags, strict=True)]
+    varied = [i for i, t in enumerate(tensors) if t.requires_grad]
+    with quiet():
+        outputs = pytree.tree_leaves(given.function(*(t.clone() for t in tensors)))
+        kept = [i for i, x in enumerate(outputs) if torch.is_tensor(x) and x.requires_grad]
+        if not kept or not varied or any(outputs[i].is_complex() for i in kept):
+            return
+        cotangents = [cotangent(outputs[i]) for i in kept]
+        wanted = torch.autograd.grad(
+            [outputs[i] for i in kept], [tensors[i] for i in varied], cotangents, allow_unused=True
+        )
+
+    def pulled(arrays: Any, cotangents: Any) -> Any:
+        def forward(*inputs: Any) -> Any:
+            filled = list(arrays)
+            for place, array in zip(varied, inputs, strict=True):
+                filled[place] = array
+            leaves = jax.tree_util.tree_leaves(Translation(given.graph_module).run(filled), is_leaf=lambda x: x is None)
+            return [leaves[i] for i in kept]
+
+        return jax.vjp(forward, *(arrays[i] for i in varied))[1](cotangents)
+
+    arrays = [to_jax(tensor) for tensor in given.tensors]
+    got = jax.jit(pulled, compiler_options=QUICK)(arrays, [to_jax(c) for c in cotangents])
+    for w, g in zip(wanted, got, strict=True):
+        expected = np.zeros(g.shape) if w is None else w.resolve_conj().numpy(force=True)
+        np.testing.assert_allclose(jnp.conj(g), expected, rtol=1e-6, atol=1e-6, err_msg=name)

@@ -1,0 +1,84 @@
+"""Row H2: derivatives where a function has a kink or its largest element is not the only one, beside torch's.
+
+JAX's own choices differ there (abs, clip, relu6, median), and a backward that is differentiated shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
+from tests.support.operation_samples import trace  # noqa: E402
+
+F = torch.nn.functional
+X = torch.tensor([0.0, 1.0, -1.0, 1.0, 0.0, 2.0, -0.0, 3.0, -3.0])
+
+CASES: dict[str, Callable[..., Any]] = {
+    "abs": torch.abs,
+    "amax": lambda x: torch.amax(x.abs(), 0),
+    "aminmax": lambda x: torch.aminmax(x.clamp(-1, 1))[1] - 2 * torch.aminmax(x.clamp(-1, 1))[0],
+    "cdist": lambda x: torch.cdist(x[:, None], x[:, None]),
+    "clamp": lambda x: x.clamp(-1, 1),
+    "clamp by tensors": lambda x: torch.clamp(x, x.flip(0) - 1, x.flip(0)),
+    "clamp by one tensor": lambda x: torch.clamp(x, min=x.flip(0)) + 2 * torch.clamp(x, max=x.flip(0)),
+    "clamp without room": lambda x: torch.clamp(x, x.flip(0), x.flip(0)) + 2 * torch.clamp(x, 1, 1),
+    "clamp to one side": lambda x: torch.clamp_min(x, -1) + 2 * torch.clamp_max(x, 1),
+    "complex abs": lambda x: torch.complex(x, x).abs(),
+    "cummax": lambda x: torch.cummax(x, 0)[0],
+    "cumprod": lambda x: torch.cumprod(x, 0),
+    "elu": F.elu,
+    "floor division": lambda x: torch.div(x, 0.5, rounding_mode="floor"),
+    "fmax": lambda x: torch.fmax(x, x.flip(0)),
+    "hardshrink": lambda x: F.hardshrink(x, 1.0),
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "huber": lambda x: F.huber_loss(x, torch.zeros_like(x)),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+    "max": lambda x: x.clamp(-1, 1).max(),
+    "max of a dimension": lambda x: torch.max(x.clamp(-1, 1), 0)[0],
+    "max_pool1d": lambda x: F.max_pool1d(x.clamp(0, 1)[None, None], 3),
+    "maximum": lambda x: torch.maximum(x, x.flip(0)),
+    "median": lambda x: torch.median(x),
+    "median of a dimension": lambda x: torch.median(x, 0)[0],
+    "nanmedian": lambda x: torch.nanmedian(torch.where(x > 2.5, float("nan"), x)),
+    "norm at 0": lambda x: (x * 0).norm(),
+    "norm 1": lambda x: x.norm(1),
+    "norm 3 at 0": lambda x: (x * 0).norm(3),
+    "norm inf": lambda x: x.norm(float("inf")),
+    "power 0": lambda x: x**0,
+    "prod": torch.prod,
+    "relu": torch.relu,
+    "relu6": F.relu6,
+    "remainder": lambda x: torch.remainder(x, 0.5),
+    "softshrink": lambda x: F.softshrink(x, 1.0),
+    "sort": lambda x: torch.sort(x)[0],
+    "std of equals": lambda x: (x * 0).std(),
+    "threshold": lambda x: F.threshold(x, 1.0, 5.0),
+    "where": lambda x: torch.where(x > 0, torch.log(x), x),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_H2_derivative_at_ties(name: str) -> None:
+    def weighted(x: Any) -> Any:
+        y = CASES[name](x)
+        return (y * torch.arange(1.0, 1.0 + y.numel()).reshape(y.shape)).sum()
+
+    tensor = X.clone().requires_grad_()
+    try:
+        (wanted,) = torch.autograd.grad(weighted(tensor), tensor)
+    except RuntimeError as error:  # torch 2.8 has none of aminmax
+        assert name == "aminmax" and "is not implemented" in str(error)
+        pytest.skip(str(error))
+    graph = trace(weighted, [X])
+    got = jax.jit(jax.grad(lambda x: Translation(graph).run([x])))(jnp.asarray(X.numpy()))
+    np.testing.assert_allclose(got, wanted.numpy(force=True), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,464 @@
+"""from_torch on the torch that is installed: what it relies on is tried, and torch is left as it was found."""
+
+import functools
+import gc
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import jaxfn  # noqa: E402
+from jaxfn._torch import _compat  # noqa: E402
+from jaxfn._torch.adopt import canary as _canary  # noqa: E402
+from jaxfn._torch.values.errors import TranslationError  # noqa: E402
+
+
+@pytest.fixture
+def fresh_canary(monkeypatch, tmp_path):
+    """A process in which from_torch was not called yet, on a machine where it never was."""
+    monkeypatch.setattr(_canary, "_passed", [])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def squared(slope):
+    """A Function that squares, with this derivative."""
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * slope(ctx.saved_tensors[0])
+
+    return Outer
+
+
+def by_autograd(function):
+    """The derivative of a function of tensors, by torch."""
+
+    def slope(x):
+        with torch.enable_grad():
+            z = x.clone() if x.requires_grad else x.clone().requires_grad_()
+            return torch.autograd.grad(function(z).sum(), z, create_graph=True)[0]
+
+    return slope
+
+
+Square = squared(lambda x: 2 * x)
+
+
+def test_H11_what_passed_is_remembered(fresh_canary, monkeypatch):
+    _canary.check_torch()
+    (record,) = (fresh_canary / "jaxfn").iterdir()
+    assert torch.__version__ in record.read_text()
+    monkeypatch.setattr(_canary, "_passed", [])
+    monkeypatch.setattr(_canary, "answers", lambda: pytest.fail("it was tried again"))
+    _canary.check_torch()
+
+
+def test_H11_a_home_that_cannot_be_written_to(fresh_canary, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(_canary, "answers", dict)
+    _canary.check_torch()
+
+
+@pytest.mark.parametrize("name", _canary.answers())
+def test_H11_each_answer_that_differs_is_named(fresh_canary, monkeypatch, name):
+    answer = _canary.answers()[name]
+    expected = np.asarray(answer.expected)
+    broken = ~expected if expected.dtype == bool else expected + 1
+    monkeypatch.setattr(_canary, "answers", lambda: {name: answer._replace(expected=broken)})
+    with pytest.raises(TranslationError) as caught:
+        jaxfn.from_torch(Square)
+    assert f"torch {torch.__version__}" in str(caught.value) and f"{name} (" in str(caught.value)
+    assert not list(fresh_canary.iterdir())
+
+
+def test_H11_an_error_in_the_canary_is_an_answer_too(fresh_canary, monkeypatch):
+    def failing(x):
+        raise AttributeError("torch has lost it")
+
+    answer = _canary.answers()["a draw"]._replace(found=failing)
+    monkeypatch.setattr(_canary, "answers", lambda: {"a draw": answer})
+    with pytest.raises(TranslationError, match=r"a draw \(AttributeError: torch has lost it\)"):
+        jaxfn.from_torch(Square)
+
+
+def test_H11_torch_that_is_too_old(fresh_canary, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.7.1")
+    with pytest.raises(TranslationError, match="needs torch 2.8 or newer, and this is 2.7.1"):
+        jaxfn.from_torch(Square)
+
+
+# ----------------------------------------------------------------------------------------- Functions inside Functions
+
+
+class Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale=1):
+        ctx.scale = scale
+        return x.round() * scale
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 3 * ctx.scale * grad_output, None
+
+
+class SeparateRound(torch.autograd.Function):
+    @staticmethod
+    def forward(x, scale=1):
+        return x.round() * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale = inputs[1] if len(inputs) > 1 else 1
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return (3 * ctx.scale * grad_output, None)[: len(ctx.needs_input_grad)]
+
+
+class RoundBySuper(Round):
+    @classmethod
+    def apply(cls, *args):
+        return super().apply(*args)
+
+
+class Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return (x * y).round(), x + y
+
+    @staticmethod
+    def backward(ctx, of_rounded, of_sum):
+        return 5 * of_rounded, 7 * of_sum
+
+
+round_taken, separate_taken, both_taken = Round.apply, SeparateRound.apply, Both.apply
+
+
+def both(x, apply):
+    rounded, total = apply(x, 3 * x)
+    return 2 * rounded + total
+
+
+APPLIED = {
+    "by attribute": lambda x: Round.apply(x),
+    "with an option": lambda x: Round.apply(x, 2),
+    "by super": lambda x: RoundBySuper.apply(x),
+    "taken before": lambda x: round_taken(x),
+    "taken before, with an option": lambda x: round_taken(x, 2),
+    "taken before, with setup_context": lambda x: separate_taken(x),
+    "taken before, with setup_context and an option": lambda x: separate_taken(x, 2),
+    "two outputs": lambda x: both(x, Both.apply),
+    "taken before, two outputs": lambda x: both(x, both_taken),
+    "taken before, twice": lambda x: round_taken(round_taken(x) * 1.3),
+}
+
+
+def inside_forward(apply):
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = apply(x)
+            ctx.save_for_backward(x, y)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[1]
+
+    return Outer
+
+
+def inside_backward(apply):
+    return squared(lambda x: 2 * apply(x))
+
+
+def inside_autograd(apply):
+    return squared(by_autograd(lambda x: apply(x) * x))
+
+
+@pytest.mark.parametrize("how", APPLIED)
+@pytest.mark.parametrize("where", [inside_forward, inside_backward, inside_autograd])
+def test_H11_a_function_that_another_one_applies_keeps_its_rule(where, how):
+    function = where(APPLIED[how])
+    x = torch.tensor([2.3, -0.8], requires_grad=True)
+    y = function.apply(x)
+    if where is inside_forward:  # what it saved there has no derivative in torch
+        slope = APPLIED[how](x)
+    else:
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), x)
+    ours = jaxfn.from_torch(function).apply
+    at = jnp.array([2.3, -0.8])
+    np.testing.assert_allclose(ours(at), y.detach().numpy(), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(lambda x: ours(x).sum())(at), slope.detach().numpy(), rtol=1e-5)
+    second = jax.grad(lambda x: jax.grad(lambda x: ours(x).sum())(x).sum())
+    np.testing.assert_allclose(second(at), curvature.numpy(), rtol=1e-5)
+
+
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        mask = torch.rand_like(x) + 0.5
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+masked_taken, doubled_taken = Masked.apply, Doubled.apply
+NOT_REPEATABLE = {
+    "draws": (lambda x: Masked.apply(x), masked_taken),
+    "writes": (lambda x: Doubled.apply(x.clone()), lambda x: doubled_taken(x.clone())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
+@pytest.mark.parametrize("kind", NOT_REPEATABLE)
+@pytest.mark.parametrize("is_taken_before", [False, True])
+def test_H11_a_call_that_cannot_be_made_again_is_right_or_refused(is_taken_before, kind):
+    apply = NOT_REPEATABLE[kind][is_taken_before]
+
+    def deviation(x):
+        """Of the slope from the ratio, which is the same for what is linear."""
+        with torch.enable_grad():
+            z = x.clone().requires_grad_()
+            y = apply(z)
+            (slope,) = torch.autograd.grad(y.sum(), z)
+        return slope - y.detach() / x
+
+    ours = jaxfn.from_torch(squared(deviation)).apply
+    options = {"key": jax.random.key(0)} if kind == "draws" else {}
+    gradient = jax.grad(lambda x: ours(x, **options).sum())
+    at = jnp.array([2.3, -0.8])
+    if is_taken_before and _compat.HAS_COMPILED_APPLY:
+        with pytest.raises(TranslationError, match=f"{kind}.*taken before.*Write \\w+.apply"):
+            gradient(at)
+    else:
+        np.testing.assert_allclose(gradient(at), [0, 0], atol=1e-6)
+
+
+# ----------------------------------------------------------------------------------------- what is left behind
+
+
+def attributes_of_torch():
+    owners = [torch, torch.random, torch.autograd.Function, torch.autograd.function._SingleLevelFunction]
+    owners += [torch.autograd.function.FunctionMeta, torch.distributions.Distribution]
+    return [dict(vars(owner)) for owner in owners]
+
+
+def test_H12_torch_is_as_it_was():
+    before = attributes_of_torch()
+    jax.grad(lambda x: jaxfn.from_torch(Square).apply(x))(2.0)
+
+    class Failing(Square):
+        @staticmethod
+        def forward(ctx, x):
+            raise ValueError("somewhere in the user's code")
+
+    with pytest.raises(ValueError, match="somewhere"):
+        jaxfn.from_torch(Failing).apply(jnp.ones(2))
+    assert attributes_of_torch() == before
+
+
+class Kept:
+    scale = None
+
+
+@functools.lru_cache
+def triangle(n):
+    return torch.tril(torch.ones(n, n))
+
+
+def test_H12_constants_that_code_keeps_are_plain_tensors_afterwards():
+    kept = {}
+    layer = torch.nn.Linear(3, 3)
+
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            Kept.scale = torch.tensor(2.0, requires_grad=True)
+            kept["range"] = [torch.arange(4.0)[1:]]
+            layer.count = torch.zeros(3, dtype=torch.int64) + 1
+            return x * triangle(3) * Kept.scale
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * triangle(3) * Kept.scale * 10
+
+    f = jaxfn.from_torch(Masked).apply
+    x = np.arange(9, dtype=np.float32).reshape(3, 3)
+    for _ in range(2):
+        np.testing.assert_allclose(f(x), x * np.tril(np.full((3, 3), 2)))
+        np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(x), np.tril(np.full((3, 3), 20)))
+    for tensor in (triangle(3), Kept.scale, *kept["range"], layer.count):
+        assert type(tensor) is torch.Tensor
+    assert torch.equal(triangle(3) @ torch.ones(3), torch.tensor([1.0, 2.0, 3.0]))
+    (Kept.scale * 3).backward()
+    assert Kept.scale.grad == 3 and kept["range"][0].tolist() == [1, 2, 3] and (layer.count * 2).tolist() == [2, 2, 2]
+    expected = Masked.apply(torch.tensor(x))
+    np.testing.assert_allclose(expected, f(x))
+
+
+def test_H12_a_tensor_of_the_inputs_that_code_keeps_is_refused():
+    neuron = torch.nn.Module()
+    neuron.mem = None
+
+    class Spike(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            neuron.mem = x * 2
+            return (x > 1).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    with pytest.raises(
+        TranslationError, match=r"Spike.forward keeps a tensor .* in a Module.mem.*ctx.save_for_backward"
+    ):
+        jaxfn.from_torch(Spike).apply(jnp.ones(3))
+    assert type(neuron.mem) is torch.Tensor and neuron.mem.is_meta
+    neuron.mem = None
+    Spike.apply(torch.ones(3))
+    assert neuron.mem.tolist() == [2, 2, 2]
+
+
+def kept_in_list(x):
+    KEPT.append(x * 2)
+
+
+def kept_in_closure(x, cell=[]):  # noqa: B006
+    cell[:] = [x.sin()]
+
+
+KEPT = []
+
+
+@pytest.mark.parametrize(("keep", "place"), [(kept_in_list, "test_versions.KEPT"), (kept_in_closure, "a list")])
+def test_H12_the_place_is_named(keep, place):
+    class Keeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            keep(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    with pytest.raises(TranslationError) as caught:
+        jaxfn.from_torch(Keeping).apply(jnp.ones(3))
+    assert place in str(caught.value)
+    KEPT.clear()
+
+
+def test_H12_what_code_drops_again_is_no_leftover():
+    class Dropping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            cycle = [x * 2]
+            cycle.append(cycle)
+            return x * 3
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 3
+
+    gc.disable()
+    try:
+        assert jax.grad(jaxfn.from_torch(Dropping).apply)(2.0) == 3
+    finally:
+        gc.enable()
+
+
+def test_H12_one_thread_traces_and_another_trains():
+    """In torch, with Functions of its own and distributions that check their parameters."""
+    failures = []
+    done = threading.Event()
+
+    def train():
+        try:
+            for step in range(1000):
+                w = torch.tensor([2.3, 0.7], requires_grad=True)
+                loss = round_taken(Square.apply(w)).sum() + Round.apply(w, 2).sum()
+                (slope,) = torch.autograd.grad(loss, w)
+                np.testing.assert_allclose(slope, 3 * 2 * w.detach() + 6)
+                assert torch.is_grad_enabled()
+                torch.manual_seed(step)
+                if step % 10 == 0:
+                    with pytest.raises(ValueError, match="scale"):
+                        torch.distributions.Normal(0.0, torch.tensor(-1.0))
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            done.set()
+
+    def slope_of(factor):
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                torch.distributions.Normal(torch.zeros(()), x.abs() + 1)
+                ctx.save_for_backward(round_taken(x))
+                return x * factor
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * factor * Round.apply(ctx.saved_tensors[0])
+
+        return jax.grad(jaxfn.from_torch(Scaled).apply)(2.3)
+
+    thread = threading.Thread(target=train)
+    with warnings.catch_warnings():
+        thread.start()
+        factor = 0
+        while not done.is_set() or factor < 3:
+            factor += 1
+            assert slope_of(factor) == 2 * factor
+        thread.join()
+    assert not failures, failures
+
+
+def test_H12_threads_that_trace_side_by_side():
+    failures = []
+
+    def trace(factor):
+        try:
+            for _ in range(5):
+                function = inside_backward(lambda x: round_taken(x * factor))
+                assert jax.grad(jax.grad(jaxfn.from_torch(function).apply))(2.3) == 6 * factor
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=trace, args=(factor,)) for factor in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures

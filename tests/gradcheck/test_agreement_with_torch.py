@@ -1,0 +1,77 @@
+"""gradcheck and gradgradcheck beside torch's, on right and wrong Functions, and on planted mistakes."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.gradcheck_mutants import BASES, CHECKS, MUTANTS, Base, Mutant
+from tests.support.gradcheck_pairs import PAIRS, Jax, Library, Pair, generated, torch_library, verdict
+
+# How many random inputs each right version is checked on.
+SEEDS = int(os.environ.get("GRADCHECK_SEEDS", "1"))
+
+
+@pytest.fixture
+def torch_lib() -> Library:
+    pytest.importorskip("torch")
+    return torch_library()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_G1_G5_G6_verdict_is_torchs(pair: Pair, torch_lib: Library) -> None:
+    theirs, ours = pair.verdict(torch_lib), pair.verdict(Jax)
+    if pair.ours is not None:
+        assert theirs != pair.ours, f"torch agrees now: no need for a reason ({pair.because})"
+        assert ours == pair.ours, pair.because
+    elif theirs == "refuses":
+        assert ours != "passes"
+    else:
+        assert ours == theirs
+
+
+def test_G1_catalog_is_a_good_mix(torch_lib: Library) -> None:
+    assert len({pair.define for pair in PAIRS}) >= 44
+    said = Counter(pair.verdict(torch_lib) for pair in PAIRS)
+    assert said["passes"] >= 40
+    assert said["fails"] >= 40
+
+
+def _gradients(library: Library, base: Base) -> list[np.ndarray]:
+    return library.outputs_and_gradients(base.define(library), generated(base.inputs, 0))
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_G1_right_versions_compute_what_torchs_do(base: Base, torch_lib: Library) -> None:
+    with jax.enable_x64(True):
+        ours = _gradients(Jax, base)
+    for got, want in zip(ours, _gradients(torch_lib, base), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_G2_planted_mistake_is_caught(mutant: Mutant) -> None:
+    caught = not CHECKS["jaxfn full"](mutant.kind, mutant.define, generated(mutant.base.inputs, 0))
+    assert caught, f"{mutant.old!r} -> {mutant.new!r}"
+
+
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.kind == "gradgradcheck"], ids=str)
+def test_G6_mistakes_for_gradgradcheck_have_the_right_first_derivative(mutant: Mutant) -> None:
+    args = generated(mutant.base.inputs, 0)
+    with jax.enable_x64(True):
+        got = Jax.outputs_and_gradients(mutant.define(Jax), args)
+        want = Jax.outputs_and_gradients(mutant.base.define(Jax), args)
+    for mine, right in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_G2_no_false_alarm(base: Base) -> None:
+    f = base.define(Jax)
+    for seed in range(SEEDS):
+        for kind in ("gradcheck", "gradgradcheck"):
+            assert verdict(Jax, kind, f, generated(base.inputs, seed)) == "passes", (kind, seed)

@@ -1,0 +1,104 @@
+"""G1, G6 with D4, D5 and H1: gradcheck of Functions with forward mode, and of torch's own."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+
+
+class Product(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * jnp.sin(y)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, y = ctx.saved_tensors
+        return grad_output * jnp.sin(y), grad_output * x * jnp.cos(y)
+
+    @staticmethod
+    def jvp(ctx, x_t, y_t):
+        x, y = ctx.saved_tensors
+        return x_t * jnp.sin(y) + y_t * x * jnp.cos(y)
+
+
+class WrongJvp(Product):
+    @staticmethod
+    def jvp(ctx, x_t, y_t):
+        return Product.jvp(ctx, x_t, -y_t)
+
+
+class Generated(Product):
+    generate_jvp_rule = True
+    jvp = jaxfn.Function.jvp
+
+
+class WrongSecond(Product):
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, y = ctx.saved_tensors
+        return grad_output * jnp.sin(y), grad_output * x * jnp.cos(jnp.round(y * 1e6) / 1e6)
+
+
+INPUTS = np.array([0.5, -1.0, 2.0]), np.array([0.3, 1.0, -0.7])
+
+
+@pytest.mark.parametrize("function", [Product, Generated], ids=["jvp", "generated"])
+def test_G1_D4_D5_forward_mode_of_a_right_function(function):
+    options = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
+    assert jaxfn.gradcheck(function.apply, INPUTS, **options)
+    assert jaxfn.gradgradcheck(function.apply, INPUTS)
+    assert jaxfn.gradgradcheck(function.apply, INPUTS, check_fwd_over_rev=True)
+
+
+def test_G1_D4_a_wrong_jvp_is_found_in_forward_mode_only():
+    assert jaxfn.gradcheck(WrongJvp.apply, INPUTS)
+    with pytest.raises(jaxfn.GradcheckError, match="forward-mode derivative"):
+        jaxfn.gradcheck(WrongJvp.apply, INPUTS, check_forward_ad=True)
+
+
+def test_G6_D7_a_wrong_second_derivative_is_found_in_both_modes():
+    assert jaxfn.gradcheck(WrongSecond.apply, INPUTS, atol=1e-4)
+    for options in ({}, {"check_fwd_over_rev": True, "check_rev_over_rev": False}):
+        assert not jaxfn.gradgradcheck(WrongSecond.apply, INPUTS, raise_exception=False, **options)
+
+
+def test_H1_G1_the_linear_function_of_torchs_notes():
+    torch = pytest.importorskip("torch")
+    from tests.support.torch_functions import LinearFunction
+
+    class SeparateLinearFunction(LinearFunction):
+        @staticmethod
+        def forward(input, weight, bias):
+            output = input.mm(weight.t())
+            if bias is not None:
+                output += bias.unsqueeze(0).expand_as(output)
+            return output
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+    class MulConstant(torch.autograd.Function):
+        @staticmethod
+        def forward(tensor, constant):
+            return tensor * constant
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.constant = inputs[1]
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return None if grad_output is None else grad_output * ctx.constant, None
+
+    generator = np.random.default_rng(0)
+    inputs = generator.standard_normal((4, 3)), generator.standard_normal((2, 3)), generator.standard_normal(2)
+    linear = jaxfn.from_torch(SeparateLinearFunction)
+    assert jaxfn.gradcheck(linear.apply, inputs)
+    assert jaxfn.gradcheck(linear.apply, (*inputs[:2], None))
+    assert jaxfn.gradgradcheck(linear.apply, inputs)
+    assert jaxfn.gradcheck(jaxfn.from_torch(MulConstant).apply, (inputs[0], 2.5))

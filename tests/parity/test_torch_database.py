@@ -1,0 +1,585 @@
+"""torch's own database of custom Functions, written again for jaxfn, beside torch's classes run live.
+
+The originals are the tests' subjects in torch (`torch.testing._internal.autograd_function_db`). Those that compute with
+NumPy do so here by `jax.pure_callback`, so that JAX can neither differentiate nor batch their insides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.torch_internals import torch_internal
+
+torch = pytest.importorskip("torch")
+
+
+database = torch_internal("autograd_function_db")
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+def on_host(f: Callable[..., Any], *like: Any) -> Callable[..., Any]:
+    """NumPy code, called from a JAX program; it cannot be batched."""
+
+    def call(*args: Any) -> Any:
+        return jax.pure_callback(lambda *a: tuple(map(np.asarray, f(*map(np.asarray, a)))), like, *args)
+
+    return call
+
+
+def same(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+class NumpyMul(jaxfn.Function):
+    @staticmethod
+    def forward(x, y):
+        shape = jax.ShapeDtypeStruct(jnp.broadcast_shapes(x.shape, y.shape), x.dtype)
+        return on_host(lambda x, y: (x * y,), shape)(x, y)[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, y = ctx.saved_tensors
+        needs_x, needs_y = ctx.needs_input_grad
+        return (
+            NumpyMul.apply(grad_output, y) if needs_x else None,
+            NumpyMul.apply(grad_output, x) if needs_y else None,
+        )
+
+    @staticmethod
+    def vmap(info, in_dims, x, y):
+        x, y = (
+            a[..., None] if dim is None else jnp.moveaxis(a, dim, -1) for a, dim in zip((x, y), in_dims, strict=True)
+        )
+        return jnp.moveaxis(NumpyMul.apply(x, y), -1, 0), 0
+
+    @staticmethod
+    def jvp(ctx, of_x, of_y):
+        x, y = ctx.saved_tensors
+        return of_x * y + of_y * x
+
+
+class MulGenVmap(NumpyMul):
+    generate_vmap_rule = True
+    vmap = jaxfn.Function.vmap
+
+    @staticmethod
+    def forward(x, y):
+        return x * y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, y = ctx.saved_tensors
+        needs_x, needs_y = ctx.needs_input_grad
+        return (
+            MulGenVmap.apply(grad_output, y) if needs_x else None,
+            MulGenVmap.apply(grad_output, x) if needs_y else None,
+        )
+
+
+class NumpyCube(jaxfn.Function):
+    @staticmethod
+    def forward(x):
+        return on_host(lambda x: (x**3, 3 * x**2), same(x), same(x))(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0], output[1])
+        ctx.save_for_forward(inputs[0], output[1])
+
+    @staticmethod
+    def backward(ctx, grad_cube, grad_slope):
+        x, slope = ctx.saved_tensors
+        return NumpyMul.apply(grad_cube, slope) + 6 * NumpyMul.apply(grad_slope, x)
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return NumpyCube.apply(x), (in_dims[0], in_dims[0])
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        x, slope = ctx.saved_tensors
+        return NumpyMul.apply(tangent, slope), 6 * NumpyMul.apply(tangent, x)
+
+
+class CubeGenVmap(jaxfn.Function):
+    """Its backward is not linear, which torch's is not either."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**3, 3 * x**2
+
+    setup_context = NumpyCube.setup_context
+
+    @staticmethod
+    def backward(ctx, grad_cube, grad_slope):
+        _, slope = ctx.saved_tensors
+        return grad_cube * slope + 6 * slope
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        x, slope = ctx.saved_tensors
+        return MulGenVmap.apply(tangent, slope), 6 * NumpyMul.apply(tangent, x)
+
+
+class NumpyCubeNotComposable(jaxfn.Function):
+    @staticmethod
+    def forward(x):
+        return NumpyCube.forward(x)[0], x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.x = output
+
+    @staticmethod
+    @jaxfn.once_differentiable
+    def backward(ctx, grad_output, grad_saved):
+        return 3 * ctx.x**2
+
+
+class NumpyExp(jaxfn.Function):
+    """torch's works in place; here the new value is returned."""
+
+    @staticmethod
+    def forward(x):
+        return on_host(lambda x: (np.exp(x),), same(x))(x)[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return NumpyMul.apply(grad_output, *ctx.saved_tensors)
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return NumpyExp.apply(x), in_dims[0]
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * ctx.saved_tensors[0]
+
+
+class NumpyTake(jaxfn.Function):
+    @staticmethod
+    def forward(x, ind, ind_inv, dim):
+        shape = jax.ShapeDtypeStruct(ind.shape, x.dtype)
+        return on_host(lambda x, ind: (np.take_along_axis(x, ind, dim),), shape)(x, ind)[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ind, ind_inv, ctx.dim = inputs
+        ctx.save_for_backward(ind, ind_inv)
+        ctx.save_for_forward(ind, ind_inv)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        ind, ind_inv = ctx.saved_tensors
+        return NumpyTake.apply(grad_output, ind_inv, ind, ctx.dim), None, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, x, ind, ind_inv, dim):
+        logical = x.ndim - (in_dims[0] is not None)
+        x, ind, ind_inv = (
+            jnp.broadcast_to(a, (info.batch_size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
+            for a, axis in zip((x, ind, ind_inv), in_dims[:3], strict=True)
+        )
+        return NumpyTake.apply(x, ind, ind_inv, (dim if dim >= 0 else dim + logical) + 1), 0
+
+    @staticmethod
+    def jvp(ctx, tangent, of_ind, of_ind_inv, of_dim):
+        assert of_ind is None and of_ind_inv is None and of_dim is None
+        return NumpyTake.apply(tangent, *ctx.saved_tensors, ctx.dim)
+
+
+class TakeGenVmap(NumpyTake):
+    generate_vmap_rule = True
+    vmap = jaxfn.Function.vmap
+
+    @staticmethod
+    def forward(x, ind, ind_inv, dim):
+        return jnp.take_along_axis(x, ind, dim)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        ind, ind_inv = ctx.saved_tensors
+        return TakeGenVmap.apply(grad_output, ind_inv, ind, ctx.dim), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return TakeGenVmap.apply(tangent, *ctx.saved_tensors, ctx.dim)
+
+
+class NumpySort(jaxfn.Function):
+    """torch's returns its input as it came, not sorted, beside the order; so does this."""
+
+    @staticmethod
+    def forward(x, dim):
+        index = jax.ShapeDtypeStruct(x.shape, np.int64)
+
+        def sort(x):
+            ind = np.argsort(x, axis=dim)
+            return x, ind, np.argsort(ind, axis=dim)
+
+        return on_host(sort, same(x), index, index)(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.dim = inputs
+        _, ind, ind_inv = output
+        ctx.mark_non_differentiable(ind, ind_inv)
+        ctx.save_for_backward(ind, ind_inv)
+        ctx.save_for_forward(ind, ind_inv)
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        ind, ind_inv = ctx.saved_tensors
+        return NumpyTake.apply(grad_output, ind_inv, ind, ctx.dim), None
+
+    @staticmethod
+    def vmap(info, in_dims, x, dim):
+        x = jnp.moveaxis(x, in_dims[0], 0)
+        return NumpySort.apply(x, (dim if dim >= 0 else dim + x.ndim - 1) + 1), (0, 0, 0)
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return NumpyTake.apply(tangent, *ctx.saved_tensors, ctx.dim), None, None
+
+
+class SortGenVmap(NumpySort):
+    generate_vmap_rule = True
+    vmap = jaxfn.Function.vmap
+
+    @staticmethod
+    def forward(x, dim):
+        ind = jnp.argsort(x, axis=dim)
+        return jnp.take_along_axis(x, ind, dim), ind, jnp.argsort(ind, axis=dim)
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        ind, ind_inv = ctx.saved_tensors
+        return TakeGenVmap.apply(grad_output, ind_inv, ind, ctx.dim), None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return TakeGenVmap.apply(tangent, *ctx.saved_tensors, ctx.dim), None, None
+
+
+class SelectGenVmap(jaxfn.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, idx):
+        return x[idx]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.shape, ctx.idx = inputs[0].shape, inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return jnp.zeros(ctx.shape, grad_output.dtype).at[ctx.idx].set(grad_output), None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return SelectGenVmap.apply(tangent, ctx.idx)
+
+
+class Select(SelectGenVmap):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info, in_dims, x, idx):
+        return Select.apply(jnp.moveaxis(x, in_dims[0], 1), idx), 0
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return Select.apply(tangent, ctx.idx)
+
+
+class ForwardHasDefaultArgs(SelectGenVmap):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x, idx=(2,)):
+        return x[idx]
+
+    @staticmethod
+    def vmap(info, in_dims, x, idx):
+        return ForwardHasDefaultArgs.apply(jnp.moveaxis(x, in_dims[0], 1), idx), 0
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return ForwardHasDefaultArgs.apply(tangent, ctx.idx)
+
+
+class ScaleGradGenVmap(jaxfn.Function):
+    generate_vmap_rule = True
+    scale = 3.14
+
+    @staticmethod
+    def forward(x):
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ScaleGradGenVmap.scale
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * ScaleGradGenVmap.scale
+
+
+class ZeroGradientsGenVmap(jaxfn.Function):
+    """Zeros of another shape than the input's, which are summed to it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, y):
+        return x * 1, y * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad_x, grad_y):
+        return jnp.zeros((3, 4, *grad_x.shape), grad_x.dtype), jnp.zeros(grad_y.shape, grad_y.dtype)
+
+    @staticmethod
+    def jvp(ctx, of_x, of_y):
+        return jnp.zeros_like(of_x), jnp.zeros_like(of_y)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Function of the database.
+
+    Attributes:
+      name: the torch class's name.
+      apply: ours.
+      shapes: of the floating arguments.
+      rest: the other arguments.
+      orders: how often torch's can be differentiated in reverse.
+      in_torch: how torch's is called, where that is not its `apply`.
+    """
+
+    name: str
+    apply: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    rest: tuple[Any, ...] = ()
+    orders: int = 2
+    has_jvp: bool = True
+    has_vmap: bool = True
+    in_torch: Callable[..., Any] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def args(self, batch: tuple[int, ...] = ()) -> list[np.ndarray]:
+        generator = np.random.default_rng(0)
+        return [generator.uniform(0.8, 2, (*batch, *shape)) for shape in self.shapes]
+
+    def ours(self) -> Callable[..., list[Any]]:
+        rest = [jnp.asarray(r) if isinstance(r, np.ndarray) else r for r in self.rest]
+        return lambda *args: _listed(self.apply(*args, *rest))
+
+    def theirs(self) -> Callable[..., list[Any]]:
+        rest = [torch.tensor(r) if isinstance(r, np.ndarray) else r for r in self.rest]
+        apply = self.in_torch or getattr(database, self.name).apply
+        return lambda *args: _listed(apply(*args, *rest))
+
+
+def _listed(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+
+
+_INDEX = np.argsort(np.random.default_rng(1).normal(size=(3, 5)), axis=1)
+_INVERSE = np.argsort(_INDEX, axis=1)
+
+ENTRIES = [
+    Entry("NumpyCube", NumpyCube.apply, ((1,),)),
+    Entry("CubeGenVmap", CubeGenVmap.apply, ((1,),)),
+    Entry(
+        "NumpyCubeNotComposable", lambda x: NumpyCubeNotComposable.apply(x)[0], ((1,),), orders=1, has_jvp=False,
+        has_vmap=False, in_torch=lambda x: database.NumpyCubeNotComposable.apply(x)[0],
+    ),
+    Entry("NumpyExp_", NumpyExp.apply, ((1,),), in_torch=lambda x: database.NumpyExp_.apply(x.clone())),
+    Entry("NumpyMul", NumpyMul.apply, ((4,), (3, 4))),
+    Entry("MulGenVmap", MulGenVmap.apply, ((4,), (3, 4))),
+    Entry("NumpySort", NumpySort.apply, ((3, 5),), (1,)),
+    Entry("SortGenVmap", SortGenVmap.apply, ((3, 5),), (1,)),
+    Entry("NumpyTake", NumpyTake.apply, ((3, 5),), (_INDEX, _INVERSE, 1)),
+    Entry("TakeGenVmap", TakeGenVmap.apply, ((3, 5),), (_INDEX, _INVERSE, 1)),
+    Entry("Select", Select.apply, ((3, 5),), (2,)),
+    Entry("SelectGenVmap", SelectGenVmap.apply, ((3, 5),), (2,)),
+    Entry("ScaleGradGenVmap", ScaleGradGenVmap.apply, ((1,),)),
+    Entry("ZeroGradientsGenVmap", ZeroGradientsGenVmap.apply, ((4,), (3, 4))),
+    Entry("ForwardHasDefaultArgs", ForwardHasDefaultArgs.apply, ((3, 5),)),
+]  # fmt: skip
+BATCHED = [entry for entry in ENTRIES if entry.has_vmap]
+FORWARD = [entry for entry in ENTRIES if entry.has_jvp]
+every = pytest.mark.parametrize("entry", ENTRIES, ids=str)
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+def compare(ours: Any, theirs: Any) -> None:
+    ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        b = b.detach().numpy() if isinstance(b, torch.Tensor) else b
+        assert np.shape(a) == np.shape(b)
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def is_floating(x: Any) -> bool:
+    return "float" in str(x.dtype)
+
+
+def loss_of(f: Callable[..., list[Any]]) -> Callable[..., Any]:
+    """Nonlinear in every floating output, for either library."""
+    return lambda *args: sum(((i + 2.0) * y * y * y).sum() for i, y in enumerate(f(*args)) if is_floating(y))
+
+
+def floating(f: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    return lambda *args: [y for y in f(*args) if is_floating(y)]
+
+
+def test_the_whole_database_is_here():
+    classes = {
+        name
+        for name, value in vars(database).items()
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function)
+    }
+    assert classes == {entry.name for entry in ENTRIES}
+
+
+@WRAPS
+@every
+def test_outputs(entry, wrap):
+    compare(wrap(entry.ours())(*entry.args()), entry.theirs()(*map(torch.tensor, entry.args())))
+
+
+def torch_gradients(f: Callable[..., Any], args: list[np.ndarray], orders: int) -> list[Any]:
+    """Gradients of the loss, then those of the gradients' squares; zeros where torch has none."""
+    tensors = [torch.tensor(a, requires_grad=True) for a in args]
+    target = loss_of(f)(*tensors)
+    found: list[Any] = []
+    for order in range(orders):
+        if not target.requires_grad:
+            found.append([torch.zeros_like(t) for t in tensors])
+            continue
+        gradients = torch.autograd.grad(
+            target, tensors, create_graph=order + 1 < orders, allow_unused=True, materialize_grads=True
+        )
+        found.append(list(gradients))
+        target = sum((g * g).sum() for g in gradients)
+    return found
+
+
+def jax_gradients(f: Callable[..., Any], args: list[np.ndarray], orders: int) -> list[Any]:
+    argnums = tuple(range(len(args)))
+    target, found = loss_of(f), []
+    for _ in range(orders):
+        gradient = jax.grad(target, argnums)
+        found.append(list(gradient(*args)))
+        target = (lambda gradient: lambda *a: sum((g * g).sum() for g in gradient(*a)))(gradient)
+    return found
+
+
+@WRAPS
+@every
+def test_gradients_of_every_order_that_torch_has(entry, wrap):
+    args = entry.args()
+    ours = wrap(lambda *a: jax_gradients(entry.ours(), list(a), entry.orders))(*args)
+    compare(ours, torch_gradients(entry.theirs(), args, entry.orders))
+
+
+def test_what_torch_refuses_to_differentiate_twice_is_refused():
+    (entry,) = (e for e in ENTRIES if e.orders == 1)
+    x = torch.tensor(entry.args()[0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(loss_of(entry.theirs())(x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        jax_gradients(entry.ours(), entry.args(), 2)
+
+
+@WRAPS
+@pytest.mark.parametrize("entry", FORWARD, ids=str)
+def test_forward_mode(entry, wrap):
+    args, directions = entry.args(), [np.cos(a) for a in entry.args()]
+    ours = wrap(lambda *a: jax.jvp(floating(entry.ours()), a, tuple(map(jnp.asarray, directions)))[1])(*args)
+    theirs = torch.func.jvp(
+        lambda *a: tuple(floating(entry.theirs())(*a)),
+        tuple(map(torch.tensor, args)),
+        tuple(map(torch.tensor, directions)),
+    )[1]
+    compare(ours, theirs)
+
+
+@WRAPS
+@pytest.mark.parametrize("entry", FORWARD, ids=str)
+def test_forward_over_reverse(entry, wrap):
+    args, directions = entry.args(), [np.cos(a) for a in entry.args()]
+    argnums = tuple(range(len(args)))
+    ours = wrap(
+        lambda *a: jax.jvp(jax.grad(loss_of(entry.ours()), argnums), a, tuple(map(jnp.asarray, directions)))[1]
+    )(*args)
+    theirs = torch.func.jvp(
+        torch.func.grad(loss_of(entry.theirs()), argnums),
+        tuple(map(torch.tensor, args)),
+        tuple(map(torch.tensor, directions)),
+    )[1]
+    compare(ours, theirs)
+
+
+@WRAPS
+@pytest.mark.parametrize("entry", BATCHED, ids=str)
+def test_vmap(entry, wrap):
+    rows = entry.args((2,))
+    dims = (0,) * len(rows)
+    compare(
+        wrap(jax.vmap(entry.ours()))(*rows),
+        torch.vmap(lambda *a: tuple(entry.theirs()(*a)), dims)(*map(torch.tensor, rows)),
+    )
+    argnums = tuple(range(len(rows)))
+    ours = wrap(jax.vmap(jax.grad(loss_of(entry.ours()), argnums)))(*rows)
+    compare(ours, torch.vmap(torch.func.grad(loss_of(entry.theirs()), argnums), dims)(*map(torch.tensor, rows)))
+
+
+@WRAPS
+@pytest.mark.parametrize("entry", BATCHED, ids=str)
+def test_derivatives_of_vmap(entry, wrap):
+    rows = entry.args((2,))
+    mapped = lambda *a: torch.vmap(lambda *r: tuple(entry.theirs()(*r)), (0,) * len(rows))(*a)  # noqa: E731
+    ours = wrap(lambda *a: jax_gradients(jax.vmap(entry.ours()), list(a), entry.orders))(*rows)
+    compare(ours, torch_gradients(mapped, rows, entry.orders))
