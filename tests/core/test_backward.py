@@ -404,3 +404,62 @@ def test_C16_real_gradient_for_a_complex_input():
     got = gradient(f, X + 0j)
     assert got.dtype == jnp.complex64
     np.testing.assert_allclose(got, np.ones((3, 2)))
+
+
+def test_C14_a_closure_on_ctx():
+    f = once(lambda ctx, g: ctx.f(g), lambda ctx, x: setattr(ctx, "f", lambda g: 2 * x * g) or x * x)
+    assert jax.grad(f)(3.0) == 6.0
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        jax.grad(jax.grad(f))(3.0)
+
+
+def test_C14_boxed_gradients_that_backward_clears():
+    class Once(jaxfn.Function):
+        boxed_grads_call = True
+
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        @jaxfn.once_differentiable
+        def backward(ctx, grads):
+            grads.clear()
+            return jnp.float32(2)
+
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        jax.grad(lambda c: jax.grad(lambda x: Once.apply(x) * c)(1.0))(2.0)
+
+
+class Validating:
+    def __init__(self, x):
+        assert x.ndim == 1
+        self.x = x
+
+
+jax.tree_util.register_pytree_with_keys(
+    Validating, lambda v: (((jax.tree_util.GetAttrKey("x"), v.x),), None), lambda _, children: Validating(*children)
+)
+
+
+def test_C6_pytree_classes_that_check_their_leaves():
+    f = jaxfn.autograd_function(lambda ctx, v: v.x * 2, lambda ctx, g: Validating(2 * g))
+    np.testing.assert_allclose(jax.grad(lambda x: f(Validating(x)).sum())(jnp.ones(3)), np.full(3, 2.0))
+
+
+def test_C9_a_random_key_is_no_gradient():
+    f = jaxfn.autograd_function(lambda ctx, x: x * 2, lambda ctx, g: jax.random.key(0))
+    with pytest.raises(TypeError, match="returned a random key as the gradient of input 0"):
+        jax.grad(f)(1.0)
+
+
+def test_C3_a_list_is_said_to_count_as_one():
+    f = jaxfn.autograd_function(lambda ctx, x, t: x * t, lambda ctx, g: [g, None])
+    with pytest.raises(RuntimeError, match="got a list, which counts as one gradient"):
+        jax.grad(f)(1.0, 2.0)
+
+
+def test_C10_names_the_value_inside_a_pytree():
+    f = jaxfn.autograd_function(lambda ctx, t: t["x"] * 2, lambda ctx, g: {"x": g * 2, "k": g})
+    with pytest.raises(RuntimeError, match=r"input 0 \('t'\)\['k'\], but that input is the Python value 7"):
+        jax.grad(lambda x: f({"x": x, "k": 7}))(1.0)

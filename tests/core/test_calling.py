@@ -1,9 +1,11 @@
 """Contract rows A: calling a Function."""
 
+import functools
 import pickle
 import re
 import threading
 from collections import namedtuple
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -363,3 +365,35 @@ def test_A7_weak_types_are_kept():
     low = jnp.ones(2, jnp.bfloat16)
     assert jax.jit(lambda x, c: x * Square.apply(c))(low, 2.0).dtype == jnp.bfloat16
     assert jax.grad(lambda c: (low * Square.apply(c)).sum().astype(jnp.float32))(2.0).dtype == jnp.float32
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["k"])
+@dataclass
+class WithMeta:
+    x: jax.Array
+    k: float = field(metadata={"static": True})
+
+
+def test_A2_static_parts_of_pytrees_are_told_apart():
+    f = jaxfn.autograd_function(
+        lambda ctx, m: setattr(ctx, "k", m.k) or m.x * 1.0,
+        lambda ctx, g: WithMeta(g * (np.copysign(1, ctx.k) + isinstance(ctx.k, bool)), ctx.k),
+    )
+    got = [float(jax.grad(lambda x, k=k: f(WithMeta(x, k)))(1.0)) for k in (0.0, -0.0, 1, True, 1.0)]
+    assert got == [1.0, -1.0, 1.0, 2.0, 1.0]
+
+
+def test_A1_one_name_for_two_inputs_is_refused():
+    f = jaxfn.autograd_function(lambda ctx, x, /, **kw: x * kw["x"], lambda ctx, g: {"x": g})
+    with pytest.raises(TypeError, match="'x' names two inputs"):
+        f(1.0, x=2.0)
+
+
+def test_A4_apply_may_be_overridden():
+    class WithDefault(MulConstant):
+        @classmethod
+        def apply(cls, x):
+            return super().apply(x, jnp.float32(2))
+
+    assert WithDefault.apply(jnp.float32(3)) == 6.0
+    assert jax.grad(WithDefault.apply)(3.0) == 2.0

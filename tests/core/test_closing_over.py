@@ -1,4 +1,4 @@
-"""Row A9: what forward and backward close over is right, or refused by name; never a zero."""
+"""Rows A5, A9 and D3: what forward and backward close over is right, or refused by name; never a zero."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ import pytest
 
 import jaxfn
 from tests.conftest import COMING, TRACES_ALWAYS
-from tests.support.cases import stop_gradient
+from tests.support.cases import Holder, stop_gradient
 
 WRAPS: dict[str, Callable] = {
     "eager": lambda f: f,
@@ -248,3 +248,63 @@ def test_A9_a_rule_that_closes_over_a_value_of_an_outer_derivative_is_refused_by
         np.testing.assert_allclose(jax.grad(tangent)(0.3), jnp.cos(0.6), rtol=1e-6)
     except NotImplementedError as error:
         assert "Scaled.jvp closes over a value" in str(error) or "Scaled.forward closes over a value" in str(error)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+@pytest.mark.parametrize("save", [False, True], ids=["saves_nothing", "saves_output"])
+def test_A5_closed_over_values_differentiated_further_out(wrap, save):
+    """The value of a Function inside a differentiated function depends on what its forward closes over."""
+
+    def loss(f):
+        return wrap(lambda w: jax.value_and_grad(f(w))(jnp.float32(0.7))[0])
+
+    def ours(w):
+        def forward(ctx, x):
+            y = jnp.exp(w * x)
+            if save:
+                ctx.save_for_backward(y)
+            return y
+
+        return jaxfn.autograd_function(forward, lambda ctx, g: g)
+
+    expected = jax.grad(loss(lambda w: lambda x: jnp.exp(w * x)))(0.5)
+    np.testing.assert_allclose(jax.grad(loss(ours))(0.5), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+@pytest.mark.parametrize("kept", ["cell", "default", "object", "static argument"])
+@pytest.mark.parametrize("moves", [False, True], ids=["x fixed", "x moves too"])
+def test_A5_D3_closed_over_values_beside_a_saved_intermediate(wrap, kept, moves):
+    """What the outputs depend on beside the inputs keeps its derivative where the inputs are differentiated too."""
+
+    def ours(c):
+        holder = Holder(c)
+
+        def backward(ctx, g):
+            x, s = ctx.saved_tensors
+            return g * ctx.c * ctx.c * jnp.cos(x * ctx.c) + 0 * s, *[None] * (kept == "static argument")
+
+        def run(ctx, x, c):
+            s = jnp.sin(x * c)
+            ctx.save_for_backward(x, s)
+            ctx.c = c
+            return s * c
+
+        forwards = {
+            "cell": lambda ctx, x: run(ctx, x, c),
+            "default": lambda ctx, x, *, scale=lambda c=c: c: run(ctx, x, scale()),
+            "object": lambda ctx, x: run(ctx, x, holder.value),
+            "static argument": lambda ctx, x, held: run(ctx, x, held.value),
+        }
+        f = jaxfn.autograd_function(forwards[kept], backward)
+        return (lambda x: f(x, holder)) if kept == "static argument" else f
+
+    def loss(f):
+        def total(c, x):
+            value, gradient = jax.value_and_grad(f(c))(jnp.sin(c) if moves else x)
+            return 2 * value + gradient
+
+        return jax.grad(wrap(total), (0, 1))
+
+    expected = loss(lambda c: lambda x: jnp.sin(x * c) * c)(1.3, 0.7)
+    np.testing.assert_allclose(loss(ours)(1.3, 0.7), expected, rtol=1e-5)

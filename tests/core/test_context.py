@@ -1,5 +1,6 @@
 """Contract rows B: forward, setup_context and ctx."""
 
+import functools
 import warnings
 from typing import NamedTuple
 
@@ -439,3 +440,160 @@ def test_B13_linear_without_bias_is_torch_example():
 def test_B4_relu_keeps_its_mask_only():
     _, pullback = jax.vjp(Relu.apply, jnp.ones(1000))
     assert sum(x.nbytes for x in jax.tree.leaves(pullback)) == 1000
+
+
+class Mul(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w if ctx.needs_input_grad[0] else None, g * x if ctx.needs_input_grad[1] else None
+
+
+class MulSavingLess(Mul):
+    @staticmethod
+    def forward(ctx, x, w):
+        need_x, need_w = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_w else None, w if need_x else None)
+        return x * w
+
+
+class MulSavingMuchLess(Mul):
+    """Saves nothing for one of the patterns."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        need_x, need_w = ctx.needs_input_grad
+        ctx.both = need_x and need_w
+        if ctx.both:
+            ctx.save_for_backward(x, w)
+        else:
+            ctx.kept = w if need_x else x if need_w else None
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.both:
+            return Mul.backward(ctx, g)
+        return tuple(g * ctx.kept if needed else None for needed in ctx.needs_input_grad)
+
+
+def other(x, w):
+    return x
+
+
+def scan_body(f, carry, _):
+    return (f(*carry), carry[1]), None
+
+
+@pytest.mark.parametrize("f", [Mul.apply, MulSavingLess.apply, MulSavingMuchLess.apply], ids=["all", "less", "varying"])
+@pytest.mark.parametrize("wrap", ["cond", "scan", "jit", "while_in_jit"])
+def test_B7_gradients_do_not_depend_on_which_were_taken_before(f, wrap):
+    """JAX keeps fwd's trace for each pattern of perturbed inputs, but only the last one's residual tree."""
+    body = functools.partial(scan_body, f)
+    g = {
+        "cond": lambda x, w: jax.lax.cond(x > 0, f, other, x, w),
+        "scan": lambda x, w: jax.lax.scan(body, (x, w), None, length=1)[0][0],
+        "jit": jax.jit(f),
+        "while_in_jit": jax.jit(lambda x, w: jax.lax.cond(x > 0, jax.jit(f), other, x, w)),
+    }[wrap]
+    x, w = jnp.float32(2), jnp.float32(5)
+    for argnums in (0, 1, 0, (0, 1), 1, (0, 1), 0):
+        np.testing.assert_allclose(jax.grad(g, argnums)(x, w), {0: 5.0, 1: 2.0, (0, 1): (5.0, 2.0)}[argnums])
+
+    @jax.jit
+    def several(x, w):
+        return [jax.grad(g, i)(x, w) for i in (0, 1, 0)]
+
+    np.testing.assert_allclose(several(x, w), [5, 2, 5])
+    mixed = jax.grad(jax.grad(lambda x, w: g(x, w) ** 2, 0), 1)
+    np.testing.assert_allclose(mixed(x, w), 4 * 2 * 5)
+
+
+@pytest.mark.parametrize("make", [np.full, jnp.full], ids=["numpy", "jax"])
+def test_B4_B8_numpy_outputs_are_known_by_identity(make):
+    @jaxfn.function
+    def marked(ctx, x):
+        constant = make((), 2.0, np.float32)
+        ctx.mark_non_differentiable(constant)
+        return x * 2, constant
+
+    marked.backward(lambda ctx, a, b: a * 2 + b * 100)
+    assert jax.grad(lambda x: sum(marked(x)))(1.0) == 2.0
+
+    @jaxfn.function
+    def saved(ctx, x):
+        constant = make((), 3.0, np.float32)
+        ctx.save_for_backward(constant)
+        return constant
+
+    saved.backward(lambda ctx, g: g * ctx.saved_tensors[0])
+    assert jax.grad(jax.grad(saved))(1.0) == 3.0
+
+
+def test_B6_dicts_that_jax_cannot_sort():
+    meta = {1: "a", "b": 2}
+
+    @jaxfn.function
+    def f(ctx, x, table):
+        ctx.meta = meta
+        assert table == meta
+        return x * 2
+
+    @f.backward
+    def _(ctx, g):
+        assert ctx.meta is meta
+        return g * 2, None
+
+    assert jax.grad(lambda x: f(x, meta))(1.0) == 2.0
+    assert jax.jit(jax.grad(lambda x: f(x, meta)))(1.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: float("nan"), lambda: np.array([object()]), lambda: np.array(["a", "b"]), object, dict],
+    ids=range(5),
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+def test_B3_static_outputs_made_anew_by_each_run(make, wrap):
+    f = jaxfn.autograd_function(lambda ctx, x: (x * 2, make()), lambda ctx, g, _: g * 2)
+    assert jax.grad(wrap(lambda x: f(x)[0]))(1.0) == 2.0
+
+
+def test_B7_variadic_parameters_without_items_and_private_names():
+    seen = []
+
+    @jaxfn.function
+    def f(ctx, _x, *args):
+        ctx.save_for_backward(_x=_x)
+        return _x * 2
+
+    @f.backward
+    def _(ctx, g):
+        flags = ctx.needs_input_grad
+        seen.append((flags.args, flags["args"], flags._x))
+        assert ctx.saved_variables._x is not None
+        with pytest.raises(KeyError, match="'typo' is not among the parameters: _x, args"):
+            _ = flags["typo"]
+        return {"_x": g * 2, "args": ()}
+
+    assert jax.grad(f)(1.0) == 2.0
+    assert seen == [((), (), True)]
+
+
+def test_B6_names_of_torch_may_be_assigned():
+    @jaxfn.function
+    def f(ctx, x):
+        ctx.num_inputs, ctx.num_outputs, ctx.needs_input_grad = 7, 8, (True,)
+        return x * 2
+
+    @f.backward
+    def _(ctx, g):
+        assert (ctx.num_inputs, ctx.num_outputs, ctx.needs_input_grad) == (7, 8, (True,))
+        return g * 2
+
+    assert jax.grad(f)(1.0) == 2.0

@@ -271,3 +271,12 @@ def test_D3_an_intermediate_with_effects_on_its_way(intermediate):
     np.testing.assert_allclose(twice(0.7), np.cos(0.7), rtol=1e-5)
     np.testing.assert_allclose(jax.jit(twice)(0.7), np.cos(0.7), rtol=1e-5)
     np.testing.assert_allclose(jax.vmap(twice)(jnp.full(2, 0.7)), np.full(2, np.cos(0.7)), rtol=1e-5)
+
+
+def test_D2_a_closed_over_constant_is_not_the_input():
+    anchor = jnp.float32(3)
+    f = jaxfn.autograd_function(
+        lambda ctx, x: ctx.save_for_backward(anchor) or anchor * x, lambda ctx, g: g * ctx.saved_tensors[0]
+    )
+    assert jax.grad(f)(anchor) == 3.0
+    assert jax.grad(jax.grad(f))(anchor) == 0.0

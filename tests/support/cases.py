@@ -297,6 +297,13 @@ class Normalize(jaxfn.Function):
         return r * g - x * r**3 * (g * x).mean(-1, keepdims=True), grad_output * x * r
 
 
+class Holder:
+    """An object that JAX does not look into."""
+
+    def __init__(self, value):
+        self.value = value
+
+
 class Pair(NamedTuple):
     first: Any
     second: Any
