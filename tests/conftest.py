@@ -1,8 +1,9 @@
-"""Eight virtual devices for the sharding tests, and quick compilation, before anything starts JAX's backend."""
+"""Eight virtual devices and quick compilation, before anything starts JAX's backend; and which tests run."""
 
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -13,17 +14,7 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true " + os.environ.get("XLA_FLAGS", "")
 )
 
-# JAX's coming implementations, which are switched on in the environment.
-COMING = bool(int(os.environ.get("JAX_CUSTOM_VJP3", "0")))
-RUNS_PRIMAL_TOO = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 traces the primal function beside fwd")
-ALL_PERTURBED = pytest.mark.xfail(
-    COMING, reason="JAX_REMAT3 says that every input of a checkpoint is perturbed", strict=False
-)
-KEEPS_TRACES = pytest.mark.xfail(
-    COMING, reason="JAX_CUSTOM_VJP3 keeps traces, and what they hold, until its caches are full or cleared"
-)
-TRACES_ALWAYS = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 traces a custom_vjp even where its values are known")
-NO_REMAT_TRANSPOSE = pytest.mark.xfail(COMING, reason="JAX_REMAT3 cannot transpose jax.checkpoint by itself yet")
+LEFT_OUT = pytest.StashKey[int]()
 
 
 @pytest.fixture
@@ -34,8 +25,42 @@ def few_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the thorough tests too")
+    parser.addoption("--row", action="append", help="run only what is about this row of docs/contract.md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what is about other rows than those asked for, and what is thorough without `--all`."""
+    rows = set(config.getoption("row") or ())
+    asked_for = [i for i in items if not rows or any(rows.intersection(mark.args) for mark in i.iter_markers("row"))]
+    quick = [item for item in asked_for if config.getoption("all") or not item.get_closest_marker("thorough")]
+    config.stash[LEFT_OUT] = len(asked_for) - len(quick)
+    chosen = set(quick)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = quick
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells how many it left out; each has collected all tests."""
+    if (told := getattr(session.config, "workeroutput", None)) is not None:
+        told["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[LEFT_OUT] = max(node.config.stash[LEFT_OUT], left_out)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How much of the table of torch's operations was tested, in whichever processes."""
+    """What was left out, and how much of the table of torch's operations was tested, in whichever processes."""
+    if left_out := terminalreporter.config.stash[LEFT_OUT]:
+        terminalreporter.write_line(f"{left_out} thorough tests left out; --all runs them too")
     found = [
         entry
         for reports in terminalreporter.stats.values()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 
 def returning(value, forward=None, **attributes):
@@ -32,7 +33,8 @@ X = jnp.arange(6.0).reshape(3, 2)
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
-def test_C1_vjp_is_another_name_and_both_are_an_error():
+@row("C1")
+def test_vjp_is_another_name_and_both_are_an_error():
     class Vjp(jaxfn.Function):
         @staticmethod
         def forward(ctx, x):
@@ -54,12 +56,14 @@ def test_C1_vjp_is_another_name_and_both_are_an_error():
         jax.grad(Both.apply)(1.0)
 
 
+@row("C2")
 @pytest.mark.parametrize("value", [lambda g: g, lambda g: (g,), lambda g: (g, None), lambda g: (g, None, None, None)])
 @WRAPS
-def test_C2_one_value_a_tuple_or_extra_nones(value, wrap):
+def test_one_value_a_tuple_or_extra_nones(value, wrap):
     np.testing.assert_allclose(wrap(lambda x: gradient(returning(value), x))(X), np.ones((3, 2)))
 
 
+@row("C3")
 @pytest.mark.parametrize(
     ("value", "args", "expected", "got"),
     [
@@ -72,14 +76,15 @@ def test_C2_one_value_a_tuple_or_extra_nones(value, wrap):
     ],
 )
 @WRAPS
-def test_C3_wrong_number(value, args, expected, got, wrap):
+def test_wrong_number(value, args, expected, got, wrap):
     message = rf"Example\.backward returned an incorrect number of gradients: expected {expected} \(x, w\), got {got}"
     with pytest.raises(RuntimeError, match=message):
         wrap(lambda x: gradient(returning(value), x, *args[1:]))(args[0])
 
 
+@row("C4")
 @WRAPS
-def test_C4_none_is_a_symbolic_zero(wrap):
+def test_none_is_a_symbolic_zero(wrap):
     called = []
     inner = jaxfn.autograd_function(lambda ctx, x: x * 5, lambda ctx, g: called.append(1) or g * 5)
     stop = returning(lambda g: None)
@@ -87,8 +92,9 @@ def test_C4_none_is_a_symbolic_zero(wrap):
     assert not called
 
 
+@row("C5")
 @WRAPS
-def test_C5_named_return(wrap):
+def test_named_return(wrap):
     f = returning(lambda g: {"w": g * 2}, lambda ctx, x, w: x * w)
     grads = wrap(lambda *a: gradient(f, *a, argnums=(0, 1)))(X, X)
     np.testing.assert_allclose(grads, [np.zeros((3, 2)), np.full((3, 2), 2.0)])
@@ -96,8 +102,9 @@ def test_C5_named_return(wrap):
         wrap(lambda x: gradient(returning(lambda g: {"x": g, "wrong": g}), x))(X)
 
 
+@row("C5")
 @WRAPS
-def test_C5_a_dict_input_gets_a_dict_gradient(wrap):
+def test_a_dict_input_gets_a_dict_gradient(wrap):
     f = jaxfn.autograd_function(
         lambda ctx, params: params["w"] * 2 + params["b"], lambda ctx, g: {"w": g * 2, "b": g.sum(0)}
     )
@@ -106,7 +113,8 @@ def test_C5_a_dict_input_gets_a_dict_gradient(wrap):
     np.testing.assert_allclose(grads["b"], [3.0, 3.0])
 
 
-def test_C5_named_groups():
+@row("C5")
+def test_named_groups():
     f = jaxfn.autograd_function(lambda ctx, *parts: sum(parts), lambda ctx, g: {"parts": (g, 2 * g)})
     np.testing.assert_allclose(gradient(f, 1.0, 1.0, argnums=(0, 1)), (1, 2))
     with pytest.raises(RuntimeError, match="2 gradients were returned for 3 arguments"):
@@ -121,6 +129,7 @@ class Params(NamedTuple):
 TREE = {"a": [X, (X, 3)], "n": Params(X, jnp.ones(2))}
 
 
+@row("C6")
 @pytest.mark.parametrize(
     "value",
     [
@@ -131,7 +140,7 @@ TREE = {"a": [X, (X, 3)], "n": Params(X, jnp.ones(2))}
         lambda g: None,
     ],
 )
-def test_C6_pytree_gradients(value):
+def test_pytree_gradients(value):
     f = jaxfn.autograd_function(lambda ctx, tree, x: x * 1.0, lambda ctx, g: (value(g), g))
     leaves = jax.grad(lambda a, b, c, d: f({"a": [a, (b, 3)], "n": Params(c, d)}, a).sum(), argnums=(0, 1, 2, 3))
     got = leaves(X, X, X, jnp.ones(2))
@@ -144,6 +153,7 @@ def test_C6_pytree_gradients(value):
         np.testing.assert_allclose(ours, np.broadcast_to(0 if expected is None else expected, shape))
 
 
+@row("C6")
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
@@ -155,14 +165,15 @@ def test_C6_pytree_gradients(value):
     ],
 )
 @WRAPS
-def test_C6_wrong_structure(value, problem, wrap):
+def test_wrong_structure(value, problem, wrap):
     f = jaxfn.autograd_function(lambda ctx, tree, x: tree["a"][0] * 1.0, lambda ctx, g: (value(g), None))
     with pytest.raises(RuntimeError, match="input 0 \\('tree'\\) that does not have that input's structure") as error:
         wrap(lambda x: gradient(lambda x: f(TREE | {"a": [x, (x, 3)]}, 1.0), x))(X)
     assert problem in str(error.value)
 
 
-def test_C6_a_single_namedtuple_input():
+@row("C6")
+def test_a_single_namedtuple_input():
     f = jaxfn.autograd_function(lambda ctx, p: p.w * p.b, lambda ctx, g: Params(g * 2, g.sum(0)))
     grads = gradient(f, Params(X, jnp.ones(2)))
     np.testing.assert_allclose(grads.b, [3, 3])
@@ -170,9 +181,10 @@ def test_C6_a_single_namedtuple_input():
     np.testing.assert_allclose(gradient(per_input, X, jnp.ones(2)), np.full((3, 2), 2.0))
 
 
+@row("C7")
 @pytest.mark.parametrize(("grad_shape", "shape"), [((3, 2), (2,)), ((3, 2), (1, 2)), ((4, 3, 2), (3, 1)), ((3, 2), ())])
 @WRAPS
-def test_C7_broadcast_gradients_are_summed(grad_shape, shape, wrap):
+def test_broadcast_gradients_are_summed(grad_shape, shape, wrap):
     values = np.arange(np.prod(grad_shape), dtype=np.float32).reshape(grad_shape)
     f = returning(lambda g: values)
     got = wrap(lambda x: gradient(f, x))(jnp.ones(shape))
@@ -184,46 +196,52 @@ def test_C7_broadcast_gradients_are_summed(grad_shape, shape, wrap):
     np.testing.assert_allclose(got, expected)
 
 
+@row("C7")
 @pytest.mark.parametrize("shape", [(2, 3), (2,), (), (3, 1), (3,), (6,)])
 @WRAPS
-def test_C7_other_shapes_are_an_error(shape, wrap):
+def test_other_shapes_are_an_error(shape, wrap):
     message = rf"invalid gradient for input 0 \('x'\): got shape \({', '.join(map(str, shape))},?\).*\(3, 2\)"
     with pytest.raises(RuntimeError, match=message):
         wrap(lambda x: gradient(returning(lambda g: jnp.ones(shape)), x))(X)
 
 
-def test_C7_zero_size():
+@row("C7")
+def test_zero_size():
     f = returning(lambda g: g * 2)
     assert gradient(f, jnp.ones((0, 3))).shape == (0, 3)
     np.testing.assert_allclose(gradient(returning(lambda g: jnp.ones((0, 3))), jnp.ones(3)), np.zeros(3))
 
 
+@row("C8")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("grad_dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.int32])
 @WRAPS
-def test_C8_gradients_are_cast(dtype, grad_dtype, wrap):
+def test_gradients_are_cast(dtype, grad_dtype, wrap):
     got = wrap(lambda x: gradient(returning(lambda g: jnp.full((2,), 3, grad_dtype)), x))(jnp.ones(2, dtype))
     assert got.dtype == dtype
     np.testing.assert_allclose(got.astype(np.float32), [3, 3])
 
 
+@row("C8")
 @WRAPS
-def test_C8_complex_for_real_is_an_error(wrap):
+def test_complex_for_real_is_an_error(wrap):
     with pytest.raises(TypeError, match=r"complex gradient \(complex64\) for input 0 \('x'\).*Return its \.real"):
         wrap(lambda x: gradient(returning(lambda g: g * 1j), x))(X)
 
 
+@row("C9")
 @pytest.mark.parametrize("value", [1.0, 0, [X], (X,), "text"], ids=repr)
 @WRAPS
-def test_C9_python_values_are_an_error(value, wrap):
+def test_python_values_are_an_error(value, wrap):
     with pytest.raises(
         TypeError, match=rf"returned a Python {type(value).__name__} as the gradient of input 0 \('x'\)"
     ):
         wrap(lambda x: gradient(returning(lambda g: (value,)), x))(X)
 
 
+@row("C10")
 @WRAPS
-def test_C10_gradient_for_a_static_input(wrap):
+def test_gradient_for_a_static_input(wrap):
     f = returning(lambda g: (g, g), lambda ctx, x, w: x * w)
     with pytest.raises(
         RuntimeError, match=r"different than None for input 1 \('w'\), but that input is the Python value 2"
@@ -231,16 +249,18 @@ def test_C10_gradient_for_a_static_input(wrap):
         wrap(lambda x: gradient(f, x, 2))(X)
 
 
+@row("C10")
 @WRAPS
-def test_C10_gradient_for_an_integer_array_is_ignored(wrap):
+def test_gradient_for_an_integer_array_is_ignored(wrap):
     f = returning(lambda g: (g, g), lambda ctx, x, w: x * w)
     for index in (np.full((3, 2), 2), np.ones((3, 2), bool)):
         np.testing.assert_allclose(wrap(lambda x, index=index: gradient(f, x, index))(X), np.ones((3, 2)))
 
 
+@row("C11")
 @pytest.mark.parametrize("materialize", [True, False])
 @WRAPS
-def test_C11_integer_outputs(materialize, wrap):
+def test_integer_outputs(materialize, wrap):
     received = []
 
     @jaxfn.function
@@ -263,8 +283,9 @@ def test_C11_integer_outputs(materialize, wrap):
         assert argmax is None and positive is None
 
 
+@row("C12")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
-def test_C12_not_called_for_symbolic_zeros(wrap):
+def test_not_called_for_symbolic_zeros(wrap):
     called = []
     f = jaxfn.autograd_function(lambda ctx, x: (x * 2, x * 3), lambda ctx, *g: called.append(1) or g[0])
     gradient(wrap(lambda x: jax.lax.stop_gradient(f(x)[0]) + x), X)
@@ -272,7 +293,8 @@ def test_C12_not_called_for_symbolic_zeros(wrap):
     assert not called
 
 
-def test_C13_no_backward():
+@row("C13")
+def test_no_backward():
     class OnlyForward(jaxfn.Function):
         @staticmethod
         def forward(ctx, x):
@@ -309,8 +331,9 @@ TWICE = {
 }
 
 
+@row("C14")
 @pytest.mark.parametrize("twice", TWICE)
-def test_C14_differentiating_twice_raises(twice):
+def test_differentiating_twice_raises(twice):
     x = jnp.float32(2.0)
     by_saved = once(lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
     by_cotangent = once(lambda ctx, g: 2 * g, lambda ctx, x: 2 * x)
@@ -322,7 +345,8 @@ def test_C14_differentiating_twice_raises(twice):
             TWICE[twice](f)(x)
 
 
-def test_C14_does_not_raise_where_nothing_is_differentiated_twice():
+@row("C14")
+def test_does_not_raise_where_nothing_is_differentiated_twice():
     f = once(lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
 
     def mixed(x, w):  # differentiated once with respect to x, and by w around it
@@ -335,7 +359,8 @@ def test_C14_does_not_raise_where_nothing_is_differentiated_twice():
         np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(f)))(jnp.arange(3.0)), [0, 3, 12])
 
 
-def test_C15_boxed_grads_call():
+@row("C15")
+def test_boxed_grads_call():
     class Boxed(jaxfn.Function):
         boxed_grads_call = True
         clear_saved_tensors_on_access = True
@@ -379,9 +404,10 @@ class RealPart(jaxfn.Function):
         return whole * scale, (whole * jnp.conj(z)).real
 
 
+@row("C16")
 @WRAPS
 @pytest.mark.parametrize("order", [1, 2])
-def test_C16_complex(wrap, order):
+def test_complex(wrap, order):
     z = jnp.array([1 + 2j, -0.5 + 0.3j, 2 - 1j])
 
     def loss(square, parts):
@@ -399,21 +425,24 @@ def test_C16_complex(wrap, order):
     np.testing.assert_allclose(ours, plain, rtol=1e-4)
 
 
-def test_C16_real_gradient_for_a_complex_input():
+@row("C16")
+def test_real_gradient_for_a_complex_input():
     f = returning(lambda g: jnp.ones((3, 2)), lambda ctx, x: x.real)
     got = gradient(f, X + 0j)
     assert got.dtype == jnp.complex64
     np.testing.assert_allclose(got, np.ones((3, 2)))
 
 
-def test_C14_a_closure_on_ctx():
+@row("C14")
+def test_a_closure_on_ctx():
     f = once(lambda ctx, g: ctx.f(g), lambda ctx, x: setattr(ctx, "f", lambda g: 2 * x * g) or x * x)
     assert jax.grad(f)(3.0) == 6.0
     with pytest.raises(RuntimeError, match=MESSAGE):
         jax.grad(jax.grad(f))(3.0)
 
 
-def test_C14_boxed_gradients_that_backward_clears():
+@row("C14")
+def test_boxed_gradients_that_backward_clears():
     class Once(jaxfn.Function):
         boxed_grads_call = True
 
@@ -442,24 +471,28 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def test_C6_pytree_classes_that_check_their_leaves():
+@row("C6")
+def test_pytree_classes_that_check_their_leaves():
     f = jaxfn.autograd_function(lambda ctx, v: v.x * 2, lambda ctx, g: Validating(2 * g))
     np.testing.assert_allclose(jax.grad(lambda x: f(Validating(x)).sum())(jnp.ones(3)), np.full(3, 2.0))
 
 
-def test_C9_a_random_key_is_no_gradient():
+@row("C9")
+def test_a_random_key_is_no_gradient():
     f = jaxfn.autograd_function(lambda ctx, x: x * 2, lambda ctx, g: jax.random.key(0))
     with pytest.raises(TypeError, match="returned a random key as the gradient of input 0"):
         jax.grad(f)(1.0)
 
 
-def test_C3_a_list_is_said_to_count_as_one():
+@row("C3")
+def test_a_list_is_said_to_count_as_one():
     f = jaxfn.autograd_function(lambda ctx, x, t: x * t, lambda ctx, g: [g, None])
     with pytest.raises(RuntimeError, match="got a list, which counts as one gradient"):
         jax.grad(f)(1.0, 2.0)
 
 
-def test_C10_names_the_value_inside_a_pytree():
+@row("C10")
+def test_names_the_value_inside_a_pytree():
     f = jaxfn.autograd_function(lambda ctx, t: t["x"] * 2, lambda ctx, g: {"x": g * 2, "k": g})
     with pytest.raises(RuntimeError, match=r"input 0 \('t'\)\['k'\], but that input is the Python value 7"):
         jax.grad(lambda x: f({"x": x, "k": 7}))(1.0)

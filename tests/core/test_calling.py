@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.conftest import COMING, RUNS_PRIMAL_TOO
 from tests.support.cases import MulConstant, Square
+from tests.support.marks import COMING, RUNS_PRIMAL_TOO, row
 
 
 class Keywords(jaxfn.Function):
@@ -36,6 +36,7 @@ class Keywords(jaxfn.Function):
         return gradients
 
 
+@row("A1")
 @pytest.mark.parametrize(
     ("args", "kwargs", "seen"),
     [
@@ -47,7 +48,7 @@ class Keywords(jaxfn.Function):
     ],
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_A1_arguments_bind_to_the_signature(args, kwargs, seen, wrap):
+def test_arguments_bind_to_the_signature(args, kwargs, seen, wrap):
     def f(x):
         return Keywords.apply(x, *args, **kwargs)
 
@@ -60,14 +61,16 @@ def test_A1_arguments_bind_to_the_signature(args, kwargs, seen, wrap):
     np.testing.assert_allclose(wrap(jax.grad(lambda x: f(x).sum()))(x), [scale, scale])
 
 
-def test_A1_gradients_of_variadic_arguments():
+@row("A1")
+def test_gradients_of_variadic_arguments():
     x = jnp.arange(2.0)
     grads = jax.grad(lambda *a: Keywords.apply(a[0], 2.0, *a[1:]).sum(), argnums=(0, 1, 2))(x, x, x)
     np.testing.assert_allclose(grads, [[2, 2], [1, 1], [1, 1]])
 
 
+@row("A1")
 @pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((1.0, 2.0, 3.0), {}), ((1.0,), {"wrong": 1})])
-def test_A1_wrong_arguments_name_the_function(args, kwargs):
+def test_wrong_arguments_name_the_function(args, kwargs):
     with pytest.raises(TypeError, match=r"MulConstant\.apply\(tensor, constant\)"):
         MulConstant.apply(*args, **kwargs)
 
@@ -90,8 +93,9 @@ class Tree(jaxfn.Function):
         return {"nested": [Point(grad_output * ctx.factor, grad_output), None], "factor": None, "mode": None}, None
 
 
+@row("A2")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_A2_pytrees_of_arrays_and_statics(wrap):
+def test_pytrees_of_arrays_and_statics(wrap):
     marker = object()
 
     def f(point):
@@ -104,7 +108,8 @@ def test_A2_pytrees_of_arrays_and_statics(wrap):
     assert config is marker
 
 
-def test_A2_array_leaves_of_other_kinds():
+@row("A2")
+def test_array_leaves_of_other_kinds():
     class Box:
         def __init__(self, value):
             self.value = value
@@ -126,7 +131,8 @@ def test_A2_array_leaves_of_other_kinds():
     np.testing.assert_allclose(jax.grad(lambda v: f(Box(v)).sum())(jnp.ones(2)), [2, 2])
 
 
-def test_A3_python_scalars_are_static_unless_traced():
+@row("A3")
+def test_python_scalars_are_static_unless_traced():
     @jaxfn.function
     def power(ctx, x, n):
         ctx.is_static = isinstance(n, int)
@@ -149,13 +155,15 @@ def test_A3_python_scalars_are_static_unless_traced():
     np.testing.assert_allclose(jax.jit(power)(x, n), 8, rtol=1e-6)
 
 
-def test_A3_gradient_of_a_static_scalar_must_be_none():
+@row("A3")
+def test_gradient_of_a_static_scalar_must_be_none():
     bad = jaxfn.autograd_function(lambda ctx, x, c: x * c, lambda ctx, g: (g, g))
     with pytest.raises(RuntimeError, match="input 1 \\('c'\\).*Python value 2.0"):
         jax.grad(bad)(1.0, 2.0)
 
 
-def test_A4_apply_is_one_picklable_hashable_object():
+@row("A4")
+def test_apply_is_one_picklable_hashable_object():
     assert Square.apply is Square.apply
     assert hash(Square.apply) == hash(Square.apply)
     assert pickle.loads(pickle.dumps(Square.apply)) is Square.apply
@@ -167,7 +175,8 @@ def test_A4_apply_is_one_picklable_hashable_object():
     assert Child.apply(jnp.float32(3)) == 9.0
 
 
-def test_A4_jit_of_apply_traces_once():
+@row("A4")
+def test_jit_of_apply_traces_once():
     traces = []
 
     class Counted(jaxfn.Function):
@@ -185,7 +194,8 @@ def test_A4_jit_of_apply_traces_once():
     assert len(traces) == 1
 
 
-def test_A4_threads():
+@row("A4")
+def test_threads():
     def work(out, i):
         x = jnp.full(3, float(i))
         out[i] = [float(jax.grad(lambda x: Square.apply(MulConstant.apply(x, i)).sum())(x)[0]) for _ in range(20)]
@@ -199,7 +209,8 @@ def test_A4_threads():
     assert out == {i: [2.0 * i**3] * 20 for i in range(8)}
 
 
-def test_A5_eager_calls_build_no_custom_vjp(monkeypatch):
+@row("A5")
+def test_eager_calls_build_no_custom_vjp(monkeypatch):
     calls = []
     original = jax.custom_vjp.__call__
     monkeypatch.setattr(jax.custom_vjp, "__call__", lambda self, *a: calls.append(1) or original(self, *a))
@@ -212,8 +223,9 @@ def test_A5_eager_calls_build_no_custom_vjp(monkeypatch):
     assert calls
 
 
+@row("A5")
 @RUNS_PRIMAL_TOO
-def test_A5_forward_runs_once_per_eager_call():
+def test_forward_runs_once_per_eager_call():
     runs = []
 
     @jaxfn.function
@@ -232,8 +244,9 @@ def test_A5_forward_runs_once_per_eager_call():
     assert len(runs) == 4
 
 
+@row("A5", "A9")
 @pytest.mark.parametrize("differentiate", [jax.grad, jax.jacrev], ids=["grad", "jacrev"])
-def test_A5_A9_closed_over_tracers_are_an_error(differentiate):
+def test_closed_over_tracers_are_an_error(differentiate):
     def f(w):
         closes_over = jaxfn.autograd_function(lambda ctx, x: x * w, lambda ctx, g: g)
         return closes_over(jnp.float32(1.0))
@@ -242,12 +255,14 @@ def test_A5_A9_closed_over_tracers_are_an_error(differentiate):
         differentiate(f)(2.0)
 
 
-def test_A6_instances_are_refused():
+@row("A6")
+def test_instances_are_refused():
     with pytest.raises(TypeError, match=r"call Square\.apply"):
         Square()
 
 
-def test_A6_a_function_without_forward():
+@row("A6")
+def test_a_function_without_forward():
     class Empty(jaxfn.Function):
         pass
 
@@ -255,7 +270,8 @@ def test_A6_a_function_without_forward():
         Empty.apply(1.0)
 
 
-def test_A6_combined_style_without_ctx():
+@row("A6")
+def test_combined_style_without_ctx():
     class NoCtx(jaxfn.Function):
         @staticmethod
         def forward():
@@ -265,7 +281,8 @@ def test_A6_combined_style_without_ctx():
         NoCtx.apply()
 
 
-def test_A7_a_step_compiles_once():
+@row("A7")
+def test_a_step_compiles_once():
     traces = []
 
     @jax.jit
@@ -313,12 +330,13 @@ def counting_product(calls):
     return Product.apply, by_hand
 
 
+@row("A7")
 @pytest.mark.parametrize(
     "derivative",
     [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(f, (0, 1)), jax.checkpoint, jax.vmap],
     ids=["grad", "grad of jit", "both arguments", "checkpoint", "vmap"],
 )
-def test_A7_user_code_is_traced_as_often_as_by_hand(derivative):
+def test_user_code_is_traced_as_often_as_by_hand(derivative):
     calls = []
     counts = []
     for f in counting_product(calls):
@@ -337,7 +355,8 @@ def test_A7_user_code_is_traced_as_often_as_by_hand(derivative):
     assert counts[0][0] > 0
 
 
-def test_A7_jax_names_the_users_function_and_parameters():
+@row("A7")
+def test_jax_names_the_users_function_and_parameters():
     with pytest.raises(
         jax.errors.TracerBoolConversionError, match=rf"function Branching at {re.escape(__file__)}:\d+"
     ) as e:
@@ -358,7 +377,8 @@ class Branching(jaxfn.Function):
         return grad_output, None
 
 
-def test_A7_weak_types_are_kept():
+@row("A7")
+def test_weak_types_are_kept():
     assert jax.typeof(Square.apply(jnp.asarray(2.0))).weak_type
     out = jax.jit(Square.apply)(2.0)
     assert jax.typeof(out).weak_type == jax.typeof(jax.jit(lambda x: x * x)(2.0)).weak_type
@@ -374,7 +394,8 @@ class WithMeta:
     k: float = field(metadata={"static": True})
 
 
-def test_A2_static_parts_of_pytrees_are_told_apart():
+@row("A2")
+def test_static_parts_of_pytrees_are_told_apart():
     f = jaxfn.autograd_function(
         lambda ctx, m: setattr(ctx, "k", m.k) or m.x * 1.0,
         lambda ctx, g: WithMeta(g * (np.copysign(1, ctx.k) + isinstance(ctx.k, bool)), ctx.k),
@@ -383,13 +404,15 @@ def test_A2_static_parts_of_pytrees_are_told_apart():
     assert got == [1.0, -1.0, 1.0, 2.0, 1.0]
 
 
-def test_A1_one_name_for_two_inputs_is_refused():
+@row("A1")
+def test_one_name_for_two_inputs_is_refused():
     f = jaxfn.autograd_function(lambda ctx, x, /, **kw: x * kw["x"], lambda ctx, g: {"x": g})
     with pytest.raises(TypeError, match="'x' names two inputs"):
         f(1.0, x=2.0)
 
 
-def test_A4_apply_may_be_overridden():
+@row("A4")
+def test_apply_may_be_overridden():
     class WithDefault(MulConstant):
         @classmethod
         def apply(cls, x):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.conftest import COMING, TRACES_ALWAYS
 from tests.support.cases import Holder, stop_gradient
+from tests.support.marks import COMING, TRACES_ALWAYS, row
 
 WRAPS: dict[str, Callable] = {
     "eager": lambda f: f,
@@ -48,11 +48,12 @@ def plain(w, x):
     return w * jnp.sin(x)
 
 
+@row("A9")
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["", "in jit"])
 @pytest.mark.parametrize("save", ["input", "intermediate"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_A9_a_value_that_is_not_differentiated(wrap, mode, save, outer):
+def test_a_value_that_is_not_differentiated(wrap, mode, save, outer):
     """By hand JAX raises in some of these, as the tracer in the closure is of another program."""
     wrapped = WRAPS[wrap]
     if COMING and wrap == "checkpoint" and mode == "reverse":  # JAX_REMAT3 says that all of its inputs are perturbed
@@ -64,18 +65,20 @@ def test_A9_a_value_that_is_not_differentiated(wrap, mode, save, outer):
         np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+@row("A9")
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["", "in jit"])
 @pytest.mark.parametrize("argnums", [0, (0, 1)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_A9_a_value_that_is_differentiated_is_refused(wrap, mode, argnums, outer):
+def test_a_value_that_is_differentiated_is_refused(wrap, mode, argnums, outer):
     with pytest.raises(NotImplementedError, match="forward closes over a value .*argument"):
         outer(jax.grad(WRAPS[wrap](ours(mode, "input")), argnums))(1.3, 0.7)
 
 
+@row("A9")
 @pytest.mark.parametrize("save", ["input", "intermediate"])
 @pytest.mark.parametrize("wrap", ["eager", "jit", "checkpoint"])
-def test_A9_differentiated_further_out(wrap, save):
+def test_differentiated_further_out(wrap, save):
     """The gradient by x is a function of w like any other."""
 
     def mixed(f):
@@ -84,7 +87,8 @@ def test_A9_differentiated_further_out(wrap, save):
     np.testing.assert_allclose(mixed(ours("reverse", save))(1.3, 0.7), mixed(plain)(1.3, 0.7), rtol=1e-5)
 
 
-def test_A9_a_global_and_an_array_that_is_not_needed():
+@row("A9")
+def test_a_global_and_an_array_that_is_not_needed():
     """What the outputs do not depend on may be differentiated."""
 
     def loss(w, x):
@@ -100,7 +104,8 @@ def closing_backward(w, x):
     return f(x)
 
 
-def test_A9_backward_closes_over_a_value():
+@row("A9")
+def test_backward_closes_over_a_value():
     expected = jax.grad(lambda w, x: w * x + stop_gradient(jnp.round(x) - w * x), 1)(3.0, 0.6)
     assert jax.grad(closing_backward, 1)(3.0, 0.6) == expected
     assert jax.jit(jax.grad(closing_backward, 1))(3.0, 0.6) == expected
@@ -109,7 +114,8 @@ def test_A9_backward_closes_over_a_value():
             jax.grad(lambda w, x, wrapped=wrapped: wrapped(w, x).sum(), 1)(jnp.full(2, 3.0), jnp.full(2, 0.6))
 
 
-def test_A9_what_a_backward_only_keeps_is_no_matter():
+@row("A9")
+def test_what_a_backward_only_keeps_is_no_matter():
     """A list that backward appends to, say, may hold tracers of programs long gone."""
     seen = []
     f = jaxfn.autograd_function(lambda ctx, x: x * 2, lambda ctx, g: seen.append(g) or 2 * g)
@@ -117,9 +123,10 @@ def test_A9_what_a_backward_only_keeps_is_no_matter():
         assert jax.jit(jax.grad(lambda x: f(x)))(1.0) == 2.0
 
 
+@row("A8", "A9")
 @TRACES_ALWAYS
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_A8_A9_a_mapped_forward_whose_state_is_traced(wrap):
+def test_a_mapped_forward_whose_state_is_traced(wrap):
     """Nested derivatives under vmap write forward down apart from the program around it."""
 
     class Keys:
@@ -171,9 +178,10 @@ class Found(jaxfn.Function):
         return ctx.pull(g * ctx.w) if Everywhere.hides else g * ctx.w * jnp.cos(ctx.saved_tensors[0])
 
 
+@row("A9")
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
-def test_A9_what_no_search_finds_is_never_lost(hides, wrap):
+def test_what_no_search_finds_is_never_lost(hides, wrap):
     """Beside a saved or hidden intermediate: right, or refused, at both orders."""
 
     def total(f):
@@ -205,8 +213,9 @@ def test_A9_what_no_search_finds_is_never_lost(hides, wrap):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
+@row("A8")
 @pytest.mark.parametrize("over", [jax.vmap, jax.jit, lambda f: lambda ws: jax.lax.map(f, ws)])
-def test_A8_forward_runs_once_where_only_what_it_closes_over_is_traced(over):
+def test_forward_runs_once_where_only_what_it_closes_over_is_traced(over):
     runs = []
 
     def program(w):
@@ -222,7 +231,8 @@ def test_A8_forward_runs_once_where_only_what_it_closes_over_is_traced(over):
     assert len(runs) == 1
 
 
-def test_A9_a_rule_that_closes_over_a_value_of_an_outer_derivative_is_refused_by_name():
+@row("A9")
+def test_a_rule_that_closes_over_a_value_of_an_outer_derivative_is_refused_by_name():
     """`jax.grad` outside, `jax.jvp` inside: the tangents' rule uses what belongs to the outer one."""
 
     def scaled_by(c):
@@ -250,9 +260,10 @@ def test_A9_a_rule_that_closes_over_a_value_of_an_outer_derivative_is_refused_by
         assert "Scaled.jvp closes over a value" in str(error) or "Scaled.forward closes over a value" in str(error)
 
 
+@row("A5")
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
 @pytest.mark.parametrize("save", [False, True], ids=["saves_nothing", "saves_output"])
-def test_A5_closed_over_values_differentiated_further_out(wrap, save):
+def test_closed_over_values_differentiated_further_out(wrap, save):
     """The value of a Function inside a differentiated function depends on what its forward closes over."""
 
     def loss(f):
@@ -271,10 +282,11 @@ def test_A5_closed_over_values_differentiated_further_out(wrap, save):
     np.testing.assert_allclose(jax.grad(loss(ours))(0.5), expected, rtol=1e-6)
 
 
+@row("A5", "D3")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
 @pytest.mark.parametrize("kept", ["cell", "default", "object", "static argument"])
 @pytest.mark.parametrize("moves", [False, True], ids=["x fixed", "x moves too"])
-def test_A5_D3_closed_over_values_beside_a_saved_intermediate(wrap, kept, moves):
+def test_closed_over_values_beside_a_saved_intermediate(wrap, kept, moves):
     """What the outputs depend on beside the inputs keeps its derivative where the inputs are differentiated too."""
 
     def ours(c):

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxfn
 from tests.support.cases import CASES, loss_of, make_args, with_attributes
+from tests.support.marks import row
 from tests.support.transformations import BATCH, POLICIES, over_batch
 
 by_name = {case.name: case for case in CASES}
@@ -40,13 +41,14 @@ def test_same_optimized_hlo_as_custom_vjp(case, mapped):
     assert normalized(ours) == normalized(by_hand)
 
 
+@row("D4")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(
     "attributes",
     [{"jvp": staticmethod(lambda ctx, *tangents: None)}, {"generate_jvp_rule": True}],
     ids=["jvp", "generate_jvp_rule"],
 )
-def test_D4_same_optimized_hlo_of_reverse_mode_beside_forward_mode(case, attributes):
+def test_same_optimized_hlo_of_reverse_mode_beside_forward_mode(case, attributes):
     args = make_args(case)
     fs = with_attributes(case, attributes), case.by_hand
     ours, by_hand = (train_step(f, len(args)).lower(args).compile().as_text() for f in fs)
@@ -90,10 +92,11 @@ def residual_bytes(f, args):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
 
 
+@row("B4", "E1b")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("policy", [None, *POLICIES])
 @pytest.mark.parametrize("transform", ["plain", "jit", "vmap", "scan"])
-def test_B4_E1b_saved_bytes_equal_the_custom_vjp(case, policy, transform):
+def test_saved_bytes_equal_the_custom_vjp(case, policy, transform):
     mapped = transform in ("vmap", "scan")
     args = make_args(case, BATCH if mapped else None)
 
@@ -154,10 +157,11 @@ def _named(saves):
     return Named.apply, by_hand
 
 
+@row("E1b")
 @pytest.mark.parametrize("saves", ["input", "intermediate", "output"])
 @pytest.mark.parametrize("names", [(), ("inner",), ("outer",), ("inner", "outer")], ids="+".join)
 @pytest.mark.parametrize("after", [jnp.sum, lambda y: jnp.sin(y).sum(), lambda y: jnp.exp(y).sum()], ids=range(3))
-def test_E1b_names_inside_forward_are_found(saves, names, after):
+def test_names_inside_forward_are_found(saves, names, after):
     ours, by_hand = _named(saves)
     x = jnp.linspace(-1.0, 1.0, 1000)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -169,7 +173,8 @@ def test_E1b_names_inside_forward_are_found(saves, names, after):
     assert jnp.allclose(jax.grad(chain(ours))(x), jax.grad(chain(by_hand))(x), rtol=1e-5)
 
 
+@row("B4")
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("relu", "straight_through", "exp", "square")], ids=str)
-def test_B4_only_what_was_saved_is_kept(case):
+def test_only_what_was_saved_is_kept(case):
     expected = {"relu": 1000, "straight_through": 0, "exp": 4000, "square": 4000}[case.name]
     assert residual_bytes(lambda x: case.apply(x).sum(), (jnp.ones(1000),)) == expected

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.conftest import ALL_PERTURBED, RUNS_PRIMAL_TOO
 from tests.support.cases import Linear, Pair, Relu, Swap
+from tests.support.marks import ALL_PERTURBED, RUNS_PRIMAL_TOO, row
 
 MODES = {
     "eager": lambda f: f,
@@ -29,7 +29,8 @@ def differentiate(mode, f, args, argnums):
     return (jax.jit(gradient) if mode == "jit_of_grad" else gradient)(*args)
 
 
-def test_B1_combined_style_gets_ctx_first():
+@row("B1")
+def test_combined_style_gets_ctx_first():
     @jaxfn.function
     def f(ctx, x):
         assert isinstance(ctx, jaxfn.FunctionCtx)
@@ -38,7 +39,8 @@ def test_B1_combined_style_gets_ctx_first():
     assert f(1.0) == 1.0
 
 
-def test_B2_setup_context_sees_all_inputs_in_order():
+@row("B2")
+def test_setup_context_sees_all_inputs_in_order():
     class Separate(jaxfn.Function):
         seen = None
 
@@ -61,8 +63,9 @@ def test_B2_setup_context_sees_all_inputs_in_order():
     assert (value, grad) == (16.5, 24.0)
 
 
+@row("B3")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_B3_outputs(wrap):
+def test_outputs(wrap):
     assert isinstance(wrap(Swap.apply)(jnp.ones(2), jnp.ones(2)), Pair)
     received = []
 
@@ -86,13 +89,15 @@ def test_B3_outputs(wrap):
     assert received == [jax.tree.structure(expected, is_leaf=lambda x: x is None)]
 
 
-def test_B3_a_list_is_one_output():
+@row("B3")
+def test_a_list_is_one_output():
     f = jaxfn.autograd_function(lambda ctx, x: [x, 2 * x], lambda ctx, grads: grads[0] + 2 * grads[1])
     assert f(1.0) == [1.0, 2.0]
     assert jax.grad(lambda x: f(x)[0] + 10 * f(x)[1])(1.0) == 21.0
 
 
-def test_B4_none_entries_and_replacement():
+@row("B4")
+def test_none_entries_and_replacement():
     @jaxfn.function
     def f(ctx, x):
         ctx.save_for_backward(x, x)
@@ -108,14 +113,16 @@ def test_B4_none_entries_and_replacement():
     assert jax.jit(jax.grad(f))(3.0) == 6.0
 
 
+@row("B4")
 @pytest.mark.parametrize("value", [1.5, "text", [1, 2], {"a": 1}, (1,)])
-def test_B4_non_arrays_are_refused_by_position(value):
+def test_non_arrays_are_refused_by_position(value):
     f = jaxfn.autograd_function(lambda ctx, x: ctx.save_for_backward(x, value) or x)
     with pytest.raises(TypeError, match=f"argument 1 is of type {type(value).__name__}"):
         f(jnp.ones(2))
 
 
-def test_B4_saved_non_differentiable_output_has_no_derivative():
+@row("B4")
+def test_saved_non_differentiable_output_has_no_derivative():
     @jaxfn.function
     def f(ctx, x):
         y, kept = x * x, x**3
@@ -130,7 +137,8 @@ def test_B4_saved_non_differentiable_output_has_no_derivative():
     np.testing.assert_allclose(second, -np.sin(4.0) * 64, rtol=1e-5)
 
 
-def test_B4_saved_output_without_derivative_gets_no_cotangent():
+@row("B4")
+def test_saved_output_without_derivative_gets_no_cotangent():
     """A real cotangent reaching the marked output's place gave 8072 for 72 in an early design."""
 
     @jaxfn.function
@@ -148,7 +156,8 @@ def test_B4_saved_output_without_derivative_gets_no_cotangent():
     np.testing.assert_allclose(jax.grad(jax.grad(lambda x: cube(x)[0] ** 2))(2.0), 30 * 2.0**4, rtol=1e-6)
 
 
-def test_B5_named_saves_keep_order_and_python_values():
+@row("B5")
+def test_named_saves_keep_order_and_python_values():
     @jaxfn.function
     def f(ctx, x, w):
         ctx.save_for_backward(x, zeta=w, alpha=None, constant=3, label="name", values=x * w)
@@ -168,7 +177,8 @@ def test_B5_named_saves_keep_order_and_python_values():
     np.testing.assert_allclose(jax.jit(jax.grad(f, argnums=(0, 1)))(2.0, 5.0), (15.0, 6.0))
 
 
-def test_B6_any_attribute():
+@row("B6")
+def test_any_attribute():
     class Plain:
         def __init__(self):
             self.array = np.arange(3.0)
@@ -197,9 +207,10 @@ def test_B6_any_attribute():
     np.testing.assert_allclose(scanned(1.0), 24.0**2)
 
 
+@row("B7")
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=ALL_PERTURBED if m == "checkpoint" else ()) for m in MODES])
 @pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
-def test_B7_needs_input_grad(mode, argnums):
+def test_needs_input_grad(mode, argnums):
     seen = {}
 
     @jaxfn.function
@@ -233,7 +244,8 @@ def test_B7_needs_input_grad(mode, argnums):
     assert seen["setup"] == seen["backward"] == expected
 
 
-def test_B7_needs_input_grad_in_forward_and_undifferentiated():
+@row("B7")
+def test_needs_input_grad_in_forward_and_undifferentiated():
     seen = []
 
     @jaxfn.function
@@ -254,9 +266,10 @@ def test_B7_needs_input_grad_in_forward_and_undifferentiated():
     assert seen[-1] == (True, True, False)
 
 
+@row("B8")
 @pytest.mark.parametrize("materialize", [True, False])
 @pytest.mark.parametrize("mode", ["eager", "jit_of_grad", "grad_of_jit", "checkpoint"])
-def test_B8_mark_non_differentiable(materialize, mode):
+def test_mark_non_differentiable(materialize, mode):
     received = []
 
     @jaxfn.function
@@ -279,7 +292,8 @@ def test_B8_mark_non_differentiable(materialize, mode):
         assert received == [None]
 
 
-def test_B8_marking_what_is_not_an_output_warns():
+@row("B8")
+def test_marking_what_is_not_an_output_warns():
     @jaxfn.function
     def f(ctx, x):
         ctx.mark_non_differentiable(x * 1)
@@ -292,8 +306,9 @@ def test_B8_marking_what_is_not_an_output_warns():
         assert f(1.0) == 2.0
 
 
+@row("B9")
 @pytest.mark.parametrize("mode", ["eager", "jit_of_grad", "grad_of_jit", "scan"])
-def test_B9_materialize_grads(mode):
+def test_materialize_grads(mode):
     received = {}
 
     def make(materialize):
@@ -316,7 +331,8 @@ def test_B9_materialize_grads(mode):
     assert received[True].shape == (2,) and received[True].dtype == jnp.float16
 
 
-def test_B10_mark_dirty_returns_the_new_value_and_warns_once():
+@row("B10")
+def test_mark_dirty_returns_the_new_value_and_warns_once():
     @jaxfn.function
     def add_one(ctx, x):
         ctx.mark_dirty(x)
@@ -332,8 +348,9 @@ def test_B10_mark_dirty_returns_the_new_value_and_warns_once():
         np.testing.assert_allclose(jax.grad(lambda x: add_one(x).sum())(x), [1, 1])
 
 
+@row("B10")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
-def test_B10_mark_dirty_errors(transform):
+def test_mark_dirty_errors(transform):
     no_output = jaxfn.autograd_function(lambda ctx, x: ctx.mark_dirty(x) or x.sum(), lambda ctx, g: g)
     with pytest.raises(ValueError, match=r"no output has that shape and dtype"):
         transform(no_output)(jnp.ones(2))
@@ -342,8 +359,9 @@ def test_B10_mark_dirty_errors(transform):
         transform(not_input)(jnp.float32(1))
 
 
+@row("B10")
 @pytest.mark.parametrize("mode", ["eager", "jit", "grad", "jit_of_grad", "grad_of_jit", "second_order"])
-def test_B10_refs_are_written_in_place(mode):
+def test_refs_are_written_in_place(mode):
     @jaxfn.function
     def accumulate(ctx, ref, x):
         ctx.mark_dirty(ref)
@@ -367,7 +385,8 @@ def test_B10_refs_are_written_in_place(mode):
     assert ref[...] == 4.0
 
 
-def test_B10_refs_made_inside_the_differentiated_function_are_refused():
+@row("B10")
+def test_refs_made_inside_the_differentiated_function_are_refused():
     write = jaxfn.autograd_function(
         lambda ctx, x, ref: ref.__setitem__(..., 3 * x) or 2 * x, lambda ctx, g: (2 * g, None)
     )
@@ -380,7 +399,8 @@ def test_B10_refs_made_inside_the_differentiated_function_are_refused():
         jax.grad(loss)(1.0)
 
 
-def test_B10_intermediates_beside_refs():
+@row("B10")
+def test_intermediates_beside_refs():
     @jaxfn.function
     def f(ctx, ref, x):
         ref[...] = x
@@ -394,8 +414,9 @@ def test_B10_intermediates_beside_refs():
         jax.grad(jax.grad(lambda x: f(ref, x)))(0.5)
 
 
+@row("B12")
 @RUNS_PRIMAL_TOO
-def test_B12_counts():
+def test_counts():
     seen = []
 
     @jaxfn.function
@@ -414,7 +435,8 @@ def test_B12_counts():
     assert seen == [3, (3, 2)]
 
 
-def test_B13_one_ctx_per_call():
+@row("B13")
+def test_one_ctx_per_call():
     contexts = []
 
     @jaxfn.function
@@ -429,7 +451,8 @@ def test_B13_one_ctx_per_call():
     assert len({id(c) for c in contexts}) == len(contexts)
 
 
-def test_B13_linear_without_bias_is_torch_example():
+@row("B13")
+def test_linear_without_bias_is_torch_example():
     x, w = jnp.ones((4, 3)), jnp.ones((5, 3))
     assert Linear.apply(x, w).shape == (4, 5)
     grads = jax.grad(lambda x, w: Linear.apply(x, w).sum(), argnums=(0, 1))(x, w)
@@ -437,7 +460,8 @@ def test_B13_linear_without_bias_is_torch_example():
     np.testing.assert_allclose(grads[1], np.full((5, 3), 4.0))
 
 
-def test_B4_relu_keeps_its_mask_only():
+@row("B4")
+def test_relu_keeps_its_mask_only():
     _, pullback = jax.vjp(Relu.apply, jnp.ones(1000))
     assert sum(x.nbytes for x in jax.tree.leaves(pullback)) == 1000
 
@@ -490,9 +514,10 @@ def scan_body(f, carry, _):
     return (f(*carry), carry[1]), None
 
 
+@row("B7")
 @pytest.mark.parametrize("f", [Mul.apply, MulSavingLess.apply, MulSavingMuchLess.apply], ids=["all", "less", "varying"])
 @pytest.mark.parametrize("wrap", ["cond", "scan", "jit", "while_in_jit"])
-def test_B7_gradients_do_not_depend_on_which_were_taken_before(f, wrap):
+def test_gradients_do_not_depend_on_which_were_taken_before(f, wrap):
     """JAX keeps fwd's trace for each pattern of perturbed inputs, but only the last one's residual tree."""
     body = functools.partial(scan_body, f)
     g = {
@@ -514,8 +539,9 @@ def test_B7_gradients_do_not_depend_on_which_were_taken_before(f, wrap):
     np.testing.assert_allclose(mixed(x, w), 4 * 2 * 5)
 
 
+@row("B4", "B8")
 @pytest.mark.parametrize("make", [np.full, jnp.full], ids=["numpy", "jax"])
-def test_B4_B8_numpy_outputs_are_known_by_identity(make):
+def test_numpy_outputs_are_known_by_identity(make):
     @jaxfn.function
     def marked(ctx, x):
         constant = make((), 2.0, np.float32)
@@ -535,7 +561,8 @@ def test_B4_B8_numpy_outputs_are_known_by_identity(make):
     assert jax.grad(jax.grad(saved))(1.0) == 3.0
 
 
-def test_B6_dicts_that_jax_cannot_sort():
+@row("B6")
+def test_dicts_that_jax_cannot_sort():
     meta = {1: "a", "b": 2}
 
     @jaxfn.function
@@ -553,18 +580,20 @@ def test_B6_dicts_that_jax_cannot_sort():
     assert jax.jit(jax.grad(lambda x: f(x, meta)))(1.0) == 2.0
 
 
+@row("B3")
 @pytest.mark.parametrize(
     "make",
     [lambda: float("nan"), lambda: np.array([object()]), lambda: np.array(["a", "b"]), object, dict],
     ids=range(5),
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
-def test_B3_static_outputs_made_anew_by_each_run(make, wrap):
+def test_static_outputs_made_anew_by_each_run(make, wrap):
     f = jaxfn.autograd_function(lambda ctx, x: (x * 2, make()), lambda ctx, g, _: g * 2)
     assert jax.grad(wrap(lambda x: f(x)[0]))(1.0) == 2.0
 
 
-def test_B7_variadic_parameters_without_items_and_private_names():
+@row("B7")
+def test_variadic_parameters_without_items_and_private_names():
     seen = []
 
     @jaxfn.function
@@ -585,7 +614,8 @@ def test_B7_variadic_parameters_without_items_and_private_names():
     assert seen == [((), (), True)]
 
 
-def test_B6_names_of_torch_may_be_assigned():
+@row("B6")
+def test_names_of_torch_may_be_assigned():
     @jaxfn.function
     def f(ctx, x):
         ctx.num_inputs, ctx.num_outputs, ctx.needs_input_grad = 7, 8, (True,)

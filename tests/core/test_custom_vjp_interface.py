@@ -20,8 +20,8 @@ from jax import float0, lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.interpreters import partial_eval
 
-from tests.conftest import COMING, RUNS_PRIMAL_TOO, TRACES_ALWAYS
 from tests.support import custom_vjp_interface
+from tests.support.marks import COMING, RUNS_PRIMAL_TOO, TRACES_ALWAYS
 
 
 class Raises(NamedTuple):

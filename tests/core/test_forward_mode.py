@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.support.both_modes import CASES, FORWARD, REVERSE, Case, Modes
+from tests.support.marks import row
 
 ROWS = 8
 
@@ -152,17 +153,20 @@ MAPPED = {
 }
 
 
+@row("D4", "D7")
 @pytest.mark.parametrize("how", SINGLE)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_D4_D7_each_mode_has_its_own_rule(case, how, expected):
+def test_each_mode_has_its_own_rule(case, how, expected):
     check(SINGLE[how](case.apply)(*case.args), first(expected(case)))
 
 
+@row("D4", "D7")
 @pytest.mark.parametrize("how", MAPPED)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_D4_D7_each_mode_has_its_own_rule_when_mapped(case, how, expected):
+def test_each_mode_has_its_own_rule_when_mapped(case, how, expected):
     check(jit(MAPPED[how](case.apply))(*rows_of(case.args)), expected(case))
 
 
-def test_D7_jacobians_run_eagerly_too(expected):
+@row("D7")
+def test_jacobians_run_eagerly_too(expected):
     check(taken(CASES[0].apply, JACOBIANS)(*CASES[0].args), first(expected(CASES[0])))

@@ -10,6 +10,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import Linear
+from tests.support.marks import row
 
 
 @jaxfn.function
@@ -39,7 +40,8 @@ def separate_backward(ctx, grad_output):
     return {"x": grad_output * ctx.scale}
 
 
-def test_B1_decorated_function_keeps_its_identity():
+@row("B1")
+def test_decorated_function_keeps_its_identity():
     assert mul_constant.__name__ == "mul_constant"
     assert mul_constant.__doc__ == "Multiplies."
     assert str(inspect.signature(mul_constant)) == "(tensor, constant)"
@@ -50,7 +52,8 @@ def test_B1_decorated_function_keeps_its_identity():
     assert separate_backward(type("Ctx", (), {"scale": 3}), 2) == {"x": 6}  # registering returns the rule unchanged
 
 
-def test_B1_decorated_function_is_a_function_anywhere():
+@row("B1")
+def test_decorated_function_is_a_function_anywhere():
     x = jnp.arange(3.0)
     np.testing.assert_allclose(jax.jit(mul_constant)(x, 2.0), 2 * x)
     np.testing.assert_allclose(jax.jit(mul_constant, static_argnames="constant")(x, constant=2.0), 2 * x)
@@ -60,7 +63,8 @@ def test_B1_decorated_function_is_a_function_anywhere():
     np.testing.assert_allclose(list(map(mul_constant, [1.0, 2.0], [3, 4])), [3.0, 8.0])
 
 
-def test_B1_decorated_method():
+@row("B1")
+def test_decorated_method():
     class Layer:
         weight = 3.0
 
@@ -75,7 +79,8 @@ def test_B1_decorated_method():
     assert jax.grad(Layer().scale)(2.0) == 3.0
 
 
-def test_B2_setup_context_registered_after_a_call():
+@row("B2")
+def test_setup_context_registered_after_a_call():
     @jaxfn.function
     def f(ctx_or_x):
         return ctx_or_x
@@ -88,7 +93,7 @@ def test_B2_setup_context_registered_after_a_call():
     assert jax.grad(f)(1.0) == 7.0
 
 
-def test_C_errors_are_those_of_the_class():
+def test_errors_are_those_of_the_class():
     bad = jaxfn.autograd_function(lambda ctx, x: x, lambda ctx, g: (g, g))
     bad.Function.__name__ = "bad"
     with pytest.raises(RuntimeError, match="expected 1 \\(x\\), got 2"):
@@ -118,9 +123,10 @@ def linear_backward(ctx, grad_output):
 linear = jaxfn.autograd_function(forward=linear_forward, backward=linear_backward)
 
 
+@row("B5", "B7", "C5")
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_B5_B7_C5_r_torch_linear(with_bias, wrap):
+def test_r_torch_linear(with_bias, wrap):
     args = (jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 3)), jnp.ones(4))[: 3 if with_bias else 2]
     for argnums in ((0,), (1,), tuple(range(len(args)))):
         ours, same = (
@@ -129,7 +135,8 @@ def test_B5_B7_C5_r_torch_linear(with_bias, wrap):
         jax.tree.map(np.testing.assert_array_equal, ours, same)
 
 
-def test_B5_r_torch_mul_constant():
+@row("B5")
+def test_r_torch_mul_constant():
     multiply = jaxfn.autograd_function(
         forward=lambda ctx, tensor, constant: ctx.save_for_backward(constant=constant) or tensor * constant,
         backward=lambda ctx, grad_output: {"tensor": grad_output * ctx.saved_variables.constant},
@@ -138,7 +145,8 @@ def test_B5_r_torch_mul_constant():
     assert jax.grad(multiply)(1.0, 2) == 2.0
 
 
-def test_B2_autograd_function_with_setup_context():
+@row("B2")
+def test_autograd_function_with_setup_context():
     f = jaxfn.autograd_function(
         lambda x: x**2,
         lambda ctx, g: 2 * ctx.x * g,

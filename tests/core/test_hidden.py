@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.conftest import COMING
 from tests.support.cases import Holder
+from tests.support.marks import COMING, row
 
 
 class Slotted:
@@ -38,9 +38,10 @@ def backward_of(kind, hidden, g):
     return 2 * g * (hidden.value[0] if kind == "object" else hidden[0])
 
 
+@row("B6")
 @pytest.mark.parametrize("kind", HIDING)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_B6_arrays_hidden_in_closures_and_objects_keep_their_derivative(kind, wrap):
+def test_arrays_hidden_in_closures_and_objects_keep_their_derivative(kind, wrap):
     def forward(ctx, x):
         ctx.hidden = HIDING[kind](x)
         return x * x
@@ -50,9 +51,10 @@ def test_B6_arrays_hidden_in_closures_and_objects_keep_their_derivative(kind, wr
     assert wrap(jax.grad(jax.grad(f)))(3.0) == 2.0
 
 
+@row("B6")
 @pytest.mark.parametrize("kind", HIDING)
 @pytest.mark.parametrize("inner", [jax.jit, jax.checkpoint, lambda f: lambda x: jax.lax.map(f, x[None])[0]])
-def test_B6_arrays_hidden_from_another_trace_are_refused(kind, inner):
+def test_arrays_hidden_from_another_trace_are_refused(kind, inner):
     """JAX loses them on the way to backward, and a second derivative through them was zero in silence."""
 
     def forward(ctx, x):
@@ -69,7 +71,8 @@ def test_B6_arrays_hidden_from_another_trace_are_refused(kind, inner):
         twice(3.0)
 
 
-def test_B6_an_object_from_outside_may_hold_traced_arrays():
+@row("B6")
+def test_an_object_from_outside_may_hold_traced_arrays():
     """As a module that is handed to the Function, with parameters of an outer trace."""
 
     def forward(ctx, x, module):
@@ -99,7 +102,8 @@ class _WritesAndHides(jaxfn.Function):
         return ctx.pull(grad_output), None
 
 
-def test_D3_an_array_hidden_beside_a_ref_is_refused_where_it_could_be_differentiated_again():
+@row("D3")
+def test_an_array_hidden_beside_a_ref_is_refused_where_it_could_be_differentiated_again():
     ref = jax.new_ref(jnp.zeros(()))
     np.testing.assert_allclose(jax.grad(_WritesAndHides.apply)(0.5, ref), np.cos(0.5), rtol=1e-6)
     with pytest.raises(NotImplementedError, match="_WritesAndHides takes a jax.Ref and keeps a JAX array inside"):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxfn
 from tests.core.test_compiled import residual_bytes
 from tests.support.cases import CASES, Linear, host_memory_is_apart, loss_of, make_args
+from tests.support.marks import row
 
 X = jnp.linspace(-1.0, 1.5, 1000)
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -124,8 +125,9 @@ def total(f: Any) -> Any:
 # --- what passes the hooks
 
 
+@row("F1")
 @WRAPS
-def test_F1_every_saved_array_once(wrap):
+def test_every_saved_array_once(wrap):
     one = ((1000,), "float32")
     with Log() as log:
         gradient = wrap(jax.grad(total(Cube.apply)))(X)
@@ -133,8 +135,9 @@ def test_F1_every_saved_array_once(wrap):
     assert log.packed == log.unpacked == [one, one]  # the input and the square; neither attribute nor for jvp
 
 
+@row("F1")
 @WRAPS
-def test_F1_nothing_without_differentiation(wrap):
+def test_nothing_without_differentiation(wrap):
     with Log() as log:
         wrap(Cube.apply)(X)
         wrap(jax.vmap(Cube.apply))(X)
@@ -142,15 +145,17 @@ def test_F1_nothing_without_differentiation(wrap):
     assert log.packed == log.unpacked == []
 
 
+@row("F1")
 @WRAPS
-def test_F1_forward_mode_reads_what_is_not_packed(wrap):
+def test_forward_mode_reads_what_is_not_packed(wrap):
     with jaxfn.saved_tensors_hooks(lambda x: x * 0, lambda x: x):
         tangent = wrap(lambda x: jax.jvp(Cube.apply, (x,), (jnp.ones_like(x),))[1])(X)
     np.testing.assert_allclose(tangent, 3 * X**2, rtol=1e-5)
 
 
+@row("F1")
 @WRAPS
-def test_F1_one_array_saved_twice_None_and_integers(wrap):
+def test_one_array_saved_twice_None_and_integers(wrap):
     @jaxfn.function
     def f(ctx, x, n):
         ctx.save_for_backward(x, None, n, x, again=x, text="a")
@@ -168,8 +173,9 @@ def test_F1_one_array_saved_twice_None_and_integers(wrap):
     assert log.packed == log.unpacked == [((), "float32"), ((), "int32")]
 
 
+@row("F1")
 @WRAPS
-def test_F1_an_attribute_that_is_also_saved_is_kept_twice(wrap):
+def test_an_attribute_that_is_also_saved_is_kept_twice(wrap):
     """Once packed, for saved_tensors, and once as it is."""
 
     @jaxfn.function
@@ -183,15 +189,17 @@ def test_F1_an_attribute_that_is_also_saved_is_kept_twice(wrap):
         assert wrap(jax.grad(f))(1.0) == 201
 
 
+@row("F1")
 @WRAPS
 @BOTH
-def test_F1_what_unpack_returns_is_what_backward_reads(wrap, function):
+def test_what_unpack_returns_is_what_backward_reads(wrap, function):
     with jaxfn.saved_tensors_hooks(lambda x: {"a": x, "b": [x * 10, "text"]}, lambda p: p["a"] + p["b"][0]):
         assert wrap(jax.grad(function.apply))(jnp.float32(1)) == 22
 
 
+@row("F1", "A3")
 @BOTH
-def test_F1_A3_hooks_and_backward_get_arrays_where_the_argument_was_a_python_number(function):
+def test_hooks_and_backward_get_arrays_where_the_argument_was_a_python_number(function):
     with Log() as log:
         assert jax.grad(function.apply)(1.0) == 2
     assert log.packed == log.unpacked == [((), "float32")]
@@ -207,12 +215,14 @@ def test_F1_A3_hooks_and_backward_get_arrays_where_the_argument_was_a_python_num
     assert seen == [True]
 
 
+@row("C1")
 @BOTH
-def test_C1_a_cotangent_that_is_a_python_number(function):
+def test_a_cotangent_that_is_a_python_number(function):
     assert jax.vjp(function.apply, 3.0)[1](1.0) == (6,)
 
 
-def test_F1_pack_may_return_any_object_eagerly():
+@row("F1")
+def test_pack_may_return_any_object_eagerly():
     class Box:
         def __init__(self, value):
             self.value = value
@@ -230,15 +240,17 @@ def test_F1_pack_may_return_any_object_eagerly():
     assert seen[1:] == [Box, float, str]
 
 
+@row("F1")
 @WRAPS
-def test_F1_unpack_must_return_an_array(wrap):
+def test_unpack_must_return_an_array(wrap):
     hooks, message = jaxfn.saved_tensors_hooks(lambda x: x, lambda x: None), "Square: the unpack_hook .* a NoneType"
     with hooks, pytest.raises(TypeError, match=message):
         wrap(jax.grad(Square.apply))(1.0)
 
 
+@row("F1")
 @WRAPS
-def test_F1_an_error_in_a_hook_comes_through(wrap):
+def test_an_error_in_a_hook_comes_through(wrap):
     def refuse(x):
         raise ZeroDivisionError("mine")
 
@@ -250,9 +262,10 @@ def test_F1_an_error_in_a_hook_comes_through(wrap):
 # --- bytes
 
 
+@row("F1")
 @BOTH
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
-def test_F1_bfloat16_halves_the_residual_bytes(function, transform):
+def test_bfloat16_halves_the_residual_bytes(function, transform):
     f = total(transform(function.apply))
     assert residual_bytes(f, (X,)) == 4000
     with bfloat16():
@@ -261,9 +274,10 @@ def test_F1_bfloat16_halves_the_residual_bytes(function, transform):
     np.testing.assert_array_equal(gradient, 2 * rounded(X))
 
 
+@row("F1")
 @BOTH
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_F1_int8_with_a_scale(function, transform):
+def test_int8_with_a_scale(function, transform):
     f = total(transform(function.apply))
     with int8():
         assert residual_bytes(f, (X,)) == 1004
@@ -272,8 +286,9 @@ def test_F1_int8_with_a_scale(function, transform):
     assert np.unique(gradient).size < 256
 
 
+@row("F1")
 @BOTH
-def test_F1_bytes_of_a_scan_under_jit(function):
+def test_bytes_of_a_scan_under_jit(function):
     """What scan keeps for every step, for JAX and in the compiled program's own accounting."""
 
     def loss(x):
@@ -292,8 +307,9 @@ def test_F1_bytes_of_a_scan_under_jit(function):
     assert temporary - temporary_int8 > 0.9 * 64 * 3000
 
 
+@row("F1")
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("square", "exp", "gelu", "linear", "rotate")], ids=str)
-def test_F1_right_to_rounding_for_every_kind_of_save(case):
+def test_right_to_rounding_for_every_kind_of_save(case):
     args = make_args(case)
     argnums = tuple(range(len(args)))
     plain = jax.grad(loss_of(case.reference), argnums)(*args)
@@ -307,8 +323,9 @@ def test_F1_right_to_rounding_for_every_kind_of_save(case):
 # --- where hooks are in force
 
 
+@row("F1")
 @WRAPS
-def test_F1_the_innermost_apply(wrap):
+def test_the_innermost_apply(wrap):
     with Log() as outer:
         with Log() as inner:
             wrap(jax.grad(Square.apply))(1.0)
@@ -319,7 +336,8 @@ def test_F1_the_innermost_apply(wrap):
     assert (len(outer.packed), len(inner.packed)) == (1, 1)
 
 
-def test_F1_as_a_decorator():
+@row("F1")
+def test_as_a_decorator():
     log = Log()
 
     @jaxfn.saved_tensors_hooks(log.pack, log.unpack)
@@ -339,15 +357,17 @@ def test_F1_as_a_decorator():
     assert jax.grad(on_host)(3.0) == 6
 
 
-def test_F1_a_block_that_was_left_by_an_error():
+@row("F1")
+def test_a_block_that_was_left_by_an_error():
     with pytest.raises(KeyError), Log() as log:
         raise KeyError
     jax.grad(Square.apply)(1.0)
     assert log.packed == []
 
 
+@row("F1")
 @BOTH
-def test_F1_in_force_where_applied_and_not_where_differentiated(function):
+def test_in_force_where_applied_and_not_where_differentiated(function):
     with Log() as log:
         _, pullback = jax.vjp(function.apply, jnp.float32(3))
     assert len(log.packed) == 1 and log.unpacked == []
@@ -359,8 +379,9 @@ def test_F1_in_force_where_applied_and_not_where_differentiated(function):
     assert len(log.packed) == len(log.unpacked) == 1
 
 
+@row("F1")
 @BOTH
-def test_F1_a_block_inside_the_differentiated_function(function):
+def test_a_block_inside_the_differentiated_function(function):
     """JAX differentiates some of it after the block was left."""
     for wrap in (lambda f: f, jax.jit, jax.checkpoint):
         log = Log()
@@ -374,7 +395,8 @@ def test_F1_a_block_inside_the_differentiated_function(function):
         assert len(log.packed) == len(log.unpacked) >= 1
 
 
-def test_F1_each_thread_has_its_own():
+@row("F1")
+def test_each_thread_has_its_own_hooks():
     inside, done = threading.Event(), threading.Event()
     gradients = []
 
@@ -396,8 +418,9 @@ def test_F1_each_thread_has_its_own():
 # --- jit
 
 
+@row("F1")
 @BOTH
-def test_F1_a_jitted_function_is_traced_anew_once_for_each_pair(function):
+def test_a_jitted_function_is_traced_anew_once_for_each_pair(function):
     traces = []
 
     @jax.jit
@@ -422,8 +445,9 @@ def test_F1_a_jitted_function_is_traced_anew_once_for_each_pair(function):
     assert len(traces) == 4
 
 
+@row("F1")
 @BOTH
-def test_F1_grad_of_a_function_that_was_jitted_outside(function):
+def test_grad_of_a_function_that_was_jitted_outside(function):
     inner = jax.jit(function.apply)
     assert jax.grad(inner)(1.0) == 2
     with jaxfn.saved_tensors_hooks(lambda x: x * 10, lambda x: x):
@@ -431,7 +455,8 @@ def test_F1_grad_of_a_function_that_was_jitted_outside(function):
     assert jax.grad(inner)(1.0) == 2
 
 
-def test_F1_compiled_once_inside_too():
+@row("F1")
+def test_compiled_once_inside_too():
     with bfloat16():
         step = jax.jit(jax.grad(total(Square.apply)))
         for _ in range(3):
@@ -442,8 +467,9 @@ def test_F1_compiled_once_inside_too():
 # --- transformations
 
 
+@row("F1")
 @BOTH
-def test_F1_under_vmap(function):
+def test_under_vmap(function):
     """Each example's own array is packed: an int8 scale is the example's own."""
     rows = jnp.stack([X, 100 * X])
     with int8():
@@ -455,8 +481,9 @@ def test_F1_under_vmap(function):
     np.testing.assert_allclose(of_mapped, one_by_one, rtol=1e-5)
 
 
+@row("F1")
 @BOTH
-def test_F1_under_scan_cond_and_checkpoint(function):
+def test_under_scan_cond_and_checkpoint(function):
     wraps = [
         lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0],
         lambda f: lambda x: jax.lax.cond(x.sum() < 1e9, f, lambda x: x, x),
@@ -469,18 +496,20 @@ def test_F1_under_scan_cond_and_checkpoint(function):
         np.testing.assert_array_equal(gradient, 2 * rounded(X))
 
 
+@row("F1")
 @BOTH
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_F1_under_shard_map(function, check_vma):
+def test_under_shard_map(function, check_vma):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     f = jax.shard_map(function.apply, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma)
     with bfloat16():
         np.testing.assert_array_equal(jax.jit(jax.grad(total(f)))(X), 2 * rounded(X))
 
 
+@row("F1")
 @BOTH
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_F1_second_derivatives(function, wrap):
+def test_second_derivatives(function, wrap):
     """To rounding through bfloat16; through integers there is none."""
 
     def loss(x):
@@ -499,9 +528,10 @@ def test_F1_second_derivatives(function, wrap):
 # --- F2
 
 
+@row("F2")
 @BOTH
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_F2_residuals_are_in_host_memory(function, transform):
+def test_residuals_are_in_host_memory(function, transform):
     if not host_memory_is_apart():
         pytest.skip("this JAX (0.10.0) takes the CPU's memory for host memory already")
     f = transform(function.apply)
@@ -514,8 +544,9 @@ def test_F2_residuals_are_in_host_memory(function, transform):
     np.testing.assert_array_equal(gradient, 2 * X)
 
 
+@row("F2")
 @BOTH
-def test_F2_in_a_compiled_training_step(function):
+def test_in_a_compiled_training_step(function):
     def loss(x):
         return jnp.sin(function.apply(function.apply(x))).sum()
 
@@ -528,7 +559,8 @@ def test_F2_in_a_compiled_training_step(function):
     )
 
 
-def test_F2_a_clear_error_where_there_is_no_host_memory(monkeypatch):
+@row("F2")
+def test_a_clear_error_where_there_is_no_host_memory(monkeypatch):
     class Memory:
         kind = "device"
 
@@ -549,7 +581,8 @@ def test_F2_a_clear_error_where_there_is_no_host_memory(monkeypatch):
 # --- F3
 
 
-def test_F3_using_hooks_inside_raises_with_the_message():
+@row("F3")
+def test_using_hooks_inside_raises_with_the_message():
     with jaxfn.disable_saved_tensors_hooks("not here"):
         assert jax.grad(Square.apply)(3.0) == 6
         for block in (bfloat16, jaxfn.save_on_host):
@@ -559,14 +592,16 @@ def test_F3_using_hooks_inside_raises_with_the_message():
         pass
 
 
-def test_F3_entering_it_inside_active_hooks_raises():
+@row("F3")
+def test_entering_it_inside_active_hooks_raises():
     with bfloat16(), pytest.raises(RuntimeError, match="^not here$"), jaxfn.disable_saved_tensors_hooks("not here"):
         pass
     with bfloat16():
         pass  # nothing is left behind
 
 
-def test_F3_nested_and_as_a_decorator():
+@row("F3")
+def test_nested_and_as_a_decorator():
     @jaxfn.disable_saved_tensors_hooks("outer")
     def f():
         with pytest.raises(RuntimeError, match="inner"), jaxfn.disable_saved_tensors_hooks("inner"), bfloat16():
@@ -578,7 +613,8 @@ def test_F3_nested_and_as_a_decorator():
     f()
 
 
-def test_F3_each_thread_has_its_own():
+@row("F3")
+def test_each_thread_may_disable_hooks_for_itself():
     entered = []
 
     def other():
@@ -595,7 +631,8 @@ def test_F3_each_thread_has_its_own():
 # --- beside torch
 
 
-def test_F1_F3_beside_torch():
+@row("F1", "F3")
+def test_beside_torch():
     """Which hooks are called in what order, for what, in a number of situations; torch live."""
     torch = pytest.importorskip("torch")
 
@@ -681,7 +718,8 @@ def test_F1_F3_beside_torch():
     assert sorted(map(str, ours)) == sorted(map(str, theirs))
 
 
-def test_F1_linear_keeps_half(wrap=jax.jit):
+@row("F1")
+def test_linear_keeps_half(wrap=jax.jit):
     args = jnp.ones((8, 4)), jnp.ones((5, 4)), jnp.ones(5)
     plain = residual_bytes(wrap(Linear.apply), args)
     with bfloat16():

@@ -12,11 +12,11 @@ from jax.custom_derivatives import linear_call
 
 import jaxfn
 from jaxfn._protocol import tangents as _tangents
-from tests.conftest import NO_REMAT_TRANSPOSE
 from tests.core.test_compiled import residual_bytes
 from tests.core.test_forward_mode import ALL, DERIVATIVES, FURTHER, check, jit, taken
 from tests.support import cases
 from tests.support.cases import make_args, with_attributes
+from tests.support.marks import NO_REMAT_TRANSPOSE, row
 
 X = jnp.array([0.3, -1.2])
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -35,9 +35,10 @@ def tangent_of(f: Any, *args: Any) -> Any:
     return jax.jvp(f, args, jax.tree.map(jnp.ones_like, args))[1]
 
 
+@row("B9", "D4")
 @WRAPS
 @pytest.mark.parametrize("materialize", [True, False])
-def test_B9_D4_the_tangents_that_jvp_gets(wrap, materialize):
+def test_the_tangents_that_jvp_gets(wrap, materialize):
     """One for each input; of static ones and integers None; of unperturbed ones zeros or None."""
     seen: list[Any] = []
 
@@ -64,8 +65,9 @@ def test_B9_D4_the_tangents_that_jvp_gets(wrap, materialize):
         assert seen == [(None, {"a": vector, "b": [None, None]}, None, None, None)]
 
 
+@row("D4")
 @WRAPS
-def test_D4_needs_input_grad_in_jvp(wrap):
+def test_needs_input_grad_in_jvp(wrap):
     seen: list[Any] = []
 
     @jaxfn.function
@@ -81,8 +83,9 @@ def test_D4_needs_input_grad_in_jvp(wrap):
     assert seen == [((False, True, False), 3, 1)]
 
 
+@row("D4")
 @WRAPS
-def test_D4_None_returned_is_a_zero_tangent(wrap):
+def test_None_returned_is_a_zero_tangent(wrap):
     """A symbolic one: a Function behind it is not asked for its derivative at all."""
 
     def unwanted(ctx, tangent):
@@ -100,8 +103,9 @@ def test_D4_None_returned_is_a_zero_tangent(wrap):
     np.testing.assert_array_equal(tangents, [[5, 5], [0, 0], [1, 1], [0, 0], [0, 0]])
 
 
+@row("B11")
 @WRAPS
-def test_B11_what_jvp_reads(wrap):
+def test_what_jvp_reads(wrap):
     """saved_tensors is what save_for_forward kept, once it was called; attributes are the same for both."""
     seen: dict[str, Any] = {}
 
@@ -137,21 +141,24 @@ def test_B11_what_jvp_reads(wrap):
         assert seen == {"jvp": [*expected, ("a", 2)], "backward": [(1, None, 3), {"y": 3}, ("a", 2)]}
 
 
-def test_B11_save_for_forward_takes_arrays_only():
+@row("B11")
+def test_save_for_forward_takes_arrays_only():
     f = function(lambda ctx, x: ctx.save_for_forward(x, [x]) or x)
     with pytest.raises(TypeError, match="save_for_forward .* argument 1 is of type list"):
         f(X)
 
 
+@row("B4")
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
-def test_B4_a_jvp_beside_it_adds_nothing_to_what_is_saved(case):
+def test_a_jvp_beside_it_adds_nothing_to_what_is_saved(case):
     """Nor does generate_jvp_rule, which has the same derivative in reverse mode."""
     args = make_args(case)
     for forward_mode in ({"jvp": staticmethod(lambda ctx, *tangents: None)}, {"generate_jvp_rule": True}):
         assert residual_bytes(with_attributes(case, forward_mode), args) == residual_bytes(case.by_hand, args)
 
 
-def test_B4_only_what_backward_needs_and_jvp_needs_is_kept():
+@row("B4")
+def test_only_what_backward_needs_and_jvp_needs_is_kept():
     f = function(
         lambda ctx, x: ctx.save_for_backward(x > 0) or jnp.maximum(x, 0),
         lambda ctx, t: ctx.saved_tensors[0] * t,
@@ -166,8 +173,9 @@ def test_B4_only_what_backward_needs_and_jvp_needs_is_kept():
     assert residual_bytes(jax.jit(also), (jnp.ones(1000),)) <= 2000
 
 
+@row("C16", "D4")
 @WRAPS
-def test_C16_D4_complex_tangents_are_the_same_in_torch_and_jax(wrap):
+def test_complex_tangents_are_the_same_in_torch_and_jax(wrap):
     """While backward has torch's convention."""
     square = function(
         lambda ctx, z: ctx.save_for_backward(z) or z * z,
@@ -191,15 +199,17 @@ def test_C16_D4_complex_tangents_are_the_same_in_torch_and_jax(wrap):
             np.testing.assert_allclose(ours, plain, rtol=1e-5)
 
 
-def test_C16_D4_a_real_tangent_for_a_complex_output():
+@row("C16", "D4")
+def test_a_real_tangent_for_a_complex_output():
     f = function(lambda ctx, x: x + 1j * x, lambda ctx, t: t)
     tangent = jax.jvp(f, (X,), (X,))[1]
     assert tangent.dtype == jnp.complex64
     np.testing.assert_array_equal(tangent, X)
 
 
+@row("D4")
 @WRAPS
-def test_D4_bfloat16(wrap):
+def test_bfloat16(wrap):
     """A float32 tangent is cast to the output's type; both modes give the inputs' type."""
     f = function(
         lambda ctx, x: ctx.save_for_backward(x) or x * x,
@@ -215,14 +225,16 @@ def test_D4_bfloat16(wrap):
     np.testing.assert_allclose(hessian.astype(jnp.float32), 6 * np.eye(2), rtol=1e-2)
 
 
+@row("D4")
 @WRAPS
-def test_D4_python_scalars_and_outputs_that_are_inputs(wrap):
+def test_python_scalars_and_outputs_that_are_inputs(wrap):
     f = function(lambda ctx, x: (x, x * 2), lambda ctx, t: (3 * t, 4 * t), lambda ctx, g, h: 5 * g + 7 * h)
     assert wrap(lambda x: jax.jvp(f, (x,), (1.0,))[1])(2.0) == (3, 4)
     assert wrap(jax.grad(lambda x: sum(f(x))))(2.0) == 12
 
 
-def test_D4_a_Function_inside_jvp_has_its_own_rules():
+@row("D4")
+def test_a_Function_inside_jvp_has_its_own_rules():
     inner = function(lambda ctx, x: x * 1, lambda ctx, t: 2 * t, lambda ctx, g: 3 * g)
     outer = function(
         lambda ctx, x: ctx.save_for_backward(x) or inner(x) ** 2,
@@ -236,7 +248,8 @@ def test_D4_a_Function_inside_jvp_has_its_own_rules():
         assert wrap(jax.jacfwd(jax.jacfwd(outer)))(1.5) == 2
 
 
-def test_D4_jvp_on_a_subclass_and_added_later():
+@row("D4")
+def test_jvp_on_a_subclass_and_added_later():
     class OnlyReverse(jaxfn.Function):
         @staticmethod
         def forward(ctx, x):
@@ -297,14 +310,16 @@ def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
     }
 
 
+@row("D5b")
 @pytest.mark.parametrize("name", jvp_only())
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "checkpoint", "of_jit"])
-def test_D5b_jvp_alone_gives_reverse_mode_too(name, wrap):
+def test_jvp_alone_gives_reverse_mode_too(name, wrap):
     f, plain, args = jvp_only()[name]
     check(jit(taken(wrap(f), ALL))(*args), jit(taken(plain, ALL))(*args))
 
 
-def test_D5b_mapped_and_only_some_inputs():
+@row("D5b")
+def test_mapped_and_only_some_inputs():
     f, plain, _ = jvp_only()["several"]
     rows = jnp.stack([X, X + 1, X - 2])
     for g in (f, plain):
@@ -385,9 +400,10 @@ class PlusOne(jaxfn.Function):
         return grad_output
 
 
+@row("D5b")
 @pytest.mark.parametrize("rule", NONLINEAR)
 @pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["eager", "vmap"])
-def test_D5b_a_nonlinear_jvp_is_refused_in_reverse_mode(rule, transform):
+def test_a_nonlinear_jvp_is_refused_in_reverse_mode(rule, transform):
     """And forward mode does what it says."""
     f = function(lambda ctx, x: x * 2, lambda ctx, t: NONLINEAR[rule](t))
     args = (X[None] if transform is jax.vmap else X,)
@@ -404,17 +420,19 @@ def generated(case: cases.Case) -> Any:
     return with_attributes(case, {"generate_jvp_rule": True})
 
 
+@row("D5")
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
-def test_D5_generate_jvp_rule_against_plain_jax(case):
+def test_generate_jvp_rule_against_plain_jax(case):
     """Every right rule of `cases`, in every mix of modes."""
     args = make_args(case)
     which = ALL if case.name in ("exp", "straight_through", "linear_no_bias") else DERIVATIVES | FURTHER
     check(jit(taken(generated(case), which))(*args), jit(taken(case.reference, which))(*args))
 
 
+@row("D5")
 @pytest.mark.parametrize("case", [c for c in cases.CASES if c.name in ("exp", "rotate", "relu", "dense")], ids=str)
 @pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint], ids=["vmap", "checkpoint"])
-def test_D5_generate_jvp_rule_mapped(case, transform):
+def test_generate_jvp_rule_mapped(case, transform):
     args = make_args(case)
     if transform is jax.vmap:
         args = jax.tree.map(lambda x: jnp.stack([x, x + 0.01]), args)
@@ -422,9 +440,10 @@ def test_D5_generate_jvp_rule_mapped(case, transform):
     check(got, expected)
 
 
+@row("D5")
 @pytest.mark.parametrize("rule", NONLINEAR)
 @pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["eager", "vmap"])
-def test_D5_a_nonlinear_backward_is_refused_in_forward_mode(rule, transform):
+def test_a_nonlinear_backward_is_refused_in_forward_mode(rule, transform):
     """And reverse mode is untouched."""
     f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: NONLINEAR[rule](g))
     f.Function.generate_jvp_rule = True
@@ -486,10 +505,11 @@ LINEAR = {
 }
 
 
+@row("D5")
 @pytest.mark.parametrize(
     "rule", [pytest.param(rule, marks=NO_REMAT_TRANSPOSE) if rule == "inside checkpoint" else rule for rule in LINEAR]
 )
-def test_D5_what_is_linear_is_not_refused(rule):
+def test_what_is_linear_is_not_refused(rule):
     """Forward mode is then the transposed matrix of reverse mode."""
     f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: LINEAR[rule](g))
     f.Function.generate_jvp_rule = True
@@ -497,7 +517,8 @@ def test_D5_what_is_linear_is_not_refused(rule):
         np.testing.assert_allclose(jax.jacfwd(transform(f))(X), jax.jacrev(f)(X), rtol=1e-2)
 
 
-def test_D5_what_is_said_to_be_linear_is_looked_into():
+@row("D5")
+def test_what_is_said_to_be_linear_is_looked_into():
     def tangent(rule):
         f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: linear_call(rule, lambda r, v: v * r, X, g))
         f.Function.generate_jvp_rule = True
@@ -508,7 +529,8 @@ def test_D5_what_is_said_to_be_linear_is_looked_into():
         tangent(lambda r, v: v + r)
 
 
-def test_D5_generate_jvp_rule_and_a_jvp():
+@row("D5")
+def test_generate_jvp_rule_and_a_jvp():
     class Both(cases.Square):
         generate_jvp_rule = True
 
@@ -524,7 +546,8 @@ def test_D5_generate_jvp_rule_and_a_jvp():
 # --- D6, C13: no rule for a mode
 
 
-def test_D6_no_forward_mode_without_a_rule():
+@row("D6")
+def test_no_forward_mode_without_a_rule():
     for f in (lambda f: jax.jvp(f, (1.0,), (1.0,)), lambda f: jax.jacfwd(f)(1.0), lambda f: jax.hessian(f)(1.0)):
         with pytest.raises(TypeError, match="forward-mode"):
             f(cases.Square.apply)
@@ -532,8 +555,9 @@ def test_D6_no_forward_mode_without_a_rule():
     assert jax.jacrev(jax.jacrev(cases.Square.apply))(1.0) == 2
 
 
+@row("C13")
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
-def test_C13_no_rule_at_all(mode):
+def test_no_rule_at_all(mode):
     class Bare(jaxfn.Function):
         @staticmethod
         def forward(ctx, x):
@@ -597,9 +621,10 @@ WRONG = {
 }  # fmt: skip
 
 
+@row("D4")
 @WRAPS
 @pytest.mark.parametrize("what", WRONG)
-def test_D4_what_jvp_may_not_return(what, wrap):
+def test_what_jvp_may_not_return(what, wrap):
     _, forward, returned, kind, message = WRONG[what]
     f = function(forward, lambda ctx, t: returned(t))
     f.Function.__name__ = "Wrong"
@@ -607,11 +632,13 @@ def test_D4_what_jvp_may_not_return(what, wrap):
         wrap(lambda x: tangent_of(lambda x: [y for y in jax.tree.leaves(f(x)) if hasattr(y, "dtype")], x))(X)
 
 
-def test_D4_every_refusal_has_a_test():
+@row("D4")
+def test_every_refusal_has_a_test():
     assert {row for row, *_ in WRONG.values()} == set(_tangents._MESSAGES)
 
 
-def test_D4_structures_that_are_allowed():
+@row("D4")
+def test_structures_that_are_allowed():
     """None for a subtree; any mapping of the output's structure; a namedtuple for a tuple."""
     f = function(lambda ctx, x: ({"a": x, "b": [x, x]}, x), lambda ctx, t: ({"b": None, "a": t}, t * 2))
     first, second = tangent_of(f, X)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.conftest import KEEPS_TRACES
 from tests.support.cases import CASES, loss_of, make_args
+from tests.support.marks import KEEPS_TRACES, row
 from tests.support.transformations import TRANSFORMATIONS
 
 # Plain functions too leave traces behind in shard_map over several devices, as far as the checker can tell; and what
@@ -21,12 +21,13 @@ QUICK = ("eager", "jit", "jit_of_grad", "scan", "cond", "while_loop", "eval_shap
 FEW = ("exp", "gelu", "quantize")
 
 
+@row("B13")
 @pytest.mark.parametrize(
     ("name", "case"),
     [(name, case) for name in LEAK_CHECKED for case in CASES if name in QUICK or case.name in FEW],
     ids=str,
 )
-def test_B13_no_tracer_leaks(name, case, few_objects):
+def test_no_tracer_leaks(name, case, few_objects):
     with jax.check_tracer_leaks():
         TRANSFORMATIONS[name](case, case.apply)
 
@@ -35,8 +36,9 @@ class Token:
     """A static value whose lifetime can be watched."""
 
 
+@row("B13")
 @KEEPS_TRACES
-def test_B13_ctx_and_residuals_are_freed():
+def test_ctx_and_residuals_are_freed():
     watched = []
 
     def run():
@@ -64,8 +66,9 @@ def test_B13_ctx_and_residuals_are_freed():
     assert [ref() for ref in watched] == [None] * 9
 
 
+@row("B13")
 @KEEPS_TRACES
-def test_B13_static_arguments_are_not_kept_forever():
+def test_static_arguments_are_not_kept_forever():
     tokens = []
 
     def forward(ctx, x, token):
@@ -85,7 +88,8 @@ def test_B13_static_arguments_are_not_kept_forever():
     assert [token() for token in tokens] == [None] * 3
 
 
-def test_B13_mutable_statics_are_never_stale():
+@row("B13")
+def test_mutable_statics_are_never_stale():
     """A static object that compares equal but has changed is not mistaken for its earlier self."""
 
     class Config:
@@ -109,8 +113,9 @@ def test_B13_mutable_statics_are_never_stale():
     assert jax.grad(f)(1.0, other) == 7.0
 
 
+@row("A3")
 @pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (0.0, -0.0), (2, 2 + 0j)], ids=str)
-def test_A3_statics_that_compare_equal_are_told_apart(first, second):
+def test_statics_that_compare_equal_are_told_apart(first, second):
     f = jaxfn.autograd_function(
         lambda ctx, x, c: setattr(ctx, "seen", repr(c)) or (x * 1.0, repr(c)),
         lambda ctx, g, _: (g * len(ctx.seen), None),
@@ -122,7 +127,8 @@ def test_A3_statics_that_compare_equal_are_told_apart(first, second):
         assert pullback(value)[0] == len(repr(c))
 
 
-def test_B13_eight_threads_agree_with_one():
+@row("B13")
+def test_eight_threads_agree_with_one():
     cases = CASES[:8]
 
     def work():

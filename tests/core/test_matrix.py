@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 
 from tests.support.cases import CASES
+from tests.support.marks import row
 from tests.support.transformations import TRANSFORMATIONS
 
 
+@row("E1", "E2", "D1", "D2", "D3")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_E1_E2_D1_D2_D3_matrix(name, case):
+def test_matrix(name, case):
     got = TRANSFORMATIONS[name](case, case.apply)
     expected = TRANSFORMATIONS[name](case, case.reference)
     assert jax.tree.structure(got) == jax.tree.structure(expected)

@@ -10,6 +10,7 @@ import pytest
 
 import jaxfn
 from jaxfn import _compat
+from tests.support.marks import row
 
 
 @jaxfn.function
@@ -25,6 +26,7 @@ def _(ctx, grad_output):
     return 3 * x**2 * grad_output
 
 
+@row("C14")
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -36,7 +38,7 @@ def _(ctx, grad_output):
     ],
     ids=["eager", "jit", "checkpoint", "vmap", "scan"],
 )
-def test_C14_a_gradient_under_stop_gradient_may_be_differentiated_around(wrap):
+def test_a_gradient_under_stop_gradient_may_be_differentiated_around(wrap):
     def stopped(x):
         return jax.lax.stop_gradient(jax.grad(cube)(x)) * x
 
@@ -50,7 +52,8 @@ def test_C14_a_gradient_under_stop_gradient_may_be_differentiated_around(wrap):
             derivative(2.0)
 
 
-def test_B4_a_python_number_that_would_be_an_array_under_grad():
+@row("B4")
+def test_a_python_number_that_would_be_an_array_under_grad():
     @jaxfn.function
     def square(ctx, x):
         ctx.save_for_backward(x)
@@ -61,7 +64,8 @@ def test_B4_a_python_number_that_would_be_an_array_under_grad():
     assert jax.grad(square)(3.0) == 6.0
 
 
-def test_B4_other_numbers_are_refused_as_before():
+@row("B4")
+def test_other_numbers_are_refused_as_before():
     constant = jaxfn.autograd_function(lambda ctx, x: ctx.save_for_backward(x, 2.5) or x, lambda ctx, g: g)
     with pytest.raises(TypeError, match="argument 1 is of type float"):
         constant(3.0)
@@ -97,7 +101,8 @@ class Sometimes(Forgets):
             return 2 * grad_output
 
 
-def test_C2_a_backward_that_forgets_to_return_is_warned_of_once():
+@row("C2")
+def test_a_backward_that_forgets_to_return_is_warned_of_once():
     line = Forgets.backward.__code__.co_firstlineno
     with pytest.warns(UserWarning, match=rf"Forgets.backward returned nothing.*test_mistakes.py:{line}") as caught:
         assert jax.grad(Forgets.apply)(1.0) == 0.0
@@ -109,14 +114,16 @@ def test_C2_a_backward_that_forgets_to_return_is_warned_of_once():
             assert jax.grad(function.apply)(1.0) == 0.0
 
 
-def test_A2_a_torch_tensor_is_refused():
+@row("A2")
+def test_a_torch_tensor_is_refused():
     torch = pytest.importorskip("torch")
     for value in (torch.ones(2), {"deep": [torch.nn.Parameter(torch.ones(2))]}):
         with pytest.raises(TypeError, match=r"cube: input 0 \('x'\) is a torch tensor.*from_torch"):
             cube(value)
 
 
-def test_D8_outputs_that_depend_on_the_flags_are_shown():
+@row("D8")
+def test_outputs_that_depend_on_the_flags_are_shown():
     @jaxfn.function
     def f(ctx, x):
         return (x, {"twice": 2 * x}) if any(ctx.needs_input_grad) else x
@@ -149,7 +156,8 @@ def test_threads_that_meet_the_same_unknown_option(monkeypatch):
     np.testing.assert_allclose(sorted(results), range(4))
 
 
-def test_E2_an_eager_shard_map():
+@row("E2")
+def test_an_eager_shard_map():
     """JAX cannot call a custom_vjp of this kind there, and nothing is differentiated."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.conftest import COMING, RUNS_PRIMAL_TOO
 from tests.support.cases import Gelu, StraightThrough
+from tests.support.marks import COMING, RUNS_PRIMAL_TOO, row
 
 
 def nth(f, n):
@@ -30,20 +30,23 @@ WRAPS = pytest.mark.parametrize(
 )
 
 
+@row("D1")
 @WRAPS
-def test_D1_straight_through_at_every_order(wrap):
+def test_straight_through_at_every_order(wrap):
     f = lambda x: (StraightThrough.apply(x) - 1) ** 2  # noqa: E731
     assert [float(wrap(f, n)(2.3)) for n in (1, 2, 3)] == [2.0, 2.0, 0.0]
 
 
-def test_D1_a_plain_custom_vjp_is_wrong():
+@row("D1")
+def test_a_plain_custom_vjp_is_wrong():
     plain = jax.custom_vjp(lambda x: jnp.round(x))
     plain.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
     assert jax.grad(jax.grad(lambda x: (plain(x) - 1) ** 2))(2.3) == 0.0
 
 
+@row("D2")
 @WRAPS
-def test_D2_saved_output(wrap):
+def test_saved_output(wrap):
     @jaxfn.function
     def round_(ctx, x):
         y = jnp.round(x)
@@ -55,8 +58,9 @@ def test_D2_saved_output(wrap):
     assert [float(wrap(f, n)(2.3)) for n in (1, 2, 3)] == [4.0, 12.0, 28.0]
 
 
+@row("D2")
 @WRAPS
-def test_D2_saved_input_of_a_wrong_rule(wrap):
+def test_saved_input_of_a_wrong_rule(wrap):
     """The rule x^2 for the function x, saved input: derivatives x^2, 2x, 2."""
     f = jaxfn.autograd_function(
         lambda ctx, x: ctx.save_for_backward(x) or x * 1.0, lambda ctx, g: g * ctx.saved_tensors[0] ** 2
@@ -64,8 +68,9 @@ def test_D2_saved_input_of_a_wrong_rule(wrap):
     np.testing.assert_allclose([wrap(f, n)(3.0) for n in (1, 2, 3)], [9.0, 6.0, 2.0])
 
 
+@row("D2")
 @pytest.mark.parametrize("same", [False, True])
-def test_D2_inputs_that_are_one_object(same):
+def test_inputs_that_are_one_object(same):
     """Two inputs that hold one array must not be taken for each other when only one is differentiated."""
     f = jaxfn.autograd_function(
         lambda ctx, x, w: ctx.save_for_backward(x) or x * w, lambda ctx, g: (None, g * ctx.saved_tensors[0] ** 2)
@@ -77,9 +82,10 @@ def test_D2_inputs_that_are_one_object(same):
     assert jax.grad(inner, argnums=1)(v, w) == 0.0
 
 
+@row("D3")
 @WRAPS
 @pytest.mark.parametrize("kept", ["positional", "named", "attribute"])
-def test_D3_saved_intermediate(wrap, kept):
+def test_saved_intermediate(wrap, kept):
     @jaxfn.function
     def sine(ctx, x):
         c = jnp.cos(x)
@@ -100,9 +106,10 @@ def test_D3_saved_intermediate(wrap, kept):
     np.testing.assert_allclose([wrap(sine, n)(0.4) for n in (1, 2, 3, 4)], expected, rtol=2e-5)
 
 
+@row("D8")
 @pytest.mark.parametrize("save", ["all", "needed", "intermediates"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
-def test_D8_mixed_partials_with_a_guarded_backward(save, wrap):
+def test_mixed_partials_with_a_guarded_backward(save, wrap):
     @jaxfn.function
     def multiply(ctx, x, w):
         need_x, need_w = ctx.needs_input_grad if save != "all" else (True, True)
@@ -126,7 +133,8 @@ def test_D8_mixed_partials_with_a_guarded_backward(save, wrap):
     np.testing.assert_allclose(jax.jacrev(jax.jacrev(loss, (0, 1)), (0, 1))(*args), [[18.0, 24.0], [24.0, 8.0]])
 
 
-def test_D8_outputs_that_depend_on_the_flags_are_refused():
+@row("D8")
+def test_outputs_that_depend_on_the_flags_are_refused():
     @jaxfn.function
     def f(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -141,7 +149,8 @@ def test_D8_outputs_that_depend_on_the_flags_are_refused():
         jax.grad(jax.jit(inner), 1)(2.0, 3.0)
 
 
-def test_D9_backward_runs_once_for_an_output_used_twice():
+@row("D9")
+def test_backward_runs_once_for_an_output_used_twice():
     calls = []
 
     @jaxfn.function
@@ -171,7 +180,8 @@ def test_D9_backward_runs_once_for_an_output_used_twice():
     assert len(calls) == 2
 
 
-def test_D9_saved_output_and_downstream_use_meet():
+@row("D9")
+def test_saved_output_and_downstream_use_meet():
     calls = []
 
     @jaxfn.function
@@ -191,7 +201,8 @@ def test_D9_saved_output_and_downstream_use_meet():
     assert len(calls) == 2
 
 
-def test_E5_nothing_differentiates_a_forward_that_cannot_be():
+@row("E5")
+def test_nothing_differentiates_a_forward_that_cannot_be():
     """Not at second order either: torch's double-backward idiom with an opaque forward."""
 
     @jaxfn.function
@@ -209,8 +220,9 @@ def test_E5_nothing_differentiates_a_forward_that_cannot_be():
     np.testing.assert_allclose(jax.vmap(nth(opaque, 2))(jnp.full(3, 0.3)), np.full(3, -np.sin(0.3)), rtol=1e-5)
 
 
+@row("A8", "D3")
 @RUNS_PRIMAL_TOO
-def test_A8_D3_forward_runs_once_where_it_saves_intermediates():
+def test_forward_runs_once_where_it_saves_intermediates():
     """At its first traced run too, when it is not known yet that it saves them."""
 
     class Counted(Gelu):
@@ -254,7 +266,8 @@ def _saving(intermediate):
     return jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
 
 
-def test_D3_an_intermediate_that_a_collective_made():
+@row("D3")
+def test_an_intermediate_that_a_collective_made():
     xs = jnp.array([0.7, 0.9, 1.1])
 
     def loss(gradient):
@@ -265,15 +278,17 @@ def test_D3_an_intermediate_that_a_collective_made():
     np.testing.assert_allclose(jax.jit(jax.grad(loss(jax.grad(_saving(_mean_over_i)))))(xs), expected, rtol=1e-5)
 
 
+@row("D3")
 @pytest.mark.parametrize("intermediate", [_sine_that_calls_back, _sine_by_reference], ids=["callback", "reference"])
-def test_D3_an_intermediate_with_effects_on_its_way(intermediate):
+def test_an_intermediate_with_effects_on_its_way(intermediate):
     twice = jax.grad(jax.grad(_saving(intermediate)))
     np.testing.assert_allclose(twice(0.7), np.cos(0.7), rtol=1e-5)
     np.testing.assert_allclose(jax.jit(twice)(0.7), np.cos(0.7), rtol=1e-5)
     np.testing.assert_allclose(jax.vmap(twice)(jnp.full(2, 0.7)), np.full(2, np.cos(0.7)), rtol=1e-5)
 
 
-def test_D2_a_closed_over_constant_is_not_the_input():
+@row("D2")
+def test_a_closed_over_constant_is_not_the_input():
     anchor = jnp.float32(3)
     f = jaxfn.autograd_function(
         lambda ctx, x: ctx.save_for_backward(anchor) or anchor * x, lambda ctx, g: g * ctx.saved_tensors[0]

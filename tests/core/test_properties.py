@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxfn
+from tests.support.marks import row
 
 DTYPES = ["float32", "float16", "bfloat16", "complex64", "int32", "uint8", "bool"]
 DIFFERENTIABLE = ("float32", "float16", "bfloat16", "complex64")
@@ -78,6 +79,7 @@ def times(x: jax.Array, factor: int) -> jax.Array:
     return (x * factor).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
+@row("A1", "A2", "B7", "C6", "C8")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     inputs=st.lists(trees, max_size=3),
@@ -85,7 +87,7 @@ def times(x: jax.Array, factor: int) -> jax.Array:
     data=st.data(),
     jit=st.booleans(),
 )
-def test_A1_A2_B7_C6_C8_any_arguments(inputs, named, data, jit):
+def test_any_arguments(inputs, named, data, jit):
     everything = (*inputs, *named.values())
     all_leaves = flat(everything)
     structure = jax.tree.structure(everything, is_leaf=lambda x: x is None)

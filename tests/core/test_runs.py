@@ -22,7 +22,7 @@ from jax.experimental import io_callback
 from jax.extend.random import define_prng_impl
 
 import jaxfn
-from tests.conftest import COMING, RUNS_PRIMAL_TOO
+from tests.support.marks import COMING, RUNS_PRIMAL_TOO, row
 
 
 def _mixed(key, numbers):
@@ -479,8 +479,9 @@ def expect_other_draws(name, source, transform):
         pytest.xfail("JAX_REMAT3 runs a custom_jvp's rule more than once")
 
 
+@row("A8")
 @pytest.mark.parametrize(("source", "closes_over", "name", "transform"), CELLS)
-def test_A8_code_runs_as_often_as_by_hand(source, closes_over, name, transform):
+def test_code_runs_as_often_as_by_hand(source, closes_over, name, transform):
     expect_other_draws(name, source, transform)
     source = source.removesuffix("_closed_over")
     results, counts = runs(by_function, name, source, transform, closes_over)
@@ -509,8 +510,9 @@ def test_A8_code_runs_as_often_as_by_hand(source, closes_over, name, transform):
         np.testing.assert_allclose(ours, by_jax, rtol=2e-6)
 
 
+@row("A8")
 @pytest.mark.parametrize("name", STYLES)
-def test_A8_a_single_call_under_jit_runs_once_or_is_refused(name):
+def test_a_single_call_under_jit_runs_once_or_is_refused(name):
     """By hand it works, once: what the source has become is lost, and its next draw raises."""
     world = World()
     f = STYLES[name](world.drawing("keys"))[0]
@@ -526,9 +528,10 @@ def test_A8_a_single_call_under_jit_runs_once_or_is_refused(name):
         assert world.since(before)["draws"] == 1
 
 
+@row("A8")
 @RUNS_PRIMAL_TOO
 @pytest.mark.parametrize("kept", ["array", "closure"])
-def test_A8_an_object_that_holds_a_traced_array_and_what_is_kept_of_it(kept):
+def test_an_object_that_holds_a_traced_array_and_what_is_kept_of_it(kept):
     """Neither changes the object: forward runs once, whether or not anything is differentiated."""
     count = 0
 
@@ -671,9 +674,10 @@ def every_style(sources):
     return pytest.mark.parametrize(("source", "name"), cells, ids=["-".join(cell) for cell in cells])
 
 
+@row("A8")
 @EVERY_SECOND
 @every_style(UNCHANGED)
-def test_A8_second_derivatives_where_what_is_closed_over_stays_as_it_is(source, name, transform):
+def test_second_derivatives_where_what_is_closed_over_stays_as_it_is(source, name, transform):
     args = name, source.removesuffix("_closed_over"), transform, source.endswith("_closed_over")
     (expected,) = itertools.islice(second_derivatives(plainly, *args), 1)
     try:
@@ -686,9 +690,10 @@ def test_A8_second_derivatives_where_what_is_closed_over_stays_as_it_is(source, 
         assert is_unreachable and is_refusal(NotImplementedError, str(error)), error
 
 
+@row("A8")
 @EVERY_SECOND
 @every_style(CHANGED)
-def test_A8_second_derivatives_where_what_is_closed_over_changes(source, name, transform):
+def test_second_derivatives_where_what_is_closed_over_changes(source, name, transform):
     """Of the draws that gave the output, or refused; never of others."""
     expect_other_draws(name, source, transform)
     args = name, source.removesuffix("_closed_over"), transform, source.endswith("_closed_over")

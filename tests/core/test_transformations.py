@@ -12,12 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfn
 from tests.support.cases import CASES, Square, loss_of, make_args
+from tests.support.marks import row
 from tests.support.transformations import BATCH, over_batch
 
 LINEAR = next(case for case in CASES if case.name == "linear")
 
 
-def test_E1_pure_callback_inside_forward_under_everything():
+@row("E1")
+def test_pure_callback_inside_forward_under_everything():
     @jaxfn.function
     def host_sin(ctx, x):
         ctx.save_for_backward(x)
@@ -31,7 +33,8 @@ def test_E1_pure_callback_inside_forward_under_everything():
         np.testing.assert_allclose(jax.grad(lambda x, w=wrap: jax.vmap(w(host_sin))(x).sum())(x), np.cos(x), rtol=1e-6)
 
 
-def test_E1_functions_nest_in_forward_and_backward():
+@row("E1")
+def test_functions_nest_in_forward_and_backward():
     @jaxfn.function
     def outer(ctx, x):
         ctx.save_for_backward(x)
@@ -44,8 +47,9 @@ def test_E1_functions_nest_in_forward_and_backward():
         assert f(2.0) == jax.jit(f)(2.0) == expected, order
 
 
+@row("E1")
 @pytest.mark.parametrize("order", [1, 2])
-def test_E1_axis_names_inside_backward(order):
+def test_axis_names_inside_backward(order):
     """A collective in forward and backward, under vmap and shard_map."""
 
     @jaxfn.function
@@ -72,8 +76,9 @@ def collectives(compiled):
     return sorted(re.findall(r" (all-[\w-]+|reduce-scatter|collective-[\w-]+)\(", compiled.as_text()))
 
 
+@row("E2")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_E2_same_collectives_in_sharded_jit(axis_type):
+def test_same_collectives_in_sharded_jit(axis_type):
     mesh = jax.make_mesh((BATCH,), ("d",), axis_types=(axis_type,))
     x, w, b = make_args(LINEAR, BATCH)
     args = (jax.device_put(x, NamedSharding(mesh, P("d"))), w, b)
@@ -85,8 +90,9 @@ def test_E2_same_collectives_in_sharded_jit(axis_type):
     assert found[0] == found[1] != []
 
 
+@row("E2")
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_E2_replicated_weights_inside_shard_map(check_vma):
+def test_replicated_weights_inside_shard_map(check_vma):
     """Gradients taken inside: with check_vma they come out summed, as from plain JAX code."""
     mesh = jax.make_mesh((BATCH,), ("d",), axis_types=(AxisType.Auto,))
     x, (_, w, b) = jnp.arange(48.0).reshape(16, 3) / 50, make_args(LINEAR)
@@ -108,8 +114,9 @@ def test_E2_replicated_weights_inside_shard_map(check_vma):
     assert collectives(ours.lower(x, w, b).compile()) == collectives(plain.lower(x, w, b).compile())
 
 
+@row("E2")
 @pytest.mark.parametrize("materialize", [True, False])
-def test_E2_zeros_and_reverse_variance_inside_shard_map(materialize):
+def test_zeros_and_reverse_variance_inside_shard_map(materialize):
     """Zeros for an unused output, and an unvarying gradient for a varying input, have the right varying axes."""
 
     @jaxfn.function
@@ -135,8 +142,9 @@ def call_kernel(x):
     return pl.pallas_call(double_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
 
 
+@row("E5")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
-def test_E5_a_pallas_kernel_in_forward_and_backward(wrap):
+def test_a_pallas_kernel_in_forward_and_backward(wrap):
     double = jaxfn.autograd_function(lambda ctx, x: call_kernel(x), lambda ctx, g: call_kernel(g))
     x = jnp.arange(8.0)
     np.testing.assert_allclose(wrap(double)(x), 2 * x)
@@ -144,8 +152,9 @@ def test_E5_a_pallas_kernel_in_forward_and_backward(wrap):
     np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: wrap(double)(x).sum()))(x[None])[0], np.full(8, 2.0))
 
 
+@row("E5")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_E5_an_ffi_call_in_forward_and_backward(wrap):
+def test_an_ffi_call_in_forward_and_backward(wrap):
     """LAPACK's Cholesky factorization, which jaxlib itself registers, called as a user's own kernel would be."""
 
     jnp.linalg.cholesky(jnp.eye(2)).block_until_ready()  # has jaxlib set up its LAPACK calls

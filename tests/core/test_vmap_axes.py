@@ -18,7 +18,7 @@ import pytest
 from jax.lax import stop_gradient
 
 import jaxfn
-from tests.conftest import COMING
+from tests.support.marks import COMING, row
 
 MODES = ("reverse", "both", "generated", "jvp")
 SAVES = ("input", "output", "intermediate", "attribute")
@@ -267,54 +267,61 @@ EVERY_FUNCTION = pytest.mark.parametrize("name", FUNCTIONS)
 EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 
 
+@row("E1c")
 @EVERY_MODE
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_E1c_axes_inside_and_outside_of_other_transformations(context, mode):
+def test_axes_inside_and_outside_of_other_transformations(context, mode):
     """All pairs of axes in every context, some in each mode."""
     turn = list(CONTEXTS).index(context) + MODES.index(mode)
     check("sine", mode, SAVES[(turn + turn // 4) % 4], context, SOME_PAIRS[turn % 4])
 
 
+@row("E1c")
 @EVERY_MODE
 @pytest.mark.parametrize(
     ("context", "name"), [(context, ("pair", "product")[i % 2]) for i, context in enumerate(CONTEXTS)]
 )
-def test_E1c_axes_beside_an_unbatched_argument(context, name, mode):
+def test_axes_beside_an_unbatched_argument(context, name, mode):
     turn = list(CONTEXTS).index(context) // 2 + MODES.index(mode)
     check(name, mode, SAVES[(turn + turn // 4) % 4], context, SOME_PAIRS[turn % 4][:2])
 
 
+@row("E1c")
 @pytest.mark.parametrize("name", ["pair", "product"])
 @EVERY_MODE
-def test_E1c_axes_beside_an_unbatched_argument_under_jit(mode, name):
+def test_axes_beside_an_unbatched_argument_under_jit(mode, name):
     check(name, mode, SAVES[MODES.index(mode)], "jit_outside", PAIRS)
 
 
+@row("E1c")
 @pytest.mark.parametrize("name", ["sine", "product"])
 @EVERY_MODE
 @pytest.mark.parametrize("save", SAVES)
-def test_E1c_axes_whatever_is_saved(save, mode, name):
+def test_axes_whatever_is_saved(save, mode, name):
     check(name, mode, save, "jit_outside", SOME_PAIRS[list(FUNCTIONS).index(name)][:1])
 
 
+@row("E1c")
 @EVERY_FUNCTION
 @EVERY_MODE
-def test_E1c_axes_where_nothing_is_compiled(mode, name):
+def test_axes_where_nothing_is_compiled(mode, name):
     turn = MODES.index(mode)
     check(name, mode, SAVES[turn], "none", SOME_PAIRS[turn], run=identity)
 
 
+@row("E1c")
 @EVERY_FUNCTION
 @EVERY_MODE
 @pytest.mark.parametrize("batch", [0, 1])
-def test_E1c_axes_of_an_empty_batch_and_of_one_example(batch, mode, name):
+def test_axes_of_an_empty_batch_and_of_one_example(batch, mode, name):
     turn = MODES.index(mode)
     check(name, mode, SAVES[turn], ("none", "jit_outside")[turn % 2], SOME_PAIRS[turn][:1], batch=batch)
 
 
+@row("E1c")
 @EVERY_FUNCTION
 @EVERY_MODE
-def test_E1c_whole_jacobians_and_hessians(mode, name):
+def test_whole_jacobians_and_hessians(mode, name):
     def all_of(f):
         x, *others = operands(name, 2, 2)
         over = jax.jit(mapped(name, copied(f), 2, -1, None))
@@ -330,13 +337,14 @@ def test_E1c_whole_jacobians_and_hessians(mode, name):
 NESTED = (((0, 0), (1, 1)), ((2, 1), (0, -1)), ((-1, -1), (1, 0)), ((3, 2), (2, 0)))
 
 
+@row("E1c")
 @EVERY_MODE
 @pytest.mark.parametrize(
     ("context", "name"),
     [(context, "sine") for context in ("none", "jit_inside", "checkpoint_outside", "scan_inside")]
     + [("jit_outside", "product")],
 )
-def test_E1c_vmap_of_vmap_along_different_axes(context, name, mode):
+def test_vmap_of_vmap_along_different_axes(context, name, mode):
     """The outer axes of the argument and of the output, then the inner ones."""
     turn = MODES.index(mode) + list(CONTEXTS).index(context)
     inside, outside = CONTEXTS[context]
@@ -377,12 +385,13 @@ def computing_otherwise(has_jvp):
     return type("Otherwise", (jaxfn.Function,), attributes).apply
 
 
+@row("E1c")
 @pytest.mark.parametrize(
     ("context", "has_jvp"),
     [(context, False) for context in CONTEXTS]
     + [(context, True) for context in ("none", "jit_outside", "scan_inside")],
 )
-def test_E1c_a_forward_that_computes_otherwise_where_it_is_differentiated(context, has_jvp):
+def test_a_forward_that_computes_otherwise_where_it_is_differentiated(context, has_jvp):
     inside, outside = CONTEXTS[context]
 
     def all_of(f):
@@ -419,9 +428,10 @@ class ConstantWithGeneratedJvp(Constant):
     generate_jvp_rule = True
 
 
+@row("E1c")
 @pytest.mark.parametrize("function", [Constant, ConstantWithJvp, ConstantWithGeneratedJvp])
 @pytest.mark.parametrize("in_axis", [0, 1, -1])
-def test_E1c_a_rule_that_gives_what_the_output_does_not_depend_on_a_gradient(function, in_axis):
+def test_a_rule_that_gives_what_the_output_does_not_depend_on_a_gradient(function, in_axis):
     (x,) = operands("sine", in_axis)
     w = jnp.float32(0.3)
     example = lambda x: function.apply(x, w)  # noqa: E731
@@ -469,9 +479,10 @@ def in_scan(f):
 INSIDE = {"plain": identity, "jit": jax.jit, "checkpoint": jax.checkpoint, "cond": in_cond, "scan": in_scan}
 
 
+@row("E1c")
 @pytest.mark.parametrize("nested", [False, True], ids=["vmap", "vmap-vmap"])
 @pytest.mark.parametrize("inside", INSIDE)
-def test_E1c_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the_batch(inside, nested):
+def test_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the_batch(inside, nested):
     """Right where each example is differentiated, refused where JAX would hand the rule a sum over the batch."""
     wrap, w = INSIDE[inside], jnp.float32(0.3)
     weights = jnp.arange(1.0, ROWS + 1)
@@ -493,9 +504,10 @@ def test_E1c_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the
     np.testing.assert_allclose(per_example(x), expected)
 
 
+@row("E1c")
 @pytest.mark.parametrize("function", [ConstantWithJvp, ConstantWithGeneratedJvp])
 @pytest.mark.parametrize("inside", INSIDE)
-def test_E1c_such_an_output_with_forward_mode(inside, function):
+def test_such_an_output_with_forward_mode(inside, function):
     """By hand JAX 0.10.0 to 0.12.0 gives a tangent of another shape than its primal, or the sum, or a bare error."""
     weights = jnp.arange(1.0, ROWS + 1)
     example = INSIDE[inside](lambda x: function.apply(x, jnp.float32(0.3)) * weights)
@@ -549,10 +561,11 @@ class OneForAllWithJvp(OneForAll):
     generate_jvp_rule = True
 
 
+@row("E1c")
 @pytest.mark.parametrize("function", [OneForAll, OneForAllOrNone, OneForAllWithJvp])
 @pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
 @pytest.mark.parametrize("maps", ["vmap", "vmap-vmap over x", "vmap-vmap over u"])
-def test_E1c_the_cotangent_of_an_output_without_a_batch_counts_once(maps, inside, function):
+def test_the_cotangent_of_an_output_without_a_batch_counts_once(maps, inside, function):
     """By hand it counts for each row on JAX 0.10.0, and 0.12.0 raises."""
     xs = jnp.array([0.1, 0.2, 0.3])
 
@@ -651,10 +664,11 @@ INTERLEAVED = {
 }
 
 
+@row("E1c")
 @pytest.mark.parametrize("function", [OneForAll, OneForAllSaving])
 @pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
 @pytest.mark.parametrize("derivative", INTERLEAVED)
-def test_E1c_derivatives_on_both_sides_of_vmap_where_an_output_lacks_the_batch(derivative, inside, function):
+def test_derivatives_on_both_sides_of_vmap_where_an_output_lacks_the_batch(derivative, inside, function):
     xs, u = jnp.array([0.1, 0.2, 0.3, 0.5]), jnp.float32(0.7)
 
     def wrapped(f):
@@ -668,8 +682,9 @@ def test_E1c_derivatives_on_both_sides_of_vmap_where_an_output_lacks_the_batch(d
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
 
 
+@row("E1c")
 @pytest.mark.parametrize("inside", INSIDE)
-def test_E1c_a_mapped_array_that_was_saved_and_nothing_else_mapped(inside):
+def test_a_mapped_array_that_was_saved_and_nothing_else_mapped(inside):
     x, ws = jnp.float32(0.7), jnp.arange(1.0, BATCH + 1)
 
     def example(x, w):
@@ -690,9 +705,10 @@ def test_E1c_a_mapped_array_that_was_saved_and_nothing_else_mapped(inside):
     np.testing.assert_allclose(per_example(x, ws), ws**2)
 
 
+@row("E1c")
 @pytest.mark.parametrize("function", [Constant, ConstantWithJvp, ConstantWithGeneratedJvp])
 @pytest.mark.parametrize("wrap", [identity, jax.jit], ids=["eager", "jit"])
-def test_E1c_only_what_is_not_mapped_is_differentiated(function, wrap):
+def test_only_what_is_not_mapped_is_differentiated(function, wrap):
     """The output depends on the weight, and neither has a batch."""
     (x,) = operands("sine", 0)
     total = lambda w: wrap(jax.vmap(lambda x: function.apply(x, w)))(x).sum()  # noqa: E731

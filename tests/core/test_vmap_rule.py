@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 ROWS = jnp.arange(6.0).reshape(3, 2) / 4 - 0.6
 
@@ -68,22 +69,25 @@ def recording(log: list[Any], returned: Any = None, forward: Any = lambda *args:
 # --- its use
 
 
+@row("E3")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
-def test_E3_is_used_in_place_of_automatic_batching(wrap):
+def test_is_used_in_place_of_automatic_batching(wrap):
     np.testing.assert_allclose(wrap(jax.vmap(Other.apply))(ROWS), 2 * jnp.sin(ROWS), rtol=1e-6)
     np.testing.assert_allclose(jax.vmap(wrap(Other.apply))(ROWS), 2 * jnp.sin(ROWS), rtol=1e-6)
     np.testing.assert_allclose(wrap(Other.apply)(ROWS), jnp.sin(ROWS), rtol=1e-6)
     np.testing.assert_allclose(wrap(jax.vmap(Plain.apply))(ROWS), jnp.sin(ROWS), rtol=1e-6)
 
 
-def test_E3_nested_vmaps():
+@row("E3")
+def test_nested_vmaps():
     """Each level asks the rule, which applies the Function again."""
     x = jnp.ones((2, 3, 4))
     np.testing.assert_allclose(jax.vmap(jax.vmap(Other.apply))(x), 4 * jnp.sin(x), rtol=1e-6)
     np.testing.assert_allclose(jax.vmap(jax.vmap(Other.apply), in_axes=2, out_axes=1)(x).shape, (2, 4, 3))
 
 
-def test_E3_in_scan():
+@row("E3")
+def test_in_scan():
     np.testing.assert_allclose(jax.lax.map(jax.vmap(Other.apply), ROWS[None])[0], 2 * jnp.sin(ROWS), rtol=1e-6)
     mapped = jax.vmap(lambda x: jax.lax.scan(lambda c, y: (Other.apply(c + y), c), x[0], x)[0])(ROWS)
     carry = ROWS[:, 0]
@@ -92,7 +96,8 @@ def test_E3_in_scan():
     np.testing.assert_allclose(mapped, carry, rtol=1e-6)
 
 
-def test_E3_unbatched_calls_do_not_ask():
+@row("E3")
+def test_unbatched_calls_do_not_ask():
     log: list[Any] = []
     f = recording(log).apply
     jax.jit(f)(1.0)
@@ -104,8 +109,9 @@ def test_E3_unbatched_calls_do_not_ask():
 # --- what it gets
 
 
+@row("E3")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_E3_info(wrap):
+def test_info(wrap):
     log: list[Any] = []
     wrap(jax.vmap(recording(log).apply))(ROWS)
     ((info, in_dims),) = log
@@ -117,7 +123,8 @@ class Pair(NamedTuple):
     second: Any
 
 
-def test_E3_in_dims_have_each_arguments_structure():
+@row("E3")
+def test_in_dims_have_each_arguments_structure():
     log: list[Any] = []
     f = recording(log, lambda x, *_: (x, 0))
 
@@ -128,7 +135,8 @@ def test_E3_in_dims_have_each_arguments_structure():
     assert log[0][1] == (0, {"b": None, "a": [0, None, None]}, None, None, Pair(None, 0), None, None)
 
 
-def test_E3_defaults_and_keywords_are_in_dims_too():
+@row("E3")
+def test_defaults_and_keywords_are_in_dims_too():
     log: list[Any] = []
 
     class Defaults(jaxfn.Function):
@@ -149,8 +157,9 @@ def test_E3_defaults_and_keywords_are_in_dims_too():
     assert log == [((0, None, None), 2.0, 5)]
 
 
+@row("E3")
 @pytest.mark.parametrize("in_axes", [0, 1, -1])
-def test_E3_the_batch_axis_wherever_it_is(in_axes):
+def test_the_batch_axis_wherever_it_is(in_axes):
     """in_dims say where the batch is among the arguments that vmap gets."""
 
     class Sum(jaxfn.Function):
@@ -186,7 +195,8 @@ def out_dims_case(output: Any, out_dims: Any) -> Any:
     return jax.tree.map(np.asarray, jax.vmap(f)(ROWS))
 
 
-def test_E3_out_dims():
+@row("E3")
+def test_out_dims():
     tree = lambda x: {"a": x.T, "b": [x, x * 2]}  # noqa: E731
     np.testing.assert_array_equal(out_dims_case(lambda x: x.T, 1), ROWS)
     np.testing.assert_array_equal(out_dims_case(lambda x: x.T, -1), ROWS)
@@ -204,7 +214,8 @@ def test_E3_out_dims():
     assert isinstance(out_dims_case(lambda x: Pair(x, x), (0, 0)), Pair)
 
 
-def test_E3_outputs_that_are_no_arrays():
+@row("E3")
+def test_outputs_that_are_no_arrays():
     class Named(jaxfn.Function):
         @staticmethod
         def forward(x):
@@ -242,8 +253,9 @@ WRONG = {
 }
 
 
+@row("E3")
 @pytest.mark.parametrize("what", WRONG)
-def test_E3_what_vmap_may_not_return(what):
+def test_what_vmap_may_not_return(what):
     returned, message = WRONG[what]
     with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
         jax.vmap(recording([], returned).apply)(ROWS)
@@ -350,8 +362,9 @@ def losses(f: Any) -> dict[str, Any]:
     }
 
 
+@row("E3")
 @pytest.mark.parametrize("function", [Weighted, WeightedForward, Keeping, KeepingForward])
-def test_E3_composes_with_grad_at_every_order(function):
+def test_composes_with_grad_at_every_order(function):
     Weighted.rules = 0
     got, expected = jax.jit(lambda: losses(function.apply))(), jax.jit(lambda: losses(weighted))()
     for name, values in got.items():
@@ -360,8 +373,9 @@ def test_E3_composes_with_grad_at_every_order(function):
     assert (Weighted.rules > 5) == (function in (Weighted, Keeping))
 
 
+@row("E3")
 @pytest.mark.parametrize("function", [WeightedForward, KeepingForward])
-def test_E3_composes_with_forward_mode(function):
+def test_composes_with_forward_mode(function):
     def tangents(f):
         def batched(x, w):
             return jax.vmap(f, (0, None))(x, w)[0]
@@ -379,8 +393,9 @@ def test_E3_composes_with_forward_mode(function):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@row("E3")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_E3_the_derivative_is_that_of_the_Function_and_not_of_vmap(wrap):
+def test_the_derivative_is_that_of_the_Function_and_not_of_vmap(wrap):
     """vmap says how to compute a batch: what is differentiated is the Function, as in automatic batching."""
     for f in (
         lambda f: jax.grad(lambda x: jax.vmap(f)(x).sum())(ROWS),
@@ -393,8 +408,9 @@ def test_E3_the_derivative_is_that_of_the_Function_and_not_of_vmap(wrap):
 # --- how it is written
 
 
+@row("E3")
 @pytest.mark.parametrize("through", ["decorator", "class"])
-def test_E3_registered_on_a_decorated_function(through):
+def test_registered_on_a_decorated_function(through):
     if through == "class":
         f = type("f", (Other,), {"vmap": staticmethod(lambda info, in_dims, x: (x * 5, in_dims[0]))}).apply
     else:
@@ -407,7 +423,8 @@ def test_E3_registered_on_a_decorated_function(through):
     np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: f(x).sum()))(ROWS), jnp.cos(ROWS), rtol=1e-6)
 
 
-def test_E3_needs_the_separate_style():
+@row("E3")
+def test_needs_the_separate_style():
     class Combined(jaxfn.Function):
         @staticmethod
         def forward(ctx, x):
@@ -425,7 +442,8 @@ def test_E3_needs_the_separate_style():
             f(ROWS[:, 0])
 
 
-def test_E4_generate_vmap_rule_and_a_vmap():
+@row("E4")
+def test_generate_vmap_rule_and_a_vmap():
     class Both(Other):
         generate_vmap_rule = True
 
@@ -436,7 +454,8 @@ def test_E4_generate_vmap_rule_and_a_vmap():
             f(ROWS[:, 0])
 
 
-def test_E4_generate_vmap_rule_alone_is_automatic_batching():
+@row("E4")
+def test_generate_vmap_rule_alone_is_automatic_batching():
     class Generated(Plain):
         generate_vmap_rule = True
 
@@ -446,7 +465,8 @@ def test_E4_generate_vmap_rule_alone_is_automatic_batching():
 # --- beside torch
 
 
-def test_E3_beside_torch():
+@row("E3")
+def test_beside_torch():
     """What the rule gets, how often, and what comes out, by torch.vmap and torch.func.grad live."""
     torch = pytest.importorskip("torch")
 

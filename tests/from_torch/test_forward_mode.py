@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 # torch's own forward mode compiles something of its own with it.
@@ -81,9 +82,10 @@ def by_torch(function, primals, tangents):
     return primal.numpy(), tangent.numpy()
 
 
+@row("H1", "D4")
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("which", [(0, 1), (0,), (1,)])
-def test_H1_D4_jvp_as_torch(jit, which):
+def test_jvp_as_torch(jit, which):
     function = jaxfn.from_torch(TorchCombined)
     tangents = [DX if 0 in which else None, None, DW if 1 in which else None]
     primal, tangent = by_torch(TorchCombined, [X, 3, W], tangents)
@@ -100,7 +102,8 @@ def test_H1_D4_jvp_as_torch(jit, which):
     np.testing.assert_allclose(ours[1], tangent, rtol=1e-6)
 
 
-def test_H1_D4_reverse_mode_still_uses_backward():
+@row("H1", "D4")
+def test_reverse_mode_still_uses_backward():
     function = jaxfn.from_torch(TorchCombined)
     x = torch.from_numpy(X).requires_grad_()
     TorchCombined.apply(x, 3, torch.from_numpy(W))[0].sum().backward()
@@ -108,8 +111,9 @@ def test_H1_D4_reverse_mode_still_uses_backward():
     np.testing.assert_allclose(gradient, x.grad.numpy(), rtol=1e-6)
 
 
+@row("H1", "D4", "B9")
 @pytest.mark.parametrize("which", [(0, 1), (0,), (1,)])
-def test_H1_D4_B9_undefined_tangents_as_torch(which):
+def test_undefined_tangents_as_torch(which):
     function = jaxfn.from_torch(TorchSeparate)
     tangents = [DX if 0 in which else None, DW if 1 in which else None]
     _, tangent = by_torch(TorchSeparate, [X, W], tangents)
@@ -122,7 +126,8 @@ def test_H1_D4_B9_undefined_tangents_as_torch(which):
     np.testing.assert_allclose(ours, tangent, rtol=1e-6)
 
 
-def test_H1_D7_hessian_by_both_rules():
+@row("H1", "D7")
+def test_hessian_by_both_rules():
     function = jaxfn.from_torch(TorchSeparate)
     # Forward over reverse: the derivative of backward's own operations, in forward mode.
     hessian = jax.hessian(lambda x: function.apply(x).sum())(X)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 
@@ -39,10 +40,11 @@ def of_arrays(function: Any, args: tuple[Any, ...]) -> tuple[Any, list[np.ndarra
     return call, [leaves[i] for i in places]
 
 
+@row("H1")
 @pytest.mark.filterwarnings("ignore:'saved_variables' is deprecated")
 @pytest.mark.parametrize("library", [Jax, JittedJax])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_H1_outputs_and_derivatives_are_those_of_torch(case: Case, library: Any):
+def test_outputs_and_derivatives_are_those_of_torch(case: Case, library: Any):
     theirs, arrays = of_arrays(case.function, case.args)
     ours, _ = of_arrays(jaxfn.from_torch(case.function), case.args)
     want = Torch.derivatives(theirs, arrays, case.order)
@@ -50,10 +52,11 @@ def test_H1_outputs_and_derivatives_are_those_of_torch(case: Case, library: Any)
         assert_same(got, expected, 1e-8)
 
 
+@row("H1")
 @pytest.mark.parametrize(
     "name", ["LinearFunction", "MaskedReLU", "Triangle", "Softmax", "AppliesAnother", "PickLogits"]
 )
-def test_H1_under_vmap_and_scan(name: str):
+def test_under_vmap_and_scan(name: str):
     """A batch of calls, of their gradients too, is the same as one call after another."""
     call, arrays = of_arrays(jaxfn.from_torch(CASES[name].function), CASES[name].args)
     argnums = [i for i, x in enumerate(arrays) if x.dtype.kind == "f"]
@@ -68,7 +71,8 @@ def test_H1_under_vmap_and_scan(name: str):
     assert_same(of_batch, [np.asarray(x) for x in want])
 
 
-def test_H1_is_a_Function_of_the_same_name():
+@row("H1")
+def test_is_a_Function_of_the_same_name():
     Linear = jaxfn.from_torch(CASES["LinearFunction"].function)
     assert issubclass(Linear, jaxfn.Function)
     assert (Linear.__name__, Linear.__doc__) == ("LinearFunction", CASES["LinearFunction"].function.__doc__)
@@ -80,21 +84,24 @@ def test_H1_is_a_Function_of_the_same_name():
         Linear.apply(x)
 
 
-def test_H1_separate_style_has_its_own_parameters():
+@row("H1")
+def test_separate_style_has_its_own_parameters():
     F = jaxfn.from_torch(CASES["SeparateStyle"].function)
     for result in (F.apply(np.ones(2), 3.0), F.apply(scale=3.0, x=np.ones(2))):
         assert_same([result], [np.tanh(np.full(2, 3.0))])
 
 
+@row("H1")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "complex64"])
-def test_H1_dtypes_are_kept(dtype: str):
+def test_dtypes_are_kept(dtype: str):
     x = jnp.arange(3).astype(dtype)
     result = jaxfn.from_torch(CASES["MulConstant"].function).apply(x, 2)
     assert result.dtype == dtype
     assert_same([result.astype("complex128")], [np.arange(3) * 2 + 0j])
 
 
-def test_H1_second_derivatives_use_all_flags_in_force():
+@row("H1")
+def test_second_derivatives_use_all_flags_in_force():
     """d²/dxdw of (x·w)² is 4xw at the second order, also where backward looks at needs_input_grad."""
     Linear = jaxfn.from_torch(CASES["LinearFunction"].function)
 
@@ -105,7 +112,8 @@ def test_H1_second_derivatives_use_all_flags_in_force():
     assert jax.jit(jax.grad(jax.grad(square, 1), 0))(2.0, 3.0) == 24
 
 
-def test_H1_only_a_torch_Function_is_taken():
+@row("H1")
+def test_only_a_torch_Function_is_taken():
     with pytest.raises(TypeError, match="from_torch takes a subclass of torch.autograd.Function, not <function"):
         jaxfn.from_torch(lambda x: x)
 
@@ -130,7 +138,8 @@ def counting():
     return jaxfn.from_torch(Counting), runs
 
 
-def test_H2_torch_code_runs_once_for_a_shape():
+@row("H2")
+def test_torch_code_runs_once_for_a_shape():
     Counting, runs = counting()
     gradient = jax.grad(lambda x: Counting.apply(x, 2).sum())
     for _ in range(3):
@@ -144,7 +153,8 @@ def test_H2_torch_code_runs_once_for_a_shape():
     assert runs == ["forward", "backward"] * 3 + ["forward"]
 
 
-def test_H2_a_closure_is_known_by_what_it_holds():
+@row("H2")
+def test_a_closure_is_known_by_what_it_holds():
     runs = []
 
     class Mapped(torch.autograd.Function):
@@ -162,7 +172,8 @@ def test_H2_a_closure_is_known_by_what_it_holds():
     assert len(runs) == 2
 
 
-def test_H2_modules_are_constants_read_at_every_call():
+@row("H2")
+def test_modules_are_constants_read_at_every_call():
     class Runs(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, module):
@@ -177,7 +188,8 @@ def test_H2_modules_are_constants_read_at_every_call():
             module.weight.add_(1)
 
 
-def test_H2_checkpoint():
+@row("H2")
+def test_checkpoint():
     """torch's own checkpoint, which restores random states and gives gradients to parameters."""
     module = torch.nn.Linear(2, 2).double()
     module.weight.grad = torch.ones(2, 2, dtype=torch.float64)
@@ -194,7 +206,8 @@ def test_H2_checkpoint():
         jax.grad(lambda x: F.apply(dropout, True, x, key=jax.random.key(0)).sum())(x)
 
 
-def test_H2_writes_outside_are_refused():
+@row("H2")
+def test_writes_outside_are_refused():
     class Normalizes(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, module):
@@ -207,7 +220,8 @@ def test_H2_writes_outside_are_refused():
     assert jaxfn.from_torch(Normalizes).apply(jnp.ones((3, 2), "float32"), module).shape == (3, 2)
 
 
-def test_H2_mark_dirty():
+@row("H2")
+def test_mark_dirty():
     class Doubles(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -227,7 +241,8 @@ def test_H2_mark_dirty():
     assert_same([jax.grad(lambda x: jaxfn.from_torch(Doubles).apply(x).sum())(x)], [np.full(3, 10.0)])
 
 
-def test_H2_an_unmarked_write_to_an_input_is_warned_of():
+@row("H2")
+def test_an_unmarked_write_to_an_input_is_warned_of():
     class Clips(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -237,14 +252,16 @@ def test_H2_an_unmarked_write_to_an_input_is_warned_of():
         assert_same([jaxfn.from_torch(Clips).apply(jnp.full(3, 5.0))], [np.full(3, 2.0)])
 
 
-def test_H2_once_differentiable():
+@row("H2")
+def test_once_differentiable():
     Once = jaxfn.from_torch(CASES["OnceDifferentiable"].function)
     with pytest.raises(RuntimeError, match="trying to differentiate twice a function that was marked with"):
         jax.grad(jax.grad(lambda x: Once.apply(x)))(2.0)
 
 
+@row("H2")
 @pytest.mark.parametrize("materialize", [True, False])
-def test_H2_gradients_of_unused_outputs(materialize: bool):
+def test_gradients_of_unused_outputs(materialize: bool):
     seen = []
 
     class Three(torch.autograd.Function):
@@ -264,7 +281,8 @@ def test_H2_gradients_of_unused_outputs(materialize: bool):
     assert seen == [[zeros, zeros, ((), torch.int64)] if materialize else [None, zeros, None]]
 
 
-def test_H2_devices_are_all_one():
+@row("H2")
+def test_devices_are_all_one():
     class Moves(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, device):
@@ -291,7 +309,8 @@ class Branches(torch.autograd.Function):
         return None, None, None
 
 
-def test_H3_control_flow_on_static_values_and_flags():
+@row("H3")
+def test_control_flow_on_static_values_and_flags():
     F = jaxfn.from_torch(Branches)
     assert_same([F.apply(np.ones(2), 3), F.apply(np.ones(2), 3, True)], [np.full(2, 3.0), np.full(2, -3.0)])
     assert F.apply(jnp.ones((2, 2))) == 4
@@ -362,9 +381,10 @@ def function_of(code: Any) -> Any:
     return Runs
 
 
+@row("H3")
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jitted"])
 @pytest.mark.parametrize("code", DATA_DEPENDENT)
-def test_H3_control_flow_on_tensor_values_names_the_line(code: Any, jit: Any):
+def test_control_flow_on_tensor_values_names_the_line(code: Any, jit: Any):
     with pytest.raises(jaxfn.TranslationError) as error:
         jit(jaxfn.from_torch(function_of(code)).apply)(jnp.array([1.0, 2.0]))
     message = str(error.value)
@@ -372,12 +392,14 @@ def test_H3_control_flow_on_tensor_values_names_the_line(code: Any, jit: Any):
     assert f"in {code.__name__}\n" in message and message.endswith("# the line")
 
 
-def test_H3_a_selection_cannot_leave_the_function():
+@row("H3")
+def test_a_selection_cannot_leave_the_function():
     with pytest.raises(jaxfn.TranslationError, match="keeping or returning of elements selected by a mask"):
         jaxfn.from_torch(function_of(_selected)).apply(jnp.ones(2))
 
 
-def test_H3_selections_by_different_masks_do_not_mix():
+@row("H3")
+def test_selections_by_different_masks_do_not_mix():
     def code(x):
         return torch.zeros_like(x).masked_fill(x[x > 0].sum() > 0, 1.0) + (x[x > 0] * x[x > 1]).sum()
 
@@ -385,7 +407,8 @@ def test_H3_selections_by_different_masks_do_not_mix():
         jaxfn.from_torch(function_of(code)).apply(jnp.ones(2))
 
 
-def test_H3_selections_evaluate_nothing_that_was_not_selected():
+@row("H3")
+def test_selections_evaluate_nothing_that_was_not_selected():
     """The derivative of log(x) where x is 0 does not spread as NaN."""
 
     def code(x):
@@ -455,7 +478,8 @@ class UsesKernel(torch.autograd.Function):
         return launch(grad_output, ctx.factor)[0]
 
 
-def test_H4_all_operations_without_a_translation_at_once():
+@row("H4")
+def test_all_operations_without_a_translation_at_once():
     class Many(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -470,7 +494,8 @@ def test_H4_all_operations_without_a_translation_at_once():
     assert "aten.segment_reduce.default, called at" in message and "ops={" in message
 
 
-def test_H4_the_rest_is_unaffected():
+@row("H4")
+def test_the_rest_is_unaffected():
     F = jaxfn.from_torch(UsesOperations, ops={double: lambda x: x * 2})
     assert_same([F.apply(jnp.ones(3))], [np.full(3, 2.0)])
     with pytest.raises(
@@ -479,13 +504,15 @@ def test_H4_the_rest_is_unaffected():
         jax.grad(lambda x: F.apply(x).sum())(jnp.ones(3))
 
 
+@row("H4")
 @pytest.mark.parametrize("make", ["to_sparse", "to_sparse_csr"])
-def test_H4_sparse_tensors(make: str):
+def test_sparse_tensors(make: str):
     with pytest.raises(jaxfn.TranslationError, match=f"{make} makes a sparse tensor, which has no counterpart on JAX"):
         jaxfn.from_torch(function_of(lambda x: getattr(x, make)())).apply(jnp.ones((2, 2)))
 
 
-def test_H4_compiled_code():
+@row("H4")
+def test_compiled_code():
     with pytest.raises(jaxfn.TranslationError, match="UsesKernel hands a tensor's memory to compiled code"):
         jaxfn.from_torch(UsesKernel).apply(jnp.ones(3))
 
@@ -514,7 +541,8 @@ class NoisyGradient(torch.autograd.Function):
         return grad_output + torch.randn(grad_output.shape)
 
 
-def test_H5_one_key_one_draw():
+@row("H5")
+def test_one_key_one_draw():
     F, x, key = jaxfn.from_torch(Dropout), jnp.ones(100), jax.random.key(0)
     mask = np.asarray(F.apply(x, 0.5, key=key))
     assert set(mask) == {0.0, 2.0} and 25 < (mask > 0).sum() < 75
@@ -527,7 +555,8 @@ def test_H5_one_key_one_draw():
     assert_same(masks, [np.asarray(F.apply(x, 0.5, key=key)) for key in keys])
 
 
-def test_H5_draws_in_backward():
+@row("H5")
+def test_draws_in_backward():
     F, key = jaxfn.from_torch(NoisyGradient), jax.random.key(0)
 
     def gradient(key):
@@ -541,12 +570,14 @@ def test_H5_draws_in_backward():
         gradient(None)
 
 
-def test_H5_no_key_no_draw():
+@row("H5")
+def test_no_key_no_draw():
     with pytest.raises(jaxfn.TranslationError, match=r"Dropout.forward draws random numbers, .* explicit key"):
         jaxfn.from_torch(Dropout).apply(jnp.ones(3), 0.5)
 
 
-def test_H5_a_Function_inside_draws_too():
+@row("H5")
+def test_a_Function_inside_draws_too():
     class Outer(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -582,29 +613,33 @@ def _numpy_random(x):
     return x * float(np.random.rand())
 
 
-def test_H5_a_generator_that_others_use_too():
+@row("H5")
+def test_a_generator_that_others_use_too():
     generator = torch.Generator()
     F = jaxfn.from_torch(function_of(lambda x: torch.bernoulli(x, generator=generator)))
     drawn = F.apply(jnp.full(1000, 0.25), key=jax.random.key(0))
     assert 0.2 < drawn.mean() < 0.3
 
 
-def test_H5_distributions():
+@row("H5")
+def test_distributions():
     F = jaxfn.from_torch(function_of(lambda x: torch.distributions.Normal(x, 2 * torch.ones_like(x)).sample()))
     drawn = F.apply(jnp.full(5000, 3.0), key=jax.random.key(0))
     assert abs(drawn.mean() - 3) < 0.1 and abs(drawn.std() - 2) < 0.1
 
 
+@row("H5")
 @pytest.mark.parametrize(
     ("code", "message"),
     [(_seeds, "sets itself"), (_generator, "sets itself"), (_numpy_random, "Python's or NumPy's random numbers")],
 )
-def test_H5_other_random_states(code: Any, message: str):
+def test_other_random_states(code: Any, message: str):
     with pytest.raises(jaxfn.TranslationError, match=message):
         jaxfn.from_torch(function_of(code)).apply(jnp.ones(3), key=jax.random.key(0))
 
 
-def test_H8_a_Function_inside_keeps_its_rule():
+@row("H8")
+def test_a_Function_inside_keeps_its_rule():
     """Rounding straight through, inside: (round(x) x) has the derivatives of round(x) + x and of 2."""
     F = jaxfn.from_torch(CASES["AppliesAnother"].function).apply
     for jit in (lambda f: f, jax.jit):
@@ -613,21 +648,24 @@ def test_H8_a_Function_inside_keeps_its_rule():
         assert jit(jax.grad(jax.grad(F)))(2.3) == 2
 
 
+@row("H9")
 @pytest.mark.parametrize(
     "operation", [double, torch.ops.jaxfn_test.double, torch.ops.jaxfn_test.double.default, "jaxfn_test::double"]
 )
-def test_H9_operations_replaced(operation: Any):
+def test_operations_replaced(operation: Any):
     F = jaxfn.from_torch(UsesOperations, ops={operation: lambda x: x * 2, shapeless: lambda g: g * 3})
     assert_same([F.apply(jnp.ones(3))], [np.full(3, 2.0)])
     assert_same([jax.jit(jax.grad(lambda x: F.apply(x).sum()))(jnp.ones(3))], [np.full(3, 3.0)])
 
 
-def test_H9_an_operation_of_torch_replaced():
+@row("H9")
+def test_an_operation_of_torch_replaced():
     F = jaxfn.from_torch(CASES["Exp"].function, ops={torch.ops.aten.exp: lambda x: jnp.exp2(x)})
     assert_same([F.apply(jnp.array(3.0))], [np.array(8.0)])
 
 
-def test_H9_python_functions_replaced():
+@row("H9")
+def test_python_functions_replaced():
     before = launch
     F = jaxfn.from_torch(UsesKernel, ops={launch: lambda x, factor: (jnp.sin(x) * factor, factor)})
     x = jnp.array([0.1, 0.2])
@@ -637,7 +675,8 @@ def test_H9_python_functions_replaced():
     assert launch is before
 
 
-def test_H10_explain():
+@row("H10")
+def test_explain():
     explanation = jaxfn.from_torch(CASES["MaskedReLU"].function).explain(np.ones((2, 3)))
     assert explanation.is_supported
     text = str(explanation)
@@ -648,7 +687,8 @@ def test_H10_explain():
     assert {"aten.index_put.default", "aten.masked_fill.Scalar"} & set(explanation.parts[1].operations)
 
 
-def test_H10_explain_does_not_raise():
+@row("H10")
+def test_explain_does_not_raise():
     for function, ops in ((UsesOperations, {}), (UsesOperations, {shapeless: lambda x: x}), (UsesKernel, {})):
         explanation = jaxfn.from_torch(function, ops=ops).explain(np.ones(3))
         assert not explanation.is_supported
@@ -658,7 +698,8 @@ def test_H10_explain_does_not_raise():
     assert "draws random numbers" in str(jaxfn.from_torch(Dropout).explain(np.ones(3), 0.5))
 
 
-def test_H_float64_with_x64_off():
+@row("H2")
+def test_float64_with_x64_off():
     class Precise(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -687,6 +728,6 @@ IMPORTS_NO_TORCH = "import sys, jaxfn; print('torch' in sys.modules)"
 
 
 @pytest.mark.parametrize(("code", "said"), [(WITHOUT_TORCH, "pip install torch"), (IMPORTS_NO_TORCH, "False")])
-def test_H_torch_is_optional(code: str, said: str):
+def test_torch_is_optional(code: str, said: str):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said in result.stdout

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 
@@ -83,19 +84,22 @@ class SavedGraph(torch.autograd.Function):
         return gradient + 0 * cosine
 
 
+@row("H2")
 @BOTH
 @pytest.mark.parametrize("function", [KeptGraph, KeptGraphByGrad, KeptGraphStrict, SavedGraph])
-def test_H2_a_graph_that_forward_keeps_is_gone_through(function: Any, transform: Any):
+def test_a_graph_that_forward_keeps_is_gone_through(function: Any, transform: Any):
     assert_as_torch(function, transform=transform)
 
 
-def test_H2_second_derivative_through_a_kept_graph():
+@row("H2")
+def test_second_derivative_through_a_kept_graph():
     function = jaxfn.from_torch(KeptGraphStrict)
     second = jax.vmap(jax.grad(jax.grad(function.apply)))(X)
     np.testing.assert_allclose(second, 6 * X, rtol=1e-5)
 
 
-def test_H5_a_kept_graph_with_random_numbers_is_refused():
+@row("H5")
+def test_a_kept_graph_with_random_numbers_is_refused():
     class Noisy(KeptGraph):
         @staticmethod
         def forward(ctx, x):
@@ -123,8 +127,9 @@ class FromSize(torch.autograd.Function):
         return grad_output.new(ctx.size).fill_(1.0) * grad_output.sum(), None
 
 
+@row("H2")
 @BOTH
-def test_H2_a_size_stays_one(transform: Any):
+def test_a_size_stays_one(transform: Any):
     assert_as_torch(FromSize, torch.Size((2, 3)), transform=transform)
 
 
@@ -163,13 +168,15 @@ class AppliesIt(torch.autograd.Function):
         return grad_output
 
 
+@row("H8")
 @BOTH
 @pytest.mark.parametrize("function", [Flip, AppliesIt])
-def test_H8_functions_inside(function: Any, transform: Any):
+def test_functions_inside(function: Any, transform: Any):
     assert_as_torch(function, transform=transform)
 
 
-def test_H8_a_backward_that_applies_itself_at_second_order():
+@row("H8")
+def test_a_backward_that_applies_itself_at_second_order():
     flip = jaxfn.from_torch(Flip)
     v, w = jnp.arange(5.0), jnp.arange(5.0) ** 2
 
@@ -193,7 +200,8 @@ class Literal(torch.autograd.Function):
         return grad_output * ctx.saved_tensors[0].item()
 
 
-def test_H3_values_of_numbers_in_the_code_are_known():
+@row("H3")
+def test_values_of_numbers_in_the_code_are_known():
     assert_as_torch(Literal)
     traces = []
 
@@ -208,7 +216,8 @@ def test_H3_values_of_numbers_in_the_code_are_known():
     assert len(traces) == 1
 
 
-def test_H3_a_copy_of_a_tensor_from_outside_is_not_kept():
+@row("H3")
+def test_a_copy_of_a_tensor_from_outside_is_not_kept():
     weight = torch.nn.Parameter(torch.ones(()))
 
     class Outside(torch.autograd.Function):
@@ -247,8 +256,9 @@ class Asks(torch.autograd.Function):
         return grad_output * 2 + 0 * torch.autograd.grad(y, ctx.saved_tensors[0])[0]
 
 
+@row("H2")
 @BOTH
-def test_H2_what_is_kept_requires_a_gradient_where_it_does_in_torch(transform: Any):
+def test_what_is_kept_requires_a_gradient_where_it_does_in_torch(transform: Any):
     assert_as_torch(Asks, transform=transform)
 
 
@@ -268,8 +278,9 @@ class FakeQuantized(torch.autograd.Function):
         return torch.autograd.grad(ctx.y, ctx.x, grad_output)[0]
 
 
+@row("H2")
 @BOTH
-def test_H2_fake_quantization(transform: Any):
+def test_fake_quantization(transform: Any):
     assert_as_torch(FakeQuantized, transform=transform)
     x = torch.tensor(X, requires_grad=True)
     (expected,) = torch.autograd.grad(torch.fake_quantize_per_tensor_affine(x, 0.3, 0, -2, 1).sum(), x)
@@ -294,9 +305,10 @@ class WritesAndAsks(torch.autograd.Function):
         return grad_output * ctx.factor if written.requires_grad and same.requires_grad else None, None
 
 
+@row("H2")
 @BOTH
 @pytest.mark.filterwarnings("ignore:.*writes to one of its inputs")
-def test_H2_an_input_that_was_written_to_requires_a_gradient(transform: Any):
+def test_an_input_that_was_written_to_requires_a_gradient(transform: Any):
     ours = transform(jax.grad(lambda x: jaxfn.from_torch(WritesAndAsks).apply(x, 3.0).sum()))(X)
     x = torch.tensor(X, requires_grad=True)
     WritesAndAsks.apply(x, 3.0).sum().backward()
@@ -318,7 +330,8 @@ class UsesGlobal(torch.autograd.Function):
         return grad_output * WEIGHT
 
 
-def test_H3_new_values_of_a_tensor_outside_are_seen():
+@row("H3")
+def test_new_values_of_a_tensor_outside_are_seen():
     function = jaxfn.from_torch(UsesGlobal)
     for _ in range(3):
         np.testing.assert_allclose(function.apply(X), UsesGlobal.apply(torch.tensor(X)), rtol=1e-6)
@@ -336,8 +349,9 @@ class Squares(torch.autograd.Function):
         raise NotImplementedError
 
 
+@row("H2")
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
-def test_H2_autocast_is_not_taken_for_another_call(order: tuple[bool, bool]):
+def test_autocast_is_not_taken_for_another_call(order: tuple[bool, bool]):
     function = jaxfn.from_torch(type("Squares", (Squares,), {}))
     x = np.outer(X, X)
     for enabled in order:
@@ -401,11 +415,12 @@ class DirtyInside(torch.autograd.Function):
         return grad_output * ctx.gradient
 
 
+@row("H2")
 @BOTH
 @pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.parametrize("function", [AsTensor, TensorOfTensor, DirtyInside])
-def test_H2_gradients_inside_are_not_cut(function: Any, transform: Any):
+def test_gradients_inside_are_not_cut(function: Any, transform: Any):
     assert_as_torch(function, transform=transform)
 
 
@@ -423,7 +438,8 @@ class AsksWhetherToKeepTheGraph(torch.autograd.Function):
         return torch.autograd.functional.vjp(torch.sin, x, grad_output, create_graph=create_graph)[1]
 
 
-def test_H2_a_backward_that_asks_whether_it_is_differentiated():
+@row("H2")
+def test_a_backward_that_asks_whether_it_is_differentiated():
     assert_as_torch(AsksWhetherToKeepTheGraph)
     x = torch.tensor(X, requires_grad=True)
     (gradient,) = torch.autograd.grad(AsksWhetherToKeepTheGraph.apply(x).sum(), x, create_graph=True)
@@ -436,6 +452,7 @@ def test_H2_a_backward_that_asks_whether_it_is_differentiated():
 # --- Half precision and whole numbers.
 
 
+@row("H2")
 @pytest.mark.parametrize("dtype", [np.float16, "bfloat16"])
 @pytest.mark.parametrize(
     "code",
@@ -448,7 +465,7 @@ def test_H2_a_backward_that_asks_whether_it_is_differentiated():
         lambda x: (x > 1e9).to(x.dtype) + x,
     ],
 )
-def test_H2_numbers_are_not_rounded_to_half_precision(dtype: Any, code: Any):
+def test_numbers_are_not_rounded_to_half_precision(dtype: Any, code: Any):
     class Half(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -467,6 +484,7 @@ def test_H2_numbers_are_not_rounded_to_half_precision(dtype: Any, code: Any):
     )
 
 
+@row("H2")
 @pytest.mark.parametrize(
     "code",
     [
@@ -475,7 +493,7 @@ def test_H2_numbers_are_not_rounded_to_half_precision(dtype: Any, code: Any):
         lambda x: x.long() + 2**33,
     ],
 )
-def test_H2_numbers_of_64_bits_are_not_cut(code: Any):
+def test_numbers_of_64_bits_are_not_cut(code: Any):
     class Long(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -491,7 +509,8 @@ def test_H2_numbers_of_64_bits_are_not_cut(code: Any):
 # --- What cannot be traced is said.
 
 
-def test_H9_a_replacement_for_what_is_in_no_module():
+@row("H9")
+def test_a_replacement_for_what_is_in_no_module():
     scope: dict[str, Any] = {}
     exec("def hidden(x):\n    return x * 2", scope)
     hidden = scope["hidden"]
@@ -505,7 +524,8 @@ def test_H9_a_replacement_for_what_is_in_no_module():
         jaxfn.from_torch(Calls, ops={hidden: lambda x: x * 3}).apply(X)
 
 
-def test_H4_memory_and_collectives_are_refused():
+@row("H4")
+def test_memory_and_collectives_are_refused():
     class Resizes(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -529,7 +549,8 @@ def test_H4_memory_and_collectives_are_refused():
             jaxfn.from_torch(function).apply(X)
 
 
-def test_H4_parts_of_programs_are_refused():
+@row("H4")
+def test_parts_of_programs_are_refused():
     class Chooses(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

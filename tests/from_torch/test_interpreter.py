@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.marks import row
+
 torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
@@ -32,8 +34,9 @@ def several(x: Any, y: Any) -> Any:
     return x @ y, values, places, torch.linspace(0, 1, 3) * y[:3], x.double()
 
 
+@row("H2")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_H2_views_writes_and_masks(compiled: bool) -> None:
+def test_views_writes_and_masks(compiled: bool) -> None:
     graph = trace(several, [X, Y])
     translation = Translation(graph)
     call = (jax.jit if compiled else lambda f: f)(lambda *arrays: translation.run(arrays))
@@ -41,7 +44,8 @@ def test_H2_views_writes_and_masks(compiled: bool) -> None:
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_H2_dtypes_follow_the_x64_setting() -> None:
+@row("H2")
+def test_dtypes_follow_the_x64_setting() -> None:
     graph = trace(several, [X, Y])
     for x64, float_type, int_type in ((False, jnp.float32, jnp.int32), (True, jnp.float64, jnp.int64)):
         with jax.enable_x64(x64):
@@ -49,7 +53,8 @@ def test_H2_dtypes_follow_the_x64_setting() -> None:
             assert (results[4].dtype, results[2].dtype) == (float_type, int_type)
 
 
-def test_H2_vmap_and_grad_of_a_graph() -> None:
+@row("H2")
+def test_vmap_and_grad_of_a_graph() -> None:
     def loss(x: Any, y: Any) -> Any:
         return torch.logsumexp(x * y, 1).sum()
 
@@ -62,7 +67,8 @@ def test_H2_vmap_and_grad_of_a_graph() -> None:
         np.testing.assert_allclose(gradient, tensor.grad, rtol=1e-5)
 
 
-def test_H2_the_code_computes_the_same() -> None:
+@row("H2")
+def test_the_code_computes_the_same() -> None:
     graph = trace(several, [X, Y])
     text = code(graph)
     assert ("aten.index_put" in text or "aten.masked_fill" in text) and "float32[3,4]" in text  # by torch's version
@@ -75,7 +81,8 @@ def test_H2_the_code_computes_the_same() -> None:
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
-def test_H4_all_unsupported_operations_at_once() -> None:
+@row("H4")
+def test_all_unsupported_operations_at_once() -> None:
     def call(x: Any) -> Any:
         return torch.special.airy_ai(x) + torch.special.bessel_y0(x) + torch.special.airy_ai(x)
 
@@ -87,7 +94,8 @@ def test_H4_all_unsupported_operations_at_once() -> None:
         Translation(graph).run([to_jax(X)])
 
 
-def test_H2_memory_written_by_an_operation_is_read_afterwards() -> None:
+@row("H2")
+def test_memory_written_by_an_operation_is_read_afterwards() -> None:
     def call(x: Any) -> Any:
         noise = torch.zeros_like(x)
         return torch.ops.aten.rrelu_with_noise(x, noise, 0.1, 0.3, True), noise
@@ -98,8 +106,9 @@ def test_H2_memory_written_by_an_operation_is_read_afterwards() -> None:
     assert np.all(jnp.where(x > 0, noise == 1, (noise >= 0.1) & (noise <= 0.3)))
 
 
+@row("H4")
 @pytest.mark.parametrize("dead", ["special_airy_ai", "rand_like"])
-def test_H4_operations_whose_result_is_not_used_do_not_matter(dead: str) -> None:
+def test_operations_whose_result_is_not_used_do_not_matter(dead: str) -> None:
     operation = getattr(torch.ops.aten, dead).default
 
     def call(x: Any) -> Any:
@@ -111,7 +120,8 @@ def test_H4_operations_whose_result_is_not_used_do_not_matter(dead: str) -> None
     np.testing.assert_array_equal(Translation(graph).run([to_jax(X)]), X * 2)
 
 
-def test_H9_replacements_by_overload_packet_and_name() -> None:
+@row("H9")
+def test_replacements_by_overload_packet_and_name() -> None:
     graph = trace(torch.special.airy_ai, [X])
     packet = torch.ops.aten.special_airy_ai
     for key in (packet, packet.default, "aten::special_airy_ai", "aten.special_airy_ai.default"):
@@ -119,13 +129,15 @@ def test_H9_replacements_by_overload_packet_and_name() -> None:
         np.testing.assert_allclose(Translation(graph, {key: jnp.sin}).run([to_jax(X)]), torch.sin(X), rtol=1e-6)
 
 
-def test_H9_a_replacement_of_another_shape_raises() -> None:
+@row("H9")
+def test_a_replacement_of_another_shape_raises() -> None:
     graph = trace(torch.special.airy_ai, [X])
     with pytest.raises(TranslationError, match=r"special_airy_ai.*shape \(3, 4\).*gave \(\)"):
         Translation(graph, {torch.ops.aten.special_airy_ai: jnp.sum}).run([to_jax(X)])
 
 
-def test_H4_a_decomposition_that_writes_to_memory_is_refused(monkeypatch: Any) -> None:
+@row("H4")
+def test_a_decomposition_that_writes_to_memory_is_refused(monkeypatch: Any) -> None:
     """None of torch 2.13 does; a graph that held such an operation would read the old value."""
 
     def decomposition(x: Any) -> Any:
@@ -139,7 +151,8 @@ def test_H4_a_decomposition_that_writes_to_memory_is_refused(monkeypatch: Any) -
         trace(torch.special.airy_ai, [X])
 
 
-def test_H2_memory_that_is_read_in_another_order_is_refused() -> None:
+@row("H2")
+def test_memory_that_is_read_in_another_order_is_refused() -> None:
     def strided(x: Any) -> Any:
         return x.as_strided((2, 2), (1, 4))
 
@@ -148,9 +161,10 @@ def test_H2_memory_that_is_read_in_another_order_is_refused() -> None:
     assert found and "contiguous" in str(found[0].reason)
 
 
+@row("H2")
 @pytest.mark.parametrize("function", [torch.linalg.det, torch.logdet, lambda a: torch.linalg.solve(a, a[0] + 1).sum()])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_H2_factors_that_autograd_uses_again(function: Any, transposed: bool) -> None:
+def test_factors_that_autograd_uses_again(function: Any, transposed: bool) -> None:
     """What torch keeps of a factorization depends on how its argument lies in memory."""
 
     class Slope(torch.autograd.Function):
@@ -169,7 +183,8 @@ def test_H2_factors_that_autograd_uses_again(function: Any, transposed: bool) ->
     np.testing.assert_allclose(got, Slope.apply(matrix), rtol=1e-4, atol=1e-5)
 
 
-def test_H5_random_numbers_need_a_key_and_differ() -> None:
+@row("H5")
+def test_random_numbers_need_a_key_and_differ() -> None:
     graph = trace(lambda x: (torch.rand_like(x), torch.rand_like(x)), [X])
     with pytest.raises(TranslationError, match="rand_like.*key="):
         Translation(graph).run([to_jax(X)])
@@ -203,8 +218,9 @@ DRAWS = {
 }
 
 
+@row("H5")
 @pytest.mark.parametrize("name", DRAWS)
-def test_H5_distributions_are_those_of_torch(name: str) -> None:
+def test_distributions_are_those_of_torch(name: str) -> None:
     """The distribution functions of 20,000 draws of each differ by less than chance explains (4e-6 of the time)."""
     with jax.enable_x64(True):
         graph = trace(DRAWS[name], [MANY])
@@ -216,15 +232,17 @@ def test_H5_distributions_are_those_of_torch(name: str) -> None:
     assert np.abs(below[0] - below[1]).max() < 2.5 * np.sqrt(2 / len(wanted))
 
 
+@row("H1")
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "bool", "complex64", "float8_e5m2"])
-def test_H1_arrays_go_to_torch_and_back(name: str) -> None:
+def test_arrays_go_to_torch_and_back(name: str) -> None:
     array = jnp.asarray(np.arange(6).reshape(2, 3) % 2, jnp.dtype(name))
     tensor = to_torch(array)
     assert tensor.dtype == torch_dtype(array.dtype) and jax_dtype(tensor.dtype) == array.dtype
     np.testing.assert_array_equal(to_jax(tensor), array)
 
 
-def test_H1_tensors_without_a_counterpart_raise() -> None:
+@row("H1")
+def test_tensors_without_a_counterpart_raise() -> None:
     with pytest.raises(TranslationError, match="to_dense"):
         to_jax(torch.eye(2).to_sparse())
     with pytest.raises(TranslationError, match="complex64"):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -111,11 +112,13 @@ WIDE: dict[str, Callable[..., Any]] = {
 }
 
 
+@row("H13")
 @pytest.mark.parametrize("name", WIDE)
-def test_H13_whole_numbers_of_64_bits_without_x64(name: str):
+def test_whole_numbers_of_64_bits_without_x64(name: str):
     assert_same(WIDE[name], A, B, BITS, rtol=1e-6)
 
 
+@row("H13")
 @pytest.mark.parametrize(
     "code",
     [
@@ -125,15 +128,16 @@ def test_H13_whole_numbers_of_64_bits_without_x64(name: str):
         lambda n: (n.long() * 640 + n) * 480 + n,
     ],
 )
-def test_H13_usual_arithmetic_of_places_without_x64(code: Any):
+def test_usual_arithmetic_of_places_without_x64(code: Any):
     assert_same(code, BITS)
 
 
+@row("H13")
 @pytest.mark.parametrize(
     "code",
     [lambda n: n.long() * 73856093, lambda n: torch.sort(n.long() * 73856093)[0], lambda n: n.long() << 40],
 )
-def test_H13_whole_numbers_of_64_bits_that_are_returned_are_refused(code: Any):
+def test_whole_numbers_of_64_bits_that_are_returned_are_refused(code: Any):
     with pytest.raises(jaxfn.TranslationError, match=r"(?s)Large.forward: .*test_numbers.*needs 64 bits.*enable_x64"):
         adopted(code, "Large").apply(BITS)
     with jax.enable_x64(True):
@@ -145,22 +149,25 @@ def test_H13_whole_numbers_of_64_bits_that_are_returned_are_refused(code: Any):
 ENDS = np.array([300.7, -129.2, 1e10, -3e9, np.nan, np.inf, -np.inf, -1.5, 70000, -40000, 1e20, 4e9, 255.9], np.float32)
 
 
+@row("H2")
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "int64"])
-def test_H2_floats_that_fit_no_whole_number(dtype: str):
+def test_floats_that_fit_no_whole_number(dtype: str):
     with jax.enable_x64(dtype == "int64"):
         assert_same(lambda x: x.to(getattr(torch, dtype)), ENDS)
 
 
-def test_H2_sign_of_nan_is_0():
+@row("H2")
+def test_sign_of_nan_is_0():
     assert_same(torch.sign, ENDS)
 
 
+@row("H2")
 @pytest.mark.parametrize(
     "code",
     [lambda x: x + 128, lambda x: x * 300, lambda x: 300 - x, lambda x: x // 300, lambda x: x & 300, lambda x: x > 128],
 )
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
-def test_H2_numbers_that_do_not_fit_a_narrow_tensor(code: Any, dtype: Any):
+def test_numbers_that_do_not_fit_a_narrow_tensor(code: Any, dtype: Any):
     assert_same(code, np.array([1, 5, 100], dtype))
 
 
@@ -181,6 +188,7 @@ def _slices(x: Any) -> Any:
     return written.mul_(2)
 
 
+@row("H2")
 @pytest.mark.parametrize(
     "code",
     [
@@ -195,19 +203,21 @@ def _slices(x: Any) -> Any:
         lambda x: copy.deepcopy(x).add_(1) + x,
     ],
 )
-def test_H2_constant_masks_and_copies(code: Any):
+def test_constant_masks_and_copies(code: Any):
     assert_same(code, X)
     np.testing.assert_array_equal(OUTSIDE, np.ones(5))
 
 
+@row("H4")
 @pytest.mark.parametrize("code", [lambda x: OUTSIDE.add_(x), lambda x: OUTSIDE.view(5)[:].add_(1) * x])
-def test_H4_writes_to_the_original_are_refused(code: Any):
+def test_writes_to_the_original_are_refused(code: Any):
     with pytest.raises(jaxfn.TranslationError, match="Writes.*made outside of the Function"):
         adopted(code, "Writes").apply(X)
     np.testing.assert_array_equal(OUTSIDE, np.ones(5))
 
 
-def test_H3_a_mask_from_outside_may_change():
+@row("H3")
+def test_a_mask_from_outside_may_change():
     mask = torch.tensor([True, False])
     taken = adopted(lambda x: x[mask])
     assert taken.apply(X[:2]).shape == (1,)
@@ -220,6 +230,7 @@ def test_H3_a_mask_from_outside_may_change():
 LABELS, SCORES = np.array([0, 2, 1, 2, 0], np.int32), RANDOM.standard_normal((5, 3)).astype(np.float32)
 
 
+@row("H13")
 @pytest.mark.parametrize(
     "code",
     [
@@ -232,11 +243,12 @@ LABELS, SCORES = np.array([0, 2, 1, 2, 0], np.int32), RANDOM.standard_normal((5,
         lambda x, i: functional.nll_loss(x, i, reduction="none"),
     ],
 )
-def test_H13_labels_of_32_bits(code: Any):
+def test_labels_of_32_bits(code: Any):
     assert_same(code, SCORES, LABELS, theirs=lambda x, i: code(x, i.long()))
 
 
-def test_H13_whole_numbers_stay_of_32_bits():
+@row("H13")
+def test_whole_numbers_stay_of_32_bits():
     code = adopted(lambda i: i.take(i) * (1 if i.take(i).dtype == torch.int32 else 2))
     np.testing.assert_array_equal(code.apply(LABELS), LABELS[LABELS])
 
@@ -250,6 +262,7 @@ def _types(x: Any) -> Any:
     return x.type("torch.DoubleTensor").type(torch.zeros(1).type())
 
 
+@row("H2")
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*computes in float64")
 @pytest.mark.parametrize(
     "code",
@@ -263,17 +276,19 @@ def _types(x: Any) -> Any:
         _types,
     ],
 )
-def test_H2_derivatives_sizes_and_choices(code: Any):
+def test_derivatives_sizes_and_choices(code: Any):
     assert_same(code, X)
 
 
-def test_H4_linearize_is_refused():
+@row("H4")
+def test_linearize_is_refused():
     with pytest.raises(jaxfn.TranslationError, match=r"(?s)Lin .*torch.func.jvp.*test_numbers"):
         adopted(lambda x: torch.func.linearize(torch.sin, x)[0], "Lin").apply(X)
 
 
+@row("H2")
 @pytest.mark.filterwarnings("ignore:.*mark_dirty")
-def test_H2_a_function_of_the_old_style():
+def test_a_function_of_the_old_style():
     function = torch.nn.modules._functions.CrossMapLRN2d
     images = RANDOM.standard_normal((2, 7, 3, 5)).astype(np.float32)
     x = torch.tensor(images, requires_grad=True)
@@ -284,7 +299,8 @@ def test_H2_a_function_of_the_old_style():
     np.testing.assert_allclose(pull(-jnp.sin(value))[0], x.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_H4_a_function_in_torch_names_the_line_that_called_it():
+@row("H4")
+def test_a_function_in_torch_names_the_line_that_called_it():
     class Prints(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
@@ -300,15 +316,17 @@ WEIGHT = RANDOM.standard_normal((7, 3)).astype(np.float32)
 PLACES = np.array([0, 2, 1, 6, 0, 2, 4], np.int32)
 
 
+@row("H2")
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"include_last_offset": True}])
-def test_H2_bags_of_embeddings(mode: str, options: dict[str, Any]):
+def test_bags_of_embeddings(mode: str, options: dict[str, Any]):
     offsets = torch.tensor([0, 3, 3, 5, 7] if "include_last_offset" in options else [0, 3, 3, 5])
     code = with_gradients(lambda w, i: functional.embedding_bag(i, w, offsets.to(i.dtype), mode=mode, **options))
     assert_same(code, WEIGHT, PLACES)
 
 
-def test_H2_weighted_bags_of_embeddings():
+@row("H2")
+def test_weighted_bags_of_embeddings():
     weights = RANDOM.standard_normal((2, 3)).astype(np.float32)
     code = with_gradients(
         lambda w, s, i: functional.embedding_bag(i[:6].view(2, 3), w, mode="sum", per_sample_weights=s)
@@ -320,9 +338,10 @@ STEPS, SIZES = np.array([6, 5], np.int32), np.array([2, 3], np.int32)
 TARGETS = np.array([[1, 2, 0], [2, 2, 3]], np.int32)
 
 
+@row("H2")
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("joined", [False, True])
-def test_H2_ctc_loss(reduction: str, joined: bool):
+def test_ctc_loss(reduction: str, joined: bool):
     def code(x: Any, targets: Any, steps: Any, sizes: Any) -> Any:
         targets = torch.cat([targets[0, :2], targets[1]]) if joined else targets
         return functional.ctc_loss(x.log_softmax(-1), targets, steps, sizes, reduction=reduction)
@@ -332,21 +351,24 @@ def test_H2_ctc_loss(reduction: str, joined: bool):
     )
 
 
-def test_H2_ctc_loss_of_what_cannot_be():
+@row("H2")
+def test_ctc_loss_of_what_cannot_be():
     def code(x: Any, targets: Any) -> Any:
         return functional.ctc_loss(x.log_softmax(-1), targets, (2, 2), (2, 3), zero_infinity=True)
 
     assert_same(with_gradients(code), RANDOM.standard_normal((2, 2, 4)).astype(np.float32), TARGETS, rtol=1e-4)
 
 
+@row("H2")
 @pytest.mark.parametrize("rows", [5, 2])
-def test_H2_least_squares(rows: int):
+def test_least_squares(rows: int):
     a, b = (RANDOM.standard_normal((rows, n)).astype(np.float32) for n in (3, 2))
     assert_same(with_gradients(lambda a, b: torch.linalg.lstsq(a, b).solution), a, b, rtol=1e-3)
     assert_same(lambda a, b: torch.linalg.lstsq(a, b[:, 0])[0], a, b, rtol=1e-4)
     assert_same(lambda a, b: tuple(torch.linalg.lstsq(a, b, driver="gelsd")), a, b, rtol=1e-4)
 
 
+@row("H2")
 @pytest.mark.parametrize(
     "code",
     [
@@ -358,10 +380,11 @@ def test_H2_least_squares(rows: int):
         lambda x: tuple(torch.geqrf(x[:, None] ** torch.arange(3))),
     ],
 )
-def test_H2_operations_of_known_sizes(code: Any):
+def test_operations_of_known_sizes(code: Any):
     assert_same(code, np.array([-1, 2, 3, -3, -5], np.float32))
 
 
+@row("H4")
 @pytest.mark.parametrize(
     "code, advice",
     [
@@ -371,7 +394,7 @@ def test_H2_operations_of_known_sizes(code: Any):
         (lambda x: torch.linalg.ldl_factor(x[:, None] * x).LD, "eigh or lu_factor"),
     ],
 )
-def test_H4_operations_that_are_refused_say_what_to_do(code: Any, advice: str):
+def test_operations_that_are_refused_say_what_to_do(code: Any, advice: str):
     with pytest.raises(jaxfn.TranslationError, match=f"(?s)Asked.*{advice}"):
         adopted(code, "Asked").apply(X)
 
@@ -382,8 +405,9 @@ spherical_bessel_j0
 """
 
 
+@row("H2")
 @pytest.mark.parametrize("name", SPECIAL.split())
-def test_H2_special_functions_over_all_their_range(name: str):
+def test_special_functions_over_all_their_range(name: str):
     points = np.concatenate([[0.0, -0.0, np.inf, np.nan, -1, -5, -30, 25, 25.001], np.logspace(-6, 2.2, 60)])
     with jax.enable_x64(True):
         got = adopted(getattr(torch.special, name)).apply(points)
@@ -392,13 +416,15 @@ def test_H2_special_functions_over_all_their_range(name: str):
     np.testing.assert_allclose(got, wanted, rtol=1e-6 if name.startswith("bessel_j") else 1e-9, atol=1e-13)
 
 
-def test_H2_derivative_of_erfcx():
+@row("H2")
+def test_derivative_of_erfcx():
     assert_same(with_gradients(torch.special.erfcx), np.array([-2, -0.3, 0, 0.5, 3.9, 4.1, 30], np.float32))
 
 
+@row("H2")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_H2_attention_differentiated_inside(is_causal: bool, masked: bool):
+def test_attention_differentiated_inside(is_causal: bool, masked: bool):
     mask = (torch.arange(35).view(5, 7) % 3 > 0) if masked and not is_causal else None
     code = with_gradients(
         lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
@@ -406,8 +432,9 @@ def test_H2_attention_differentiated_inside(is_causal: bool, masked: bool):
     assert_same(code, *(RANDOM.standard_normal((2, 3, n, 4)).astype(np.float32) for n in (5, 7, 7)), rtol=1e-4)
 
 
+@row("H2")
 @pytest.mark.parametrize("dim", [0, 2])
-def test_H2_weight_norm_differentiated_inside(dim: int):
+def test_weight_norm_differentiated_inside(dim: int):
     shape = [5 if dim == 0 else 1, 1, 2 if dim == 2 else 1]
     norms = RANDOM.uniform(0.5, 2, shape).astype(np.float32)
     code = with_gradients(lambda v, g: torch._weight_norm(v, g, dim))

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.marks import row
+
 torch = pytest.importorskip("torch")
 
 from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
@@ -132,22 +134,26 @@ def _check(name: str, given: Sequence[Sample]) -> None:
             compare(name, s, results)
 
 
+@row("H2")
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_H2_operation_matches_torch(name: str, check: Any) -> None:
+def test_operation_matches_torch(name: str, check: Any) -> None:
     check(name, samples(name))
 
 
+@row("H2")
 @pytest.mark.parametrize("name", BACKWARD.split())
-def test_H2_backward_operation_matches_torch(name: str, check: Any) -> None:
+def test_backward_operation_matches_torch(name: str, check: Any) -> None:
     check(name, samples(name, backward=True))
 
 
+@row("H2")
 @pytest.mark.parametrize("name", DIRECT)
-def test_H2_direct_sample_matches_torch(name: str, check: Any) -> None:
+def test_direct_sample_matches_torch(name: str, check: Any) -> None:
     check(name, [sample("float64 0", *DIRECT[name])])
 
 
-def test_H2_every_entry_has_a_sample() -> None:
+@row("H2")
+def test_every_entry_has_a_sample() -> None:
     missing = set(TABLE)
     for group in itertools.chain(
         (first_sample(name) for name in OPERATIONS),
@@ -170,8 +176,9 @@ DERIVATIVES = [
 ]
 
 
+@row("H2")
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_H2_derivative_of_the_translation_matches_torch(name: str) -> None:
+def test_derivative_of_the_translation_matches_torch(name: str) -> None:
     """JAX's derivative of the translated forward, beside torch's own."""
     given, flags = differentiable_sample(name)
     if name in DERIVATIVE_DIFFERENT or given.missing or any(TABLE[entry].draws for entry in given.entries):

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 
@@ -235,10 +236,11 @@ def _wanted(wild: Wild) -> tuple[int, ...]:
     return tuple(floating) if wild.wanted is None else wild.wanted
 
 
+@row("H1")
 @pytest.mark.filterwarnings("ignore:.*writes to one of its inputs", "ignore:'saved_variables' is deprecated")
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jitted"])
 @pytest.mark.parametrize("wild", WILD, ids=[f"{w.package}.{w.name}{i}" for i, w in enumerate(WILD)])
-def test_H1_published_functions(wild: Wild, jit: Any):
+def test_published_functions(wild: Wild, jit: Any):
     function = load(wild)
     ours = jaxfn.from_torch(function)
     if wild.refused is not None:

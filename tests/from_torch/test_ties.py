@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.marks import row
+
 torch = pytest.importorskip("torch")
 
 from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
@@ -67,8 +69,9 @@ CASES: dict[str, Callable[..., Any]] = {
 }
 
 
+@row("H2")
 @pytest.mark.parametrize("name", CASES)
-def test_H2_derivative_at_ties(name: str) -> None:
+def test_derivative_at_ties(name: str) -> None:
     def weighted(x: Any) -> Any:
         y = CASES[name](x)
         return (y * torch.arange(1.0, 1.0 + y.numel()).reshape(y.shape)).sum()

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.marks import row
+
 torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
@@ -56,7 +58,8 @@ def by_autograd(function):
 Square = squared(lambda x: 2 * x)
 
 
-def test_H11_what_passed_is_remembered(fresh_canary, monkeypatch):
+@row("H11")
+def test_what_passed_is_remembered(fresh_canary, monkeypatch):
     _canary.check_torch()
     (record,) = (fresh_canary / "jaxfn").iterdir()
     assert torch.__version__ in record.read_text()
@@ -65,14 +68,16 @@ def test_H11_what_passed_is_remembered(fresh_canary, monkeypatch):
     _canary.check_torch()
 
 
-def test_H11_a_home_that_cannot_be_written_to(fresh_canary, monkeypatch):
+@row("H11")
+def test_a_home_that_cannot_be_written_to(fresh_canary, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     monkeypatch.setattr(_canary, "answers", dict)
     _canary.check_torch()
 
 
+@row("H11")
 @pytest.mark.parametrize("name", _canary.answers())
-def test_H11_each_answer_that_differs_is_named(fresh_canary, monkeypatch, name):
+def test_each_answer_that_differs_is_named(fresh_canary, monkeypatch, name):
     answer = _canary.answers()[name]
     expected = np.asarray(answer.expected)
     broken = ~expected if expected.dtype == bool else expected + 1
@@ -83,7 +88,8 @@ def test_H11_each_answer_that_differs_is_named(fresh_canary, monkeypatch, name):
     assert not list(fresh_canary.iterdir())
 
 
-def test_H11_an_error_in_the_canary_is_an_answer_too(fresh_canary, monkeypatch):
+@row("H11")
+def test_an_error_in_the_canary_is_an_answer_too(fresh_canary, monkeypatch):
     def failing(x):
         raise AttributeError("torch has lost it")
 
@@ -93,7 +99,8 @@ def test_H11_an_error_in_the_canary_is_an_answer_too(fresh_canary, monkeypatch):
         jaxfn.from_torch(Square)
 
 
-def test_H11_torch_that_is_too_old(fresh_canary, monkeypatch):
+@row("H11")
+def test_torch_that_is_too_old(fresh_canary, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.7.1")
     with pytest.raises(TranslationError, match="needs torch 2.8 or newer, and this is 2.7.1"):
         jaxfn.from_torch(Square)
@@ -188,9 +195,10 @@ def inside_autograd(apply):
     return squared(by_autograd(lambda x: apply(x) * x))
 
 
+@row("H11")
 @pytest.mark.parametrize("how", APPLIED)
 @pytest.mark.parametrize("where", [inside_forward, inside_backward, inside_autograd])
-def test_H11_a_function_that_another_one_applies_keeps_its_rule(where, how):
+def test_a_function_that_another_one_applies_keeps_its_rule(where, how):
     function = where(APPLIED[how])
     x = torch.tensor([2.3, -0.8], requires_grad=True)
     y = function.apply(x)
@@ -238,10 +246,11 @@ NOT_REPEATABLE = {
 }
 
 
+@row("H11")
 @pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
 @pytest.mark.parametrize("kind", NOT_REPEATABLE)
 @pytest.mark.parametrize("is_taken_before", [False, True])
-def test_H11_a_call_that_cannot_be_made_again_is_right_or_refused(is_taken_before, kind):
+def test_a_call_that_cannot_be_made_again_is_right_or_refused(is_taken_before, kind):
     apply = NOT_REPEATABLE[kind][is_taken_before]
 
     def deviation(x):
@@ -272,7 +281,8 @@ def attributes_of_torch():
     return [dict(vars(owner)) for owner in owners]
 
 
-def test_H12_torch_is_as_it_was():
+@row("H12")
+def test_torch_is_as_it_was():
     before = attributes_of_torch()
     jax.grad(lambda x: jaxfn.from_torch(Square).apply(x))(2.0)
 
@@ -295,7 +305,8 @@ def triangle(n):
     return torch.tril(torch.ones(n, n))
 
 
-def test_H12_constants_that_code_keeps_are_plain_tensors_afterwards():
+@row("H12")
+def test_constants_that_code_keeps_are_plain_tensors_afterwards():
     kept = {}
     layer = torch.nn.Linear(3, 3)
 
@@ -326,7 +337,8 @@ def test_H12_constants_that_code_keeps_are_plain_tensors_afterwards():
     np.testing.assert_allclose(expected, f(x))
 
 
-def test_H12_a_tensor_of_the_inputs_that_code_keeps_is_refused():
+@row("H12")
+def test_a_tensor_of_the_inputs_that_code_keeps_is_refused():
     neuron = torch.nn.Module()
     neuron.mem = None
 
@@ -361,8 +373,9 @@ def kept_in_closure(x, cell=[]):  # noqa: B006
 KEPT = []
 
 
+@row("H12")
 @pytest.mark.parametrize(("keep", "place"), [(kept_in_list, "test_versions.KEPT"), (kept_in_closure, "a list")])
-def test_H12_the_place_is_named(keep, place):
+def test_the_place_is_named(keep, place):
     class Keeping(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -379,7 +392,8 @@ def test_H12_the_place_is_named(keep, place):
     KEPT.clear()
 
 
-def test_H12_what_code_drops_again_is_no_leftover():
+@row("H12")
+def test_what_code_drops_again_is_no_leftover():
     class Dropping(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -398,7 +412,8 @@ def test_H12_what_code_drops_again_is_no_leftover():
         gc.enable()
 
 
-def test_H12_one_thread_traces_and_another_trains():
+@row("H12")
+def test_one_thread_traces_and_another_trains():
     """In torch, with Functions of its own and distributions that check their parameters."""
     failures = []
     done = threading.Event()
@@ -445,7 +460,8 @@ def test_H12_one_thread_traces_and_another_trains():
     assert not failures, failures
 
 
-def test_H12_threads_that_trace_side_by_side():
+@row("H12")
+def test_threads_that_trace_side_by_side():
     failures = []
 
     def trace(factor):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 
@@ -90,9 +91,10 @@ def _same(got: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b.detach().numpy(), rtol=1e-6, atol=1e-6)
 
 
+@row("E3")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_E3_the_vmap_of_a_torch_function_is_used(transform: Callable[..., Any], axis: int):
+def test_the_vmap_of_a_torch_function_is_used(transform: Callable[..., Any], axis: int):
     scaled = jaxfn.from_torch(Scaled)
     got = transform(jax.vmap(lambda x: scaled.apply(x, 3.0), axis, axis))(X)
     _same(got, torch.vmap(lambda x: Scaled.apply(x, 3.0), axis, axis)(torch.tensor(X)))
@@ -100,7 +102,8 @@ def test_E3_the_vmap_of_a_torch_function_is_used(transform: Callable[..., Any], 
     np.testing.assert_allclose(transform(lambda x: scaled.apply(x, 3.0))(X), 3 * X, rtol=1e-6)
 
 
-def test_H2_vmap_is_traced_once_for_each_way_of_batching():
+@row("H2")
+def test_vmap_is_traced_once_for_each_way_of_batching():
     traces = []
 
     class Counted(Scaled):
@@ -116,8 +119,9 @@ def test_H2_vmap_is_traced_once_for_each_way_of_batching():
     assert len(traces) == 2
 
 
+@row("E3")
 @pytest.mark.parametrize("in_dims", [(0, 0), (1, 2), (0, None), (None, 2)])
-def test_E3_several_outputs_and_axes(in_dims: tuple[int | None, int | None]):
+def test_several_outputs_and_axes(in_dims: tuple[int | None, int | None]):
     x, y = (v if d is not None else v[0] for v, d in zip((X, Y), in_dims, strict=True))
     if in_dims == (1, 2):
         y = np.moveaxis(Y, 1, 2)
@@ -128,9 +132,10 @@ def test_E3_several_outputs_and_axes(in_dims: tuple[int | None, int | None]):
     _same(got, torch.vmap(Several.apply, in_dims)(torch.tensor(x), torch.tensor(y)))
 
 
+@row("E3")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", ["Several", "Nested"])
-def test_E3_its_gradients_are_those_of_backward(transform: Callable[..., Any], name: str):
+def test_its_gradients_are_those_of_backward(transform: Callable[..., Any], name: str):
     torch_function = globals()[name]
     function = jaxfn.from_torch(torch_function)
     xs = (X, Y) if name == "Several" else (X,)
@@ -151,13 +156,15 @@ def test_E3_its_gradients_are_those_of_backward(transform: Callable[..., Any], n
     _same(transform(jax.grad(lambda *xs: jax.vmap(loss)(*xs).sum(), argnums))(*xs), expected)
 
 
-def test_E3_second_derivatives_of_a_batch():
+@row("E3")
+def test_second_derivatives_of_a_batch():
     nested = jaxfn.from_torch(Nested)
     got = jax.vmap(jax.grad(jax.grad(nested.apply)))(X.ravel())
     np.testing.assert_allclose(got, np.exp(X.ravel()), rtol=1e-6)
 
 
-def test_H5_random_numbers_in_vmap_take_one_key_for_the_batch():
+@row("H5")
+def test_random_numbers_in_vmap_take_one_key_for_the_batch():
     class Noise(torch.autograd.Function):
         @staticmethod
         def forward(x):
@@ -188,7 +195,8 @@ def test_H5_random_numbers_in_vmap_take_one_key_for_the_batch():
         jax.vmap(noise.apply)(X)
 
 
-def test_E3_what_torch_refuses_is_refused():
+@row("E3")
+def test_what_torch_refuses_is_refused():
     class Combined(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -214,7 +222,8 @@ def test_E3_what_torch_refuses_is_refused():
         jax.vmap(lambda x: jaxfn.from_torch(Twice).apply(x, 2.0))(X)
 
 
-def test_E3_keywords_in_vmap_are_refused():
+@row("E3")
+def test_keywords_in_vmap_are_refused():
     class Keywords(torch.autograd.Function):
         @staticmethod
         def forward(x, **options):
@@ -238,7 +247,8 @@ def test_E3_keywords_in_vmap_are_refused():
         jax.vmap(lambda x: keywords.apply(x, factor=2.0))(X)
 
 
-def test_H4_what_vmap_cannot_do_is_said():
+@row("H4")
+def test_what_vmap_cannot_do_is_said():
     class Unique(Scaled):
         @staticmethod
         def vmap(info, in_dims, x, factor):

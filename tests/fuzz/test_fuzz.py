@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conftest import COMING
 from tests.fuzz import check as checking
 from tests.fuzz.check import REFUSED, WRONG, Outcome, check
 from tests.fuzz.draw import draw
@@ -18,13 +17,15 @@ from tests.fuzz.program import TRACED, Argument, Block, Call, Measure, Operation
 from tests.fuzz.report import Disagreement, Report, fuzz
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import write_alone
+from tests.support.marks import COMING, row
 
 SQUARE = FunctionSpec("square", "input")
 DROPS = FunctionSpec("drops by numpy", "intermediate")
 
 
+@row("E1", "D1")
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_E1_D1_programs_agree_with_their_twins(first):
+def test_programs_agree_with_their_twins(first):
     report = fuzz(range(first, first + 10), shrinking=5)
     assert not report.disagreements, report.text()
     assert report.kinds["agreed"] > 5 and report.comparisons > 5

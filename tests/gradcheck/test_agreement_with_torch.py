@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.gradcheck_mutants import BASES, CHECKS, MUTANTS, Base, Mutant
 from tests.support.gradcheck_pairs import PAIRS, Jax, Library, Pair, generated, torch_library, verdict
+from tests.support.marks import row
 
 # How many random inputs each right version is checked on.
 SEEDS = int(os.environ.get("GRADCHECK_SEEDS", "1"))
@@ -22,8 +23,9 @@ def torch_lib() -> Library:
     return torch_library()
 
 
+@row("G1", "G5", "G6")
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_G1_G5_G6_verdict_is_torchs(pair: Pair, torch_lib: Library) -> None:
+def test_verdict_is_torchs(pair: Pair, torch_lib: Library) -> None:
     theirs, ours = pair.verdict(torch_lib), pair.verdict(Jax)
     if pair.ours is not None:
         assert theirs != pair.ours, f"torch agrees now: no need for a reason ({pair.because})"
@@ -34,7 +36,8 @@ def test_G1_G5_G6_verdict_is_torchs(pair: Pair, torch_lib: Library) -> None:
         assert ours == theirs
 
 
-def test_G1_catalog_is_a_good_mix(torch_lib: Library) -> None:
+@row("G1")
+def test_catalog_is_a_good_mix(torch_lib: Library) -> None:
     assert len({pair.define for pair in PAIRS}) >= 44
     said = Counter(pair.verdict(torch_lib) for pair in PAIRS)
     assert said["passes"] >= 40
@@ -45,22 +48,25 @@ def _gradients(library: Library, base: Base) -> list[np.ndarray]:
     return library.outputs_and_gradients(base.define(library), generated(base.inputs, 0))
 
 
+@row("G1")
 @pytest.mark.parametrize("base", BASES, ids=str)
-def test_G1_right_versions_compute_what_torchs_do(base: Base, torch_lib: Library) -> None:
+def test_right_versions_compute_what_torchs_do(base: Base, torch_lib: Library) -> None:
     with jax.enable_x64(True):
         ours = _gradients(Jax, base)
     for got, want in zip(ours, _gradients(torch_lib, base), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
+@row("G2")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_G2_planted_mistake_is_caught(mutant: Mutant) -> None:
+def test_planted_mistake_is_caught(mutant: Mutant) -> None:
     caught = not CHECKS["jaxfn full"](mutant.kind, mutant.define, generated(mutant.base.inputs, 0))
     assert caught, f"{mutant.old!r} -> {mutant.new!r}"
 
 
+@row("G6")
 @pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.kind == "gradgradcheck"], ids=str)
-def test_G6_mistakes_for_gradgradcheck_have_the_right_first_derivative(mutant: Mutant) -> None:
+def test_mistakes_for_gradgradcheck_have_the_right_first_derivative(mutant: Mutant) -> None:
     args = generated(mutant.base.inputs, 0)
     with jax.enable_x64(True):
         got = Jax.outputs_and_gradients(mutant.define(Jax), args)
@@ -69,8 +75,9 @@ def test_G6_mistakes_for_gradgradcheck_have_the_right_first_derivative(mutant: M
         np.testing.assert_allclose(mine, right, rtol=1e-12, atol=1e-12)
 
 
+@row("G2")
 @pytest.mark.parametrize("base", BASES, ids=str)
-def test_G2_no_false_alarm(base: Base) -> None:
+def test_no_false_alarm(base: Base) -> None:
     f = base.define(Jax)
     for seed in range(SEEDS):
         for kind in ("gradcheck", "gradgradcheck"):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 
 class Product(jaxfn.Function):
@@ -45,27 +46,31 @@ class WrongSecond(Product):
 INPUTS = np.array([0.5, -1.0, 2.0]), np.array([0.3, 1.0, -0.7])
 
 
+@row("G1", "D4", "D5")
 @pytest.mark.parametrize("function", [Product, Generated], ids=["jvp", "generated"])
-def test_G1_D4_D5_forward_mode_of_a_right_function(function):
+def test_forward_mode_of_a_right_function(function):
     options = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
     assert jaxfn.gradcheck(function.apply, INPUTS, **options)
     assert jaxfn.gradgradcheck(function.apply, INPUTS)
     assert jaxfn.gradgradcheck(function.apply, INPUTS, check_fwd_over_rev=True)
 
 
-def test_G1_D4_a_wrong_jvp_is_found_in_forward_mode_only():
+@row("G1", "D4")
+def test_a_wrong_jvp_is_found_in_forward_mode_only():
     assert jaxfn.gradcheck(WrongJvp.apply, INPUTS)
     with pytest.raises(jaxfn.GradcheckError, match="forward-mode derivative"):
         jaxfn.gradcheck(WrongJvp.apply, INPUTS, check_forward_ad=True)
 
 
-def test_G6_D7_a_wrong_second_derivative_is_found_in_both_modes():
+@row("G6", "D7")
+def test_a_wrong_second_derivative_is_found_in_both_modes():
     assert jaxfn.gradcheck(WrongSecond.apply, INPUTS, atol=1e-4)
     for options in ({}, {"check_fwd_over_rev": True, "check_rev_over_rev": False}):
         assert not jaxfn.gradgradcheck(WrongSecond.apply, INPUTS, raise_exception=False, **options)
 
 
-def test_H1_G1_the_linear_function_of_torchs_notes():
+@row("H1", "G1")
+def test_the_linear_function_of_torchs_notes():
     torch = pytest.importorskip("torch")
     from tests.support.torch_functions import LinearFunction
 

@@ -12,6 +12,7 @@ import pytest
 import jaxfn
 from jaxfn import gradcheck, gradgradcheck
 from tests.gradcheck.test_gradcheck import Linear, failure, normal, passes, scaled_sine
+from tests.support.marks import row
 
 MODES = pytest.mark.parametrize("fast_mode", [False, True], ids=["full", "fast"])
 
@@ -30,26 +31,30 @@ def saved_square(ctx, x):
 # G5: shapes, errors, linearity.
 
 
-def test_G5_wrong_shapes_are_reported_as_failures():
+@row("G5")
+def test_wrong_shapes_are_reported_as_failures():
     wrong = rule(saved_square, lambda ctx, g: jnp.concatenate([g, g]))
     for check in (gradcheck, gradgradcheck):
         (problem,) = failure(wrong, normal(3), check=check).problems
         assert "backward raised RuntimeError" in problem and "shape (6,)" in problem and "'x'" in problem
 
 
-def test_G5_no_backward_is_reported_as_a_failure():
+@row("G5")
+def test_no_backward_is_reported_as_a_failure():
     (problem,) = failure(jaxfn.function(saved_square), normal(3)).problems
     assert "defines neither backward" in problem
 
 
+@row("G5")
 @MODES
-def test_G5_a_rule_that_is_not_linear(fast_mode):
+def test_a_rule_that_is_not_linear(fast_mode):
     """Unit cotangents do not show it: 1 * 1 is 1 and 0 * 0 is 0."""
     wrong = rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * g * g)
     assert "not linear" in failure(wrong, normal(3), fast_mode=fast_mode).problems[0]
 
 
-def test_G5_not_multiplied_by_grad_output():
+@row("G5")
+def test_not_multiplied_by_grad_output():
     wrong = rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0])
     problems = failure(wrong, normal(3)).problems
     assert any("not multiplied by grad_output" in problem for problem in problems)
@@ -66,7 +71,8 @@ def pair(backward):
     return rule(forward, backward)
 
 
-def test_G5_undefined_cotangents():
+@row("G5")
+def test_undefined_cotangents():
     def right(ctx, a, b):
         return (0 if a is None else 2 * a) + (0 if b is None else 3 * b)
 
@@ -82,7 +88,8 @@ def test_G5_undefined_cotangents():
     assert "takes an undefined cotangent of output 0" in failure(pair(mistaken), normal(3)).problems[0]
 
 
-def test_G5_one_input_at_a_time():
+@row("G5")
+def test_one_input_at_a_time():
     def product(backward):
         def forward(ctx, x, y):
             ctx.save_for_backward(x, y)
@@ -107,14 +114,16 @@ def test_G5_one_input_at_a_time():
 # G5: determinism.
 
 
-def test_G5_trace_time_randomness_in_backward():
+@row("G5")
+def test_trace_time_randomness_in_backward():
     generator = np.random.default_rng(0)
     wrong = rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * g * (1 + 1e-4 * generator.standard_normal()))
     assert "not deterministic" in failure(wrong, normal(3)).problems[0]
     passes(wrong, normal(3), nondet_tol=1.0, atol=1.0)
 
 
-def test_G5_randomness_on_the_host():
+@row("G5")
+def test_randomness_on_the_host():
     generator = np.random.default_rng(0)
 
     def noisy(g):
@@ -127,7 +136,8 @@ def test_G5_randomness_on_the_host():
     assert any("not deterministic" in problem for problem in failure(rule(saved_square, backward), normal(3)).problems)
 
 
-def test_G5_a_forward_that_is_not_deterministic():
+@row("G5")
+def test_a_forward_that_is_not_deterministic():
     generator = np.random.default_rng(0)
 
     def forward(ctx, x):
@@ -145,7 +155,8 @@ def test_G5_a_forward_that_is_not_deterministic():
 # G5: batched gradients.
 
 
-def test_G5_batched_gradients():
+@row("G5")
+def test_batched_gradients():
     def on_the_host(vmap_method):
         def backward(ctx, g):
             shape = jax.ShapeDtypeStruct(g.shape, g.dtype)
@@ -160,7 +171,8 @@ def test_G5_batched_gradients():
     assert "cannot be batched" in problem
 
 
-def test_G5_batched_gradients_with_wrong_values():
+@row("G5")
+def test_batched_gradients_with_wrong_values():
     @jax.custom_batching.custom_vmap
     def double(g):
         return 2 * g
@@ -175,7 +187,8 @@ def test_G5_batched_gradients_with_wrong_values():
 # G5: dtypes.
 
 
-def test_G5_gradient_dtypes():
+@row("G5")
+def test_gradient_dtypes():
     def backward(ctx, g):
         return (2 * ctx.saved_tensors[0] * g).astype(jnp.float32)
 
@@ -198,9 +211,10 @@ def custom_jvp(derivative):
     return sine
 
 
+@row("G5")
 @MODES
 @pytest.mark.parametrize("reference", ["both", "finite_differences", "autodiff"])
-def test_G5_forward_mode(fast_mode, reference):
+def test_forward_mode(fast_mode, reference):
     options = {"fast_mode": fast_mode, "reference": reference, "check_forward_ad": True}
     passes(custom_jvp(jnp.cos), normal(3), check_batched_forward_grad=True, **options)
     report = failure(custom_jvp(lambda x: 1.001 * jnp.cos(x)), normal(3), check_backward_ad=False, **options)
@@ -210,7 +224,8 @@ def test_G5_forward_mode(fast_mode, reference):
         assert mismatch.kind == "a constant factor: 1.001 times what it should be"
 
 
-def test_G5_forward_mode_of_large_and_complex_functions():
+@row("G5")
+def test_forward_mode_of_large_and_complex_functions():
     @jax.custom_jvp
     def product(x, y):
         return x * y * 1j
@@ -228,8 +243,9 @@ def test_G5_forward_mode_of_large_and_complex_functions():
     assert mismatch.input == "input 0 ('x')" and mismatch.count == 2 * 299
 
 
+@row("G5")
 @pytest.mark.parametrize("vmap_method", ["sequential", None])
-def test_G5_batched_forward_gradients(vmap_method):
+def test_batched_forward_gradients(vmap_method):
     def doubled(t):
         shape = jax.ShapeDtypeStruct(t.shape, t.dtype)
         return jax.pure_callback(lambda t: 2 * np.asarray(t), shape, t, vmap_method=vmap_method)
@@ -248,12 +264,14 @@ def test_G5_batched_forward_gradients(vmap_method):
         assert "forward mode cannot be batched" in problem
 
 
-def test_G5_no_forward_mode_is_reported_as_a_failure():
+@row("G5")
+def test_no_forward_mode_is_reported_as_a_failure():
     (problem,) = failure(scaled_sine(1.0), normal(3), check_forward_ad=True).problems
     assert "forward mode" in problem
 
 
-def test_G5_undefined_tangents():
+@row("G5")
+def test_undefined_tangents():
     @jax.custom_jvp
     def product(x, y):
         return x * y
@@ -278,9 +296,10 @@ def test_G5_undefined_tangents():
 # G5: complex numbers.
 
 
+@row("G5")
 @MODES
 @pytest.mark.parametrize("reference", ["both", "finite_differences", "autodiff"])
-def test_G5_complex(fast_mode, reference):
+def test_complex(fast_mode, reference):
     def complex_square(backward):
         return rule(saved_square, backward)
 
@@ -291,8 +310,9 @@ def test_G5_complex(fast_mode, reference):
     assert report.mismatches[0].kind == "missing conjugate"
 
 
+@row("G5")
 @pytest.mark.parametrize("reference", ["both", "finite_differences"])
-def test_G5_between_real_and_complex(reference):
+def test_between_real_and_complex(reference):
     z, x = normal(2, 2) + 1j * normal(2, 2, seed=1), normal(2, 2, seed=2)
 
     def magnitude(ctx, z):
@@ -312,7 +332,8 @@ def test_G5_between_real_and_complex(reference):
     assert {entry.part for entry in report.mismatches[0].entries} <= {"real", "imaginary"}
 
 
-def test_G5_functions_without_a_complex_derivative():
+@row("G5")
+def test_functions_without_a_complex_derivative():
     """Neither holomorphic nor antiholomorphic, against torch's convention by hand."""
 
     def mixed(ctx, z):
@@ -333,7 +354,8 @@ def test_G5_functions_without_a_complex_derivative():
 # G5: what is not differentiable, and None.
 
 
-def test_G5_outputs_that_are_not_differentiable():
+@row("G5")
+def test_outputs_that_are_not_differentiable():
     def forward(ctx, x):
         order = jnp.argsort(x)
         shifted = x + 1
@@ -352,7 +374,8 @@ def test_G5_outputs_that_are_not_differentiable():
     assert [m.output for m in failure(rule(forward, backward), normal(4)).mismatches] == ["output 0"]
 
 
-def test_G5_no_differentiable_output_may_depend_on_the_inputs():
+@row("G5")
+def test_no_differentiable_output_may_depend_on_the_inputs():
     def marked(compute):
         def forward(ctx, x):
             y = compute(x)
@@ -365,7 +388,8 @@ def test_G5_no_differentiable_output_may_depend_on_the_inputs():
     assert "expected to be zero" in failure(marked(jnp.sin), normal(3)).problems[0]
 
 
-def test_G5_integer_and_static_inputs():
+@row("G5")
+def test_integer_and_static_inputs():
     def take(ctx, x, index, scale, mode):
         ctx.size, ctx.index, ctx.scale = x.shape[0], index, scale
         return scale * x[index] if mode == "take" else x
@@ -378,7 +402,8 @@ def test_G5_integer_and_static_inputs():
     failure(wrong, (normal(5), np.array([0, 0, 3]), 2, "take"))
 
 
-def test_G5_none_gradients():
+@row("G5")
+def test_none_gradients():
     def forward(ctx, x, y):
         ctx.save_for_backward(x)
         return x * x + 0 * y
@@ -401,8 +426,9 @@ def test_G5_none_gradients():
 Parameters = namedtuple("Parameters", ["weight", "biases"])
 
 
+@row("G5")
 @MODES
-def test_G5_pytrees(fast_mode):
+def test_pytrees(fast_mode):
     def forward(ctx, parameters, x):
         ctx.parameters, ctx.x = parameters, x
         hidden = x @ parameters.weight + parameters.biases["b"]
@@ -421,8 +447,9 @@ def test_G5_pytrees(fast_mode):
     assert mismatch.input == "input 0 ('parameters').weight" and mismatch.output == "output 0['out']"
 
 
+@row("G5")
 @MODES
-def test_G5_layouts_and_sizes(fast_mode):
+def test_layouts_and_sizes(fast_mode):
     x = normal(4, 6)
     for array in (x.T, x[::2, ::-1], np.broadcast_to(x[0], (3, 6)), np.float64(0.3), normal(1, 1)):
         passes(scaled_sine(1.0), array, fast_mode=fast_mode)
@@ -433,7 +460,8 @@ def test_G5_layouts_and_sizes(fast_mode):
         failure(lambda a, b: scaled_sine(1.0)(a).sum() + scaled_sine(1.1)(b), (empty, x), fast_mode=fast_mode)
 
 
-def test_G5_non_finite_derivatives_are_failures():
+@row("G5")
+def test_non_finite_derivatives_are_failures():
     failure(lambda x: jnp.sqrt(x), np.array([0.0, 1.0]))
     passes(lambda x: jnp.sqrt(x), np.array([0.5, 1.0]))
 
@@ -561,9 +589,10 @@ def cubic(second_factor):
     return rule(forward, lambda ctx, g: first(ctx.saved_tensors[0], g))
 
 
+@row("G6")
 @MODES
 @pytest.mark.parametrize("reference", ["both", "finite_differences", "autodiff"])
-def test_G6_second_order(fast_mode, reference):
+def test_second_order(fast_mode, reference):
     options = {"fast_mode": fast_mode, "reference": reference}
     passes(cubic(1.0), normal(3), check=gradgradcheck, **options)
     passes(cubic(1.001), normal(3), **options)
@@ -571,7 +600,8 @@ def test_G6_second_order(fast_mode, reference):
     assert mismatch.output == "gradient of input 0 ('x')" and mismatch.input == "input 0 ('x')"
 
 
-def test_G6_grad_outputs():
+@row("G6")
+def test_grad_outputs():
     inputs = normal(2, 3), normal(4, 3)
     passes(Linear.apply, inputs, normal(2, 4), check=gradgradcheck)
     passes(lambda x: (scaled_sine(1.0)(x), x > 0, x**2), normal(3), (normal(3), None, normal(3)), check=gradgradcheck)
@@ -580,12 +610,14 @@ def test_G6_grad_outputs():
     passes(Linear.apply, inputs, check=gradgradcheck, gen_non_contig_grad_outputs=True)
 
 
-def test_G6_complex_second_order():
+@row("G6")
+def test_complex_second_order():
     right = rule(saved_square, lambda ctx, g: 2 * g * ctx.saved_tensors[0].conj())
     passes(right, normal(3) + 1j * normal(3, seed=1), check=gradgradcheck)
 
 
-def test_G6_once_differentiable():
+@row("G6")
+def test_once_differentiable():
     def backward(ctx, g):
         return 2 * ctx.saved_tensors[0] * g
 
@@ -594,19 +626,22 @@ def test_G6_once_differentiable():
     assert "once_differentiable" in failure(once, normal(3), check=gradgradcheck).problems[0]
 
 
-def test_G6_forward_over_reverse():
+@row("G6")
+def test_forward_over_reverse():
     passes(jnp.sin, normal(3), check=gradgradcheck, check_fwd_over_rev=True)
     with pytest.raises(ValueError, match="nothing is left"):
         gradgradcheck(jnp.sin, normal(3), check_rev_over_rev=False)
 
 
-def test_G6_second_order_of_a_wrong_first_one_is_judged_by_differences():
+@row("G6")
+def test_second_order_of_a_wrong_first_one_is_judged_by_differences():
     """torch's meaning: the second order has to be the derivative of the first, whatever that is."""
     report = passes(scaled_sine(2.0), normal(3), check=gradgradcheck)
     assert any("finite differences decided" in note for note in report.notes)
 
 
-def test_G6_a_gradient_that_was_cut_off():
+@row("G6")
+def test_a_gradient_that_was_cut_off():
     class CutOff(Linear):
         @staticmethod
         def backward(ctx, grad_output):

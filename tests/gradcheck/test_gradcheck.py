@@ -11,8 +11,8 @@ import pytest
 
 import jaxfn
 from jaxfn import GradcheckError, gradcheck, gradgradcheck
-from tests.conftest import TRACES_ALWAYS
 from tests.support.cases import Linear
+from tests.support.marks import TRACES_ALWAYS, row
 
 
 def normal(*shape, seed=0):
@@ -48,9 +48,10 @@ def scaled_sine(factor):
     return sine
 
 
+@row("G2")
 @pytest.mark.parametrize("factors", [(1.0, 1.1), (1.1, 1.0)], ids=["right first", "wrong first"])
 @pytest.mark.parametrize("generated", [False, True], ids=["jvp", "generate_jvp_rule"])
-def test_G2_another_forward_mode_of_the_same_name_is_checked_anew(factors, generated):
+def test_another_forward_mode_of_the_same_name_is_checked_anew(factors, generated):
     """As when a rule is mended in a notebook and checked again."""
 
     def scaled(factor):
@@ -70,14 +71,16 @@ def test_G2_another_forward_mode_of_the_same_name_is_checked_anew(factors, gener
 # G1: torch's calls.
 
 
-def test_G1_the_seeds_example_without_x64():
+@row("G1")
+def test_the_seeds_example_without_x64():
     inputs = normal(20, 20), normal(30, 20)
     assert not jax.config.jax_enable_x64
     assert gradcheck(Linear.apply, inputs, eps=1e-6, atol=1e-4) is True
     assert not jax.config.jax_enable_x64
 
 
-def test_G1_takes_torchs_signature():
+@row("G1")
+def test_takes_torchs_signature():
     torch = pytest.importorskip("torch")
     import inspect
 
@@ -89,13 +92,15 @@ def test_G1_takes_torchs_signature():
                 assert own[name].default == parameter.default, name
 
 
-def test_G1_positional_tolerances_and_a_single_array():
+@row("G1")
+def test_positional_tolerances_and_a_single_array():
     assert gradcheck(jnp.sin, normal(3), 1e-6, 1e-4) is True
     assert gradgradcheck(jnp.sin, normal(3), None, 1e-6, 1e-4) is True
     assert gradcheck(Linear.apply, [normal(2, 3), normal(4, 3)], masked=True) is True
 
 
-def test_G1_every_kind_of_callable():
+@row("G1")
+def test_every_kind_of_callable():
     @jax.custom_vjp
     def by_hand(x):
         return jnp.sin(x)
@@ -113,8 +118,9 @@ def test_G1_every_kind_of_callable():
         passes(function, normal(3))
 
 
+@row("G1")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda x: f(x)], ids=["itself", "jit", "lambda"])
-def test_G1_a_wrong_custom_vjp_is_caught(wrap):
+def test_a_wrong_custom_vjp_is_caught(wrap):
     @jax.custom_vjp
     def by_hand(x):
         return jnp.sin(x)
@@ -123,7 +129,8 @@ def test_G1_a_wrong_custom_vjp_is_caught(wrap):
     assert failure(wrap(by_hand), normal(3)).mismatches[0].kind == "wrong sign"
 
 
-def test_G1_a_fwd_with_another_value_is_caught():
+@row("G1")
+def test_a_fwd_with_another_value_is_caught():
     @jax.custom_vjp
     def by_hand(x):
         return jnp.sin(x)
@@ -132,7 +139,8 @@ def test_G1_a_fwd_with_another_value_is_caught():
     assert "another value when it is differentiated" in failure(by_hand, normal(3)).problems[0]
 
 
-def test_G1_argnums():
+@row("G1")
+def test_argnums():
     def half_right(x, y):
         return scaled_sine(1.0)(x) + scaled_sine(2.0)(y)
 
@@ -147,15 +155,17 @@ def test_G1_argnums():
             gradcheck(lambda x, n: x, (normal(3), 3), argnums=argnums)
 
 
+@row("G1")
 @pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
-def test_G1_nothing_to_differentiate(check):
+def test_nothing_to_differentiate(check):
     with pytest.raises(ValueError, match="at least one floating or complex array"):
         check(lambda x: x, np.arange(3))
     with pytest.raises(ValueError, match="no floating or complex output"):
         check(lambda x: x > 0, normal(3))
 
 
-def test_G1_impossible_wishes():
+@row("G1")
+def test_impossible_wishes():
     with pytest.raises(ValueError, match="must be one of"):
         gradcheck(jnp.sin, normal(3), reference="torch")
     with pytest.raises(ValueError, match="no rule to take off"):
@@ -168,13 +178,15 @@ def test_G1_impossible_wishes():
         gradcheck(jnp.sin, normal(3), check_backward_ad=False)
 
 
-def test_G1_references_and_keys():
+@row("G1")
+def test_references_and_keys():
     with pytest.raises(TypeError, match=r"input 0 \('ref'\) is a jax.Ref"):
         gradcheck(lambda ref, x: x * ref[...], (jax.new_ref(jnp.ones(3)), normal(3)))
     passes(lambda key, x: x * jax.random.normal(key, x.shape), (jax.random.key(0), normal(3)))
 
 
-def test_G1_errors_of_the_function_are_its_own():
+@row("G1")
+def test_errors_of_the_function_are_its_own():
     def broken(x):
         raise KeyError("mine")
 
@@ -183,7 +195,8 @@ def test_G1_errors_of_the_function_are_its_own():
     assert not jax.config.jax_enable_x64
 
 
-def test_G1_returns_or_raises():
+@row("G1")
+def test_returns_or_raises():
     for check in (gradcheck, gradgradcheck):
         assert check(scaled_sine(1.0), normal(3)) is True
     assert gradcheck(scaled_sine(2.0), normal(3), raise_exception=False) is False
@@ -195,7 +208,8 @@ def test_G1_returns_or_raises():
 # G2: the references.
 
 
-def test_G2_every_reference():
+@row("G2")
+def test_every_reference():
     for reference in ("both", "finite_differences", "autodiff"):
         passes(scaled_sine(1.0), normal(3), reference=reference)
         (mismatch,) = failure(scaled_sine(1.001), normal(3), reference=reference).mismatches
@@ -216,7 +230,8 @@ def rounding(surrogate_factor=1.0):
     return straight_through
 
 
-def test_G2_a_deliberate_rule_needs_its_surrogate():
+@row("G2")
+def test_a_deliberate_rule_needs_its_surrogate():
     report = failure(rounding(), normal(3))
     assert report.mismatches[0].kind == "a gradient where there is none"
     assert any("surrogate=" in note for note in report.notes)
@@ -227,7 +242,8 @@ def test_G2_a_deliberate_rule_needs_its_surrogate():
     assert not any("surrogate=" in note for note in report.notes)
 
 
-def test_G2_finite_differences_decide():
+@row("G2")
+def test_finite_differences_decide():
     @jaxfn.function
     def square(ctx, x):
         ctx.save_for_backward(x)
@@ -245,9 +261,10 @@ def test_G2_finite_differences_decide():
     assert report.mismatches[0].kind == "a constant factor: 0.5 times what it should be"
 
 
+@row("G2")
 @pytest.mark.parametrize("place", [0, 1777, 3999])
 @pytest.mark.parametrize("size", [1.0, 1e-2])
-def test_G2_one_stopped_gradient_among_thousands_is_seen(place, size):
+def test_one_stopped_gradient_among_thousands_is_seen(place, size):
     """Autodiff is compared with finite differences in random directions only, and that is enough."""
     weights = np.random.default_rng(0).standard_normal(4000)
     hidden = size * (np.arange(4000) == place)
@@ -264,7 +281,8 @@ def test_G2_one_stopped_gradient_among_thousands_is_seen(place, size):
     assert jaxfn.gradcheck(f, x)
 
 
-def test_G2_functions_inside_forward_keep_their_rule():
+@row("G2")
+def test_functions_inside_forward_keep_their_rule():
     """The bare forward of the outer one has the inner one's derivative, which is not that of its operations."""
     inner = rounding()
 
@@ -282,11 +300,13 @@ def test_G2_functions_inside_forward_keep_their_rule():
     failure(outer, normal(3), reference="finite_differences")
 
 
-def test_G2_outermost_functions_lose_their_rule():
+@row("G2")
+def test_outermost_functions_lose_their_rule():
     failure(lambda x: jnp.sin(rounding()(x)), normal(3), reference="autodiff")
 
 
-def test_G2_a_forward_that_jax_cannot_differentiate():
+@row("G2")
+def test_a_forward_that_jax_cannot_differentiate():
     @jaxfn.function
     def on_the_host(ctx, x):
         ctx.save_for_backward(x)
@@ -304,7 +324,8 @@ def test_G2_a_forward_that_jax_cannot_differentiate():
     failure(on_the_host, normal(3))
 
 
-def test_G2_no_batching_rule_is_no_obstacle():
+@row("G2")
+def test_no_batching_rule_is_no_obstacle():
     @jaxfn.function
     def unbatched(ctx, x):
         ctx.save_for_backward(x)
@@ -320,8 +341,9 @@ def test_G2_no_batching_rule_is_no_obstacle():
     assert failure(unbatched, normal(3)).mismatches[0].kind == "wrong sign"
 
 
+@row("G2")
 @TRACES_ALWAYS
-def test_G2_python_that_looks_at_values():
+def test_python_that_looks_at_values():
     @jaxfn.function
     def branching(ctx, x):
         ctx.save_for_backward(x)
@@ -362,12 +384,14 @@ def batched_as(factor):
     return function
 
 
-def test_G2_wrong_batching_is_not_taken_for_a_wrong_rule():
+@row("G2")
+def test_wrong_batching_is_not_taken_for_a_wrong_rule():
     report = passes(batched_as(3), normal(3))
     assert any("compiled loop" in note for note in report.notes)
 
 
-def test_G2_programs_of_other_batching_rules_are_not_used_again():
+@row("G2")
+def test_programs_of_other_batching_rules_are_not_used_again():
     """The traces of both read the same; what they do when they are batched is in no text."""
     for _ in range(2):
         for factor, in_a_loop in ((2, False), (3, True)):
@@ -378,9 +402,10 @@ def test_G2_programs_of_other_batching_rules_are_not_used_again():
 # G3: precision.
 
 
+@row("G3")
 @pytest.mark.parametrize("setting", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_G3_x64_setting_is_left_alone(setting, factor):
+def test_x64_setting_is_left_alone(setting, factor):
     with jax.enable_x64(setting):
         assert gradcheck(scaled_sine(factor), normal(3), raise_exception=False) is (factor == 1.0)
         assert gradgradcheck(scaled_sine(factor), normal(3), raise_exception=False) is True or factor != 1.0
@@ -388,8 +413,9 @@ def test_G3_x64_setting_is_left_alone(setting, factor):
         assert jnp.ones(1).dtype == (jnp.float64 if setting else jnp.float32)
 
 
+@row("G3")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
-def test_G3_lower_precision_inputs_warn_and_are_checked_in_double(dtype):
+def test_lower_precision_inputs_warn_and_are_checked_in_double(dtype):
     x = jnp.asarray(normal(3), dtype)
     with pytest.warns(UserWarning, match=rf"input 0 \('x'\) is {dtype}, which is not double precision"):
         assert gradcheck(scaled_sine(1.0), x)
@@ -397,15 +423,17 @@ def test_G3_lower_precision_inputs_warn_and_are_checked_in_double(dtype):
         assert not gradcheck(scaled_sine(1.001), x, raise_exception=False)
 
 
+@row("G3")
 @pytest.mark.filterwarnings("error")
-def test_G3_double_precision_does_not_warn():
+def test_double_precision_does_not_warn():
     assert gradcheck(scaled_sine(1.0), normal(3))
     with jax.enable_x64(True):
         assert gradcheck(scaled_sine(1.0), jnp.asarray(normal(3)) * 1j)
 
 
+@row("G3")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_G3_a_function_that_computes_in_lower_precision(dtype):
+def test_a_function_that_computes_in_lower_precision(dtype):
     def rough(factor):
         @jaxfn.function
         def sine(ctx, x):
@@ -424,7 +452,8 @@ def test_G3_a_function_that_computes_in_lower_precision(dtype):
     failure(rough(-1.0), normal(5))
 
 
-def test_G3_chosen_tolerances_are_torchs_formula():
+@row("G3")
+def test_chosen_tolerances_are_torchs_formula():
     for rule, atol, rtol, verdict in (
         (1.001, 1e-5, 1.1e-3, True),
         (1.001, 1e-9, 0.9e-3, False),
@@ -436,9 +465,10 @@ def test_G3_chosen_tolerances_are_torchs_formula():
         assert gradcheck(scaled_sine(rule), x, 1e-6, atol, rtol, False, reference="finite_differences") is verdict
 
 
+@row("G3")
 @pytest.mark.parametrize("reference", ["both", "finite_differences", "autodiff"])
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
-def test_G3_a_factor_of_a_thousandth_is_caught_at_every_size(reference, size):
+def test_a_factor_of_a_thousandth_is_caught_at_every_size(reference, size):
     def function(factor):
         return lambda x: size * scaled_sine(factor)(x)
 
@@ -447,7 +477,8 @@ def test_G3_a_factor_of_a_thousandth_is_caught_at_every_size(reference, size):
         failure(function(factor), normal(5), reference=reference)
 
 
-def test_G3_rounding_is_not_mistaken_for_a_mistake():
+@row("G3")
+def test_rounding_is_not_mistaken_for_a_mistake():
     """Right rules that lose many digits on the way: 1e5 + x, minus 1e5."""
 
     @jaxfn.function
@@ -465,7 +496,8 @@ def test_G3_rounding_is_not_mistaken_for_a_mistake():
 # G4: the report.
 
 
-def test_G4_the_report_says_where_and_how_much():
+@row("G4")
+def test_the_report_says_where_and_how_much():
     def tangled(tree, n):
         return {"value": scaled_sine(2.0)(tree["x"][0]), "n": n}
 
@@ -491,7 +523,8 @@ def test_G4_the_report_says_where_and_how_much():
         assert "sine.backward" in file.readlines()[line - 1]
 
 
-def test_G4_the_report_is_data(tmp_path):
+@row("G4")
+def test_the_report_is_data(tmp_path):
     import json
     import pickle
 
@@ -507,7 +540,8 @@ def test_G4_the_report_is_data(tmp_path):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_G4_the_report_draws(tmp_path):
+@row("G4")
+def test_the_report_draws(tmp_path):
     pytest.importorskip("matplotlib")
     report = failure(scaled_sine(2.0), normal(3))
     figure = report.plot()
@@ -542,13 +576,15 @@ KINDS = {
 }
 
 
+@row("G4")
 @pytest.mark.parametrize("kind", KINDS)
-def test_G4_kinds_of_mistakes(kind):
+def test_kinds_of_mistakes(kind):
     report = failure(linear_rule(KINDS[kind]), (normal(3, 3), normal(3, 3, seed=1)), argnums=0)
     assert report.mismatches[0].kind.startswith(kind)
 
 
-def test_G4_more_kinds_of_mistakes():
+@row("G4")
+def test_more_kinds_of_mistakes():
     def added(gradient_of_bias):
         @jaxfn.function
         def add(ctx, x, bias):
@@ -576,7 +612,8 @@ def test_G4_more_kinds_of_mistakes():
     assert "off-diagonal entries are missing" in failure(softmax, normal(4)).mismatches[0].kind
 
 
-def test_G4_large_jacobians_show_their_worst_entries():
+@row("G4")
+def test_large_jacobians_show_their_worst_entries():
     n = 600
 
     @jaxfn.function

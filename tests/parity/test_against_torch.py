@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 
@@ -617,9 +618,10 @@ FUNCTIONS: list[tuple[Define, tuple[np.ndarray, ...]]] = [
 SINGLE = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex64}
 
 
+@row("D1")
 @pytest.mark.parametrize(("define", "args"), FUNCTIONS, ids=[f"{f.__name__}{len(a)}" for f, a in FUNCTIONS])
 @pytest.mark.parametrize(("library", "precision"), [(Jax, "float64"), (JittedJax, "float32")])
-def test_D1_value_and_two_derivatives_as_torch(library, precision, define, args):
+def test_value_and_two_derivatives_as_torch(library, precision, define, args):
     if precision == "float32":
         args = [a.astype(SINGLE.get(a.dtype, a.dtype)) for a in args]
     want = Torch.derivatives(define(Torch), args, 2)
@@ -636,8 +638,9 @@ def test_D1_value_and_two_derivatives_as_torch(library, precision, define, args)
 X = np.array([[0.3, -1.2], [2.1, 0.7], [-0.4, 1.6]])
 
 
+@row("A1")
 @pytest.mark.parametrize("kwargs", [{}, {"scale": 3.0}, {"shift": 1.0}, {"shift": 1.0, "scale": 3.0}], ids=str)
-def test_A1_keywords_and_defaults_as_torch(kwargs):
+def test_keywords_and_defaults_as_torch(kwargs):
     def define(lib):
         class Affine(lib.Function):
             @staticmethod
@@ -659,7 +662,8 @@ def test_A1_keywords_and_defaults_as_torch(kwargs):
     assert_agree(define, X)
 
 
-def test_A1_all_by_keyword_and_variadic_as_torch():
+@row("A1")
+def test_all_by_keyword_and_variadic_as_torch():
     def by_keyword(lib):
         apply = _keyword_product(lib)
         return lambda x, y: apply(y=y, x=x)
@@ -699,8 +703,9 @@ def _keyword_product(lib):
     return Product.apply
 
 
+@row("A2")
 @LIBRARIES
-def test_A2_static_arguments_are_the_same_objects_in_torch(library):
+def test_static_arguments_are_the_same_objects_in_torch(library):
     given = (print, {"a": 1}, [1, 2], "text", object(), slice(1, 2), None)
     received = []
 
@@ -720,7 +725,8 @@ def test_A2_static_arguments_are_the_same_objects_in_torch(library):
         assert all(a is b for a, b in zip(static[:1] + static[3:], given[:1] + given[3:], strict=True))
 
 
-def test_A3_python_numbers_steer_control_flow_as_torch():
+@row("A3")
+def test_python_numbers_steer_control_flow_as_torch():
     def define(lib):
         class Power(lib.Function):
             @staticmethod
@@ -747,7 +753,8 @@ def test_A3_python_numbers_steer_control_flow_as_torch():
 # B. forward, setup_context and ctx
 
 
-def test_B2_inputs_is_a_tuple_with_defaults_as_torch():
+@row("B2")
+def test_inputs_is_a_tuple_with_defaults_as_torch():
     def define(lib, seen):
         class Defaults(lib.Function):
             @staticmethod
@@ -768,7 +775,8 @@ def test_B2_inputs_is_a_tuple_with_defaults_as_torch():
     assert kind is tuple and defaults == (3, "a", None)
 
 
-def test_B3_several_outputs_and_others_that_are_no_tensors_as_torch():
+@row("B3")
+def test_several_outputs_and_others_that_are_no_tensors_as_torch():
     def define(lib, seen):
         class Mixed(lib.Function):
             @staticmethod
@@ -789,7 +797,8 @@ def test_B3_several_outputs_and_others_that_are_no_tensors_as_torch():
     assert outputs[Jax][1:4] == outputs[Torch][1:4] == ("text", 3, None)
 
 
-def test_B3_a_tuple_of_one_as_torch():
+@row("B3")
+def test_a_tuple_of_one_as_torch():
     def define(lib):
         class Single(lib.Function):
             @staticmethod
@@ -806,7 +815,8 @@ def test_B3_a_tuple_of_one_as_torch():
     assert_agree(define, X)
 
 
-def test_B4_none_entries_and_a_second_save_as_torch():
+@row("B4")
+def test_none_entries_and_a_second_save_as_torch():
     def define(lib, seen):
         class Saves(lib.Function):
             @staticmethod
@@ -827,9 +837,10 @@ def test_B4_none_entries_and_a_second_save_as_torch():
     assert_sees_the_same(define, X)
 
 
+@row("B4")
 @LIBRARIES
 @pytest.mark.parametrize("value", [3, 1.5, "text", [1.0]], ids=str)
-def test_B4_saving_what_is_no_array_raises_as_torch(library, value):
+def test_saving_what_is_no_array_raises_as_torch(library, value):
     class Saves(library.Function):
         @staticmethod
         def forward(ctx, x):
@@ -842,7 +853,8 @@ def test_B4_saving_what_is_no_array_raises_as_torch(library, value):
         library.outputs(Saves.apply, [X])
 
 
-def test_B6_attributes_of_any_kind_as_torch():
+@row("B6")
+def test_attributes_of_any_kind_as_torch():
     def define(lib, seen):
         class Keeps(lib.Function):
             @staticmethod
@@ -862,9 +874,10 @@ def test_B6_attributes_of_any_kind_as_torch():
     assert_sees_the_same(define, X)
 
 
+@row("B7")
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
 @JAXES
-def test_B7_needs_input_grad_as_torch(library, wanted):
+def test_needs_input_grad_as_torch(library, wanted):
     def define(lib, seen):
         class Product(lib.Function):
             @staticmethod
@@ -898,7 +911,8 @@ def test_B7_needs_input_grad_as_torch(library, wanted):
     assert ours == seen
 
 
-def test_B7_needs_input_grad_in_setup_context_as_torch():
+@row("B7")
+def test_needs_input_grad_in_setup_context_as_torch():
     def define(lib, seen):
         class Separate(lib.Function):
             @staticmethod
@@ -919,9 +933,10 @@ def test_B7_needs_input_grad_in_setup_context_as_torch():
     assert assert_sees_the_same(define, X) == [(True, False, False)]
 
 
+@row("B8")
 @pytest.mark.parametrize("materialize", [True, False])
 @pytest.mark.parametrize("marked", [(0,), (1,), (0, 2)], ids=str)
-def test_B8_marked_outputs_and_what_backward_receives_as_torch(materialize, marked):
+def test_marked_outputs_and_what_backward_receives_as_torch(materialize, marked):
     def define(lib, seen):
         class Three(lib.Function):
             @staticmethod
@@ -946,9 +961,10 @@ def test_B8_marked_outputs_and_what_backward_receives_as_torch(materialize, mark
     assert_agree(lambda lib: define(lib, []), X)
 
 
+@row("B9")
 @pytest.mark.parametrize("materialize", [True, False])
 @pytest.mark.parametrize("used", [0, 1])
-def test_B9_unused_outputs_as_torch(materialize, used):
+def test_unused_outputs_as_torch(materialize, used):
     def define(lib, seen):
         class Two(lib.Function):
             @staticmethod
@@ -968,7 +984,8 @@ def test_B9_unused_outputs_as_torch(materialize, used):
     assert received[1 - used] == (("float64", zeros.shape, zeros.tolist()) if materialize else None)
 
 
-def test_B9_none_from_a_later_function_as_torch():
+@row("B9")
+def test_none_from_a_later_function_as_torch():
     def define(lib, seen):
         class Drops(lib.Function):
             @staticmethod
@@ -995,8 +1012,9 @@ def test_B9_none_from_a_later_function_as_torch():
     assert_sees_the_same(define, X)
 
 
+@row("B10")
 @JAXES
-def test_B10_mark_dirty_returns_the_new_value_as_torch(library):
+def test_mark_dirty_returns_the_new_value_as_torch(library):
     class InPlace(Torch.Function):
         @staticmethod
         def forward(ctx, x):
@@ -1023,7 +1041,8 @@ def test_B10_mark_dirty_returns_the_new_value_as_torch(library):
         assert_same(library.gradients(lambda x: Functional.apply(x * 1), [X]), want)
 
 
-def test_B12_counts_as_torch():
+@row("B12")
+def test_counts_as_torch():
     def define(lib, seen):
         class Counts(lib.Function):
             @staticmethod
@@ -1045,7 +1064,8 @@ def test_B12_counts_as_torch():
     assert assert_sees_the_same(define, X) == [("setup_context", 3, 3, 3), ("backward", (3, 3))]
 
 
-def test_B13_two_calls_have_two_contexts_as_torch():
+@row("B13")
+def test_two_calls_have_two_contexts_as_torch():
     def define(lib):
         class Scale(lib.Function):
             @staticmethod
@@ -1069,16 +1089,18 @@ def test_B13_two_calls_have_two_contexts_as_torch():
 # C. backward
 
 
+@row("C1")
 @LIBRARIES
-def test_C1_backward_and_vjp_together_raise_as_torch(library):
+def test_backward_and_vjp_together_raise_as_torch(library):
     f = returning(library, lambda g: g, vjp=staticmethod(lambda ctx, g: g))
     library.outputs(f, [X])
     with pytest.raises(RuntimeError, match=r"(?i)implementing both 'backward' and 'vjp' for a custom Function"):
         library.gradients(f, [X])
 
 
+@row("C1")
 @pytest.mark.parametrize("value", [lambda g: g, lambda g: (g,)], ids=["value", "tuple"])
-def test_C1_vjp_is_another_name_as_torch(value):
+def test_vjp_is_another_name_as_torch(value):
     def define(lib):
         class Named(lib.Function):
             @staticmethod
@@ -1094,15 +1116,17 @@ def test_C1_vjp_is_another_name_as_torch(value):
     assert_agree(define, X)
 
 
+@row("C2")
 @pytest.mark.parametrize("nones", [0, 1, 2, 5])
-def test_C2_extra_trailing_nones_are_dropped_as_torch(nones):
+def test_extra_trailing_nones_are_dropped_as_torch(nones):
     assert_agree(lambda lib: returning(lib, lambda g: (2 * g,) + (None,) * nones), X)
 
 
+@row("C3")
 @pytest.mark.parametrize("style", ["combined", "separate"])
 @pytest.mark.parametrize("given", [1, 2, 3])
 @pytest.mark.parametrize("returned", [0, 1, 2, 3, 4])
-def test_C3_number_of_gradients_as_torch(style, given, returned):
+def test_number_of_gradients_as_torch(style, given, returned):
     def define(lib):
         class Counted(lib.Function):
             @staticmethod
@@ -1141,15 +1165,17 @@ def _result(library: Library, define: Define, args: Sequence[Any]) -> Any:
         return error
 
 
+@row("C3")
 @LIBRARIES
 @pytest.mark.parametrize("returned", [1, 3])
-def test_C3_too_few_and_too_many_raise_as_torch(library, returned):
+def test_too_few_and_too_many_raise_as_torch(library, returned):
     f = returning(library, lambda g: (g,) * returned)
     with pytest.raises(RuntimeError, match=rf"returned an incorrect number of gradients.*expected 2.*got {returned}"):
         library.gradients(f, [X, X])
 
 
-def test_C4_none_is_a_zero_gradient_as_torch():
+@row("C4")
+def test_none_is_a_zero_gradient_as_torch():
     def define(lib):
         apply = returning(lib, lambda g: (None, 3 * g))
         return lambda x, w: (apply(x, w), apply(w, x), apply(x * x, x))
@@ -1161,8 +1187,9 @@ def test_C4_none_is_a_zero_gradient_as_torch():
 SHAPES = [(), (1,), (2,), (1, 2), (2, 1), (3, 2), (4, 3, 2), (0,), (2, 0)]
 
 
+@row("C7")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_C7_every_pair_of_shapes_summed_or_refused_as_torch(shape):
+def test_every_pair_of_shapes_summed_or_refused_as_torch(shape):
     for got in SHAPES:
         gradient = np.cos(np.arange(float(np.prod(got)))).reshape(got)
 
@@ -1173,7 +1200,8 @@ def test_C7_every_pair_of_shapes_summed_or_refused_as_torch(shape):
         assert_same_result(ours, theirs)
 
 
-def test_C7_broadcast_gradient_is_summed_as_torch():
+@row("C7")
+def test_broadcast_gradient_is_summed_as_torch():
     def define(lib):
         class Scale(lib.Function):
             @staticmethod
@@ -1192,8 +1220,9 @@ def test_C7_broadcast_gradient_is_summed_as_torch():
         assert_agree(define, X, 0.5 + np.arange(float(np.prod(shape))).reshape(shape))
 
 
+@row("C7")
 @LIBRARIES
-def test_C7_a_shape_that_cannot_be_summed_raises_as_torch(library):
+def test_a_shape_that_cannot_be_summed_raises_as_torch(library):
     f = returning(library, lambda g: g.sum(0))
     with pytest.raises(RuntimeError, match=r"returned an invalid gradient .*got .*2.*shape.*3, 2"):
         library.gradients(f, [X])
@@ -1202,9 +1231,10 @@ def test_C7_a_shape_that_cannot_be_summed_raises_as_torch(library):
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int32", "int8", "bool", "complex64", "complex128"]
 
 
+@row("C8")
 @pytest.mark.parametrize("input_dtype", ["float32", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("gradient_dtype", DTYPES)
-def test_C8_dtype_of_gradients_as_torch(input_dtype, gradient_dtype):
+def test_dtype_of_gradients_as_torch(input_dtype, gradient_dtype):
     def define(lib):
         return returning(lib, lambda g: lib.m.asarray(lib.array(X > 0), dtype=getattr(lib.m, gradient_dtype)))
 
@@ -1218,28 +1248,32 @@ def test_C8_dtype_of_gradients_as_torch(input_dtype, gradient_dtype):
         assert ours[0].dtype == theirs[0].dtype == input_dtype
 
 
+@row("C9")
 @LIBRARIES
 @pytest.mark.parametrize("value", [1.0, 2, True, [1.0, 2.0], "text", 1j], ids=str)
-def test_C9_what_is_no_array_raises_as_torch(library, value):
+def test_what_is_no_array_raises_as_torch(library, value):
     with pytest.raises((TypeError, RuntimeError), match=r"expected (Variable|an array).* or None"):
         library.gradients(returning(library, lambda g: value), [np.array(2.0)])
 
 
+@row("C10")
 @LIBRARIES
-def test_C10_gradient_for_a_static_input_raises_as_torch(library):
+def test_gradient_for_a_static_input_raises_as_torch(library):
     f = returning(library, lambda g: (g, g))
     with pytest.raises(RuntimeError, match="returned a gradient different than None"):
         library.gradients(lambda x: f(x, 2.0), [X])
 
 
+@row("C10")
 @pytest.mark.parametrize("dtype", [np.int64, np.int8, np.bool_])
-def test_C10_gradient_for_an_integer_array_is_ignored_as_torch(dtype):
+def test_gradient_for_an_integer_array_is_ignored_as_torch(dtype):
     assert_agree(lambda lib: returning(lib, lambda g: (2 * g, g)), X, np.ones((3, 2), dtype))
 
 
+@row("C11")
 @pytest.mark.parametrize("dtype", ["int64", "int32", "int8", "uint8", "bool"])
 @pytest.mark.parametrize("materialize", [True, False])
-def test_C11_integer_outputs_as_torch(dtype, materialize):
+def test_integer_outputs_as_torch(dtype, materialize):
     def define(lib, seen):
         class Codes(lib.Function):
             @staticmethod
@@ -1258,8 +1292,9 @@ def test_C11_integer_outputs_as_torch(dtype, materialize):
     assert received == ((dtype, (2,), [0, 0]) if materialize else None)
 
 
+@row("C12")
 @LIBRARIES
-def test_C12_a_result_that_is_not_used_calls_no_backward_as_torch(library):
+def test_a_result_that_is_not_used_calls_no_backward_as_torch(library):
     def fails(g):
         raise AssertionError("called")
 
@@ -1272,8 +1307,9 @@ def test_C12_a_result_that_is_not_used_calls_no_backward_as_torch(library):
     np.testing.assert_allclose(library.gradients(unused, [X]), Torch.gradients(lambda x: x * 2, [X]))
 
 
+@row("C13")
 @LIBRARIES
-def test_C13_no_backward_raises_as_torch(library):
+def test_no_backward_raises_as_torch(library):
     class Bare(library.Function):
         @staticmethod
         def forward(ctx, x):
@@ -1292,9 +1328,10 @@ ONCE = {
 }
 
 
+@row("C14")
 @LIBRARIES
 @pytest.mark.parametrize("way", ONCE)
-def test_C14_once_differentiable_as_torch(library, way):
+def test_once_differentiable_as_torch(library, way):
     def define(lib):
         class Once(lib.Function):
             @staticmethod
@@ -1321,7 +1358,8 @@ def test_C14_once_differentiable_as_torch(library, way):
             library.derivatives(define(library), [X], 2)
 
 
-def test_C15_boxed_gradients_as_torch():
+@row("C15")
+def test_boxed_gradients_as_torch():
     def define(lib, seen):
         class Boxed(lib.Function):
             boxed_grads_call = True
@@ -1353,8 +1391,9 @@ COMPLEX_LOSSES = {
 }
 
 
+@row("C16")
 @pytest.mark.parametrize("kind", COMPLEX_LOSSES)
-def test_C16_backward_sees_torch_gradients_and_jax_grad_is_the_conjugate_of_torchs(kind):
+def test_backward_sees_torch_gradients_and_jax_grad_is_the_conjugate_of_torchs(kind):
     seen: dict[Library, list[Any]] = {Torch: [], Jax: []}
 
     def define(lib):
@@ -1382,7 +1421,8 @@ def test_C16_backward_sees_torch_gradients_and_jax_grad_is_the_conjugate_of_torc
     np.testing.assert_allclose(ours, plain, rtol=1e-12)
 
 
-def test_C16_real_input_of_a_complex_function_as_torch():
+@row("C16")
+def test_real_input_of_a_complex_function_as_torch():
     def define(lib):
         class Rotate(lib.Function):
             @staticmethod
@@ -1420,14 +1460,16 @@ def scalar_derivatives(library: Library, f: Callable[[Any], Any], x: float, orde
     return found
 
 
+@row("D1")
 @LIBRARIES
-def test_D1_straight_through_second_derivative_as_torch(library):
+def test_straight_through_second_derivative_as_torch(library):
     y = straight_through_round(library)
     np.testing.assert_allclose(scalar_derivatives(library, lambda x: (y(x) - 1) ** 2, 2.3, 2), [2, 2])
 
 
+@row("D2")
 @LIBRARIES
-def test_D2_saved_output_differentiates_by_the_rule_as_torch(library):
+def test_saved_output_differentiates_by_the_rule_as_torch(library):
     class Round(library.Function):
         @staticmethod
         def forward(ctx, x):
@@ -1443,8 +1485,9 @@ def test_D2_saved_output_differentiates_by_the_rule_as_torch(library):
     np.testing.assert_allclose(scalar_derivatives(library, lambda x: (Round.apply(x) - 1) ** 2, 2.3, 3), [4, 12, 28])
 
 
+@row("D2")
 @pytest.mark.parametrize("define", [exp, swish, straight_through_round, cube_with_own_double_backward])
-def test_D2_third_derivatives_as_torch(define):
+def test_third_derivatives_as_torch(define):
     for library in (Jax, JittedJax):
         got, want = (
             scalar_derivatives(lib, lambda x: (f(x) - 1) ** 2 * x**3, 0.7, 3)
@@ -1453,8 +1496,9 @@ def test_D2_third_derivatives_as_torch(define):
         np.testing.assert_allclose(got, want, rtol=1e-10)
 
 
+@row("D8")
 @LIBRARIES
-def test_D8_mixed_partials_as_torch(library):
+def test_mixed_partials_as_torch(library):
     class Product(library.Function):
         @staticmethod
         def forward(ctx, x, w):
@@ -1480,7 +1524,8 @@ def test_D8_mixed_partials_as_torch(library):
     assert float(mixed) == 24.0
 
 
-def test_D9_affine_backward_as_torch():
+@row("D9")
+def test_affine_backward_as_torch():
     def define(lib):
         class Affine(lib.Function):
             @staticmethod

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -165,9 +166,10 @@ def derivatives(define: Any, base: Any, m: Any, jvp: JVP, grad: GRAD, array: Any
     return found, log
 
 
+@row("D4", "D7")
 @pytest.mark.parametrize("define", DEFINITIONS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_D4_D7_the_same_derivatives_as_torch(define, wrap):
+def test_the_same_derivatives_as_torch(define, wrap):
     theirs, _ = derivatives(define, torch.autograd.Function, torch, torch.func.jvp, torch.func.grad, torch.tensor)
     ours = wrap(lambda: derivatives(define, jaxfn.Function, jnp, jax.jvp, jax.grad, jnp.asarray)[0])()
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -181,8 +183,9 @@ def dual_jvp(f: Any, primals: Any, tangents: Any) -> Any:
         return torch.autograd.forward_ad.unpack_dual(f(*duals))
 
 
+@row("D4")
 @pytest.mark.parametrize("define", DEFINITIONS)
-def test_D4_what_jvp_sees_as_in_torch(define):
+def test_what_jvp_sees_as_in_torch(define):
     logs = []
     for base, m, jvp, array in (
         (torch.autograd.Function, torch, dual_jvp, torch.tensor),
@@ -196,7 +199,8 @@ def test_D4_what_jvp_sees_as_in_torch(define):
     assert logs[0][1] == logs[1][1]
 
 
-def test_C16_complex_tangents_as_in_torch():
+@row("C16")
+def test_complex_tangents_as_in_torch():
     def define(base):
         class Square(base):
             @staticmethod

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 
@@ -57,8 +58,9 @@ def verdicts(report):
     return {row.what: row.verdict for row in report.rows}
 
 
+@row("H6")
 @pytest.mark.parametrize("port", [Linear, Linear.apply, jaxfn.from_torch(TorchLinear)], ids=["class", "apply", "from"])
-def test_H6_a_right_port(port):
+def test_a_right_port(port):
     report = jaxfn.paritycheck(port, TorchLinear, LINEAR)
     assert report, report
     gradients = [row.what for row in report.rows if row.what.startswith("gradient")]
@@ -71,11 +73,13 @@ def test_H6_a_right_port(port):
     }
 
 
-def test_H6_optional_input_left_out():
+@row("H6")
+def test_optional_input_left_out():
     assert jaxfn.paritycheck(Linear, TorchLinear, [*LINEAR[:2], None])
 
 
-def test_H6_nothing_to_compare_is_no_agreement():
+@row("H6")
+def test_nothing_to_compare_is_no_agreement():
     with pytest.raises(ValueError, match="paritycheck: .*nothing.* returned no tensor .* nothing to compare"):
         jaxfn.paritycheck(lambda x: None, _nothing, [np.ones(3, np.float32)])
 
@@ -84,13 +88,15 @@ def _nothing(x):
     return None
 
 
-def test_H6_second_order_can_be_left_out():
+@row("H6")
+def test_second_order_can_be_left_out():
     report = jaxfn.paritycheck(Linear, TorchLinear, LINEAR, second_order=False)
     assert report
     assert not any(row.what.startswith("second") for row in report.rows)
 
 
-def test_H6_a_wrong_gradient_is_a_wrong_formula():
+@row("H6")
+def test_a_wrong_gradient_is_a_wrong_formula():
     class Wrong(Linear):
         @staticmethod
         def backward(ctx, grad_output):
@@ -104,7 +110,8 @@ def test_H6_a_wrong_gradient_is_a_wrong_formula():
     assert not {what for what in wrong if what.startswith(("output", "gradient of input 0", "gradient of input 2"))}
 
 
-def test_H6_only_the_second_derivative_is_wrong():
+@row("H6")
+def test_only_the_second_derivative_is_wrong():
     class TorchCube(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -128,7 +135,8 @@ def test_H6_only_the_second_derivative_is_wrong():
     assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {"second derivative, input 0"}
 
 
-def test_H6_rounding_is_told_from_a_wrong_formula():
+@row("H6")
+def test_rounding_is_told_from_a_wrong_formula():
     def unstable(x):
         return x + 1e4 - 1e4
 
@@ -139,7 +147,8 @@ def test_H6_rounding_is_told_from_a_wrong_formula():
     assert jaxfn.paritycheck(unstable, lambda x: x * 1.0, random((5,)), atol=1e-2)
 
 
-def test_H6_a_kink_is_named():
+@row("H6")
+def test_a_kink_is_named():
     class TorchAbs(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -155,7 +164,8 @@ def test_H6_a_kink_is_named():
     assert "clamp, abs" in str(report)
 
 
-def test_H6_complex_in_torchs_convention():
+@row("H6")
+def test_complex_in_torchs_convention():
     class TorchSquare(torch.autograd.Function):
         @staticmethod
         def forward(ctx, z):
@@ -172,7 +182,8 @@ def test_H6_complex_in_torchs_convention():
     assert verdicts(wrong)["gradient of input 0"] == "formula"
 
 
-def test_H6_shapes_dtypes_and_missing_outputs():
+@row("H6")
+def test_shapes_dtypes_and_missing_outputs():
     def three(x):
         return x * 2, x.sum(), (x > 0)
 
@@ -188,7 +199,8 @@ def test_H6_shapes_dtypes_and_missing_outputs():
     assert "output 1, which torch does not" in str(extra)
 
 
-def test_H6_64_bit_follows_the_setting():
+@row("H6")
+def test_64_bit_follows_the_setting():
     assert jaxfn.paritycheck(lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64))
     with jax.enable_x64(True):
         report = jaxfn.paritycheck(lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64))
@@ -196,7 +208,8 @@ def test_H6_64_bit_follows_the_setting():
     assert report.rows[0].relative_error < 1e-12
 
 
-def test_H6_no_second_derivative_in_torch_is_a_note():
+@row("H6")
+def test_no_second_derivative_in_torch_is_a_note():
     class TorchOnce(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -213,7 +226,8 @@ def test_H6_no_second_derivative_in_torch_is_a_note():
     assert "torch gives no second derivatives" in str(report)
 
 
-def test_H6_the_report_is_a_table_and_json():
+@row("H6")
+def test_the_report_is_a_table_and_json():
     report = jaxfn.paritycheck(Linear, TorchLinear, LINEAR)
     content = json.loads(report.to_json())
     assert content["passed"] is True
@@ -223,7 +237,8 @@ def test_H6_the_report_is_a_table_and_json():
     assert len({line.index("equal") for line in lines[2:]}) == 1  # one column
 
 
-def test_H7_recorded_and_checked_without_torch(tmp_path):
+@row("H7")
+def test_recorded_and_checked_without_torch(tmp_path):
     path = tmp_path / "linear.npz"
     jaxfn.record_oracle(TorchLinear, LINEAR, path)
     with np.load(path, allow_pickle=False) as file:
@@ -245,7 +260,8 @@ def test_H7_recorded_and_checked_without_torch(tmp_path):
     assert "pip install torch" in run.stdout
 
 
-def test_H7_python_values_and_bfloat16(tmp_path):
+@row("H7")
+def test_python_values_and_bfloat16(tmp_path):
     path = tmp_path / "scaled.npz"
     (x,) = random((3, 2))
     args = [x.astype(jnp.bfloat16), {"by": [2.0, None]}, 3, "name"]
@@ -255,7 +271,8 @@ def test_H7_python_values_and_bfloat16(tmp_path):
     assert report.rows[0].verdict == "equal"
 
 
-def test_H7_what_cannot_be_written(tmp_path):
+@row("H7")
+def test_what_cannot_be_written(tmp_path):
     with pytest.raises(TypeError, match="cannot write argument 1, a function"):
         jaxfn.record_oracle(lambda x, f: f(x), [np.ones(2, np.float32), lambda x: x], tmp_path / "f.npz")
     with pytest.raises(TypeError, match="leave `inputs` out"):

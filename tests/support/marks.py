@@ -1,0 +1,22 @@
+"""What tests are marked with: rows of the contract, the lane, and what JAX's coming implementations do otherwise."""
+
+import os
+
+import pytest
+
+# The rows of docs/contract.md that a test is about: `@row("B4", "E1b")`.
+row = pytest.mark.row
+# Left out without `--all`: it takes long, and a quicker test is about the same row.
+thorough = pytest.mark.thorough
+
+# JAX's coming implementations, which are switched on in the environment.
+COMING = bool(int(os.environ.get("JAX_CUSTOM_VJP3", "0")))
+RUNS_PRIMAL_TOO = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 traces the primal function beside fwd")
+ALL_PERTURBED = pytest.mark.xfail(
+    COMING, reason="JAX_REMAT3 says that every input of a checkpoint is perturbed", strict=False
+)
+KEEPS_TRACES = pytest.mark.xfail(
+    COMING, reason="JAX_CUSTOM_VJP3 keeps traces, and what they hold, until its caches are full or cleared"
+)
+TRACES_ALWAYS = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 traces a custom_vjp even where its values are known")
+NO_REMAT_TRANSPOSE = pytest.mark.xfail(COMING, reason="JAX_REMAT3 cannot transpose jax.checkpoint by itself yet")
