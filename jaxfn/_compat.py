@@ -6,7 +6,9 @@ Every entry says which versions it was checked on. Nothing here reaches into `ja
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +48,7 @@ __all__ = [
     "repeats_safely",
     "stages_constants",
     "state_debug_info",
+    "state_positional",
     "under_batches",
     "used_operands",
     "variable_of",
@@ -326,6 +329,34 @@ def state_debug_info(function: Callable[..., Any], source: str, argument_names: 
       argument_names: one for each array leaf; `None` where they have no names.
     """
     vars(function)["__fun_debug_info__"] = DebugInfo("custom derivative", source, argument_names, None)
+
+
+class _Bound(inspect.BoundArguments):
+    """Positional arguments, bound to `*args`."""
+
+    def __init__(self, signature: inspect.Signature, args: tuple[Any, ...]) -> None:
+        super().__init__(signature, OrderedDict(args=args))
+
+    def apply_defaults(self) -> None:
+        pass
+
+
+class _Positional(inspect.Signature):
+    """The signature `(*args)`."""
+
+    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        return _Bound(self, args)
+
+
+_POSITIONAL = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+
+
+def state_positional(function: Callable[..., Any]) -> None:
+    """Tells JAX that a function takes positional arguments alone, none of which has a default.
+
+    A custom derivative binds its arguments to the signature at every call, to no effect here (0.10.0 to 0.12.0).
+    """
+    vars(function)["__signature__"] = _POSITIONAL
 
 
 def is_reverse_only(equation: Any) -> bool:

@@ -12,6 +12,7 @@ from jaxfn._derivatives.every_order import CallRule
 from jaxfn._derivatives.rule import Differentiable, Site
 from jaxfn._protocol.hooks import hooks_in_force
 from jaxfn._run.call import Call
+from jaxfn._run.forward import call_forward, undecorated
 from jaxfn._run.methods import Methods, undefined
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import as_array, is_traced
@@ -192,11 +193,11 @@ class _Entry(Opaque):
             call, rule = _prepare(methods, form, tuple(layouts))
         if watch is not None and watch.undecorated:
             with watching(None):  # Functions inside forward keep their rules
-                return call.undecorated(arrays)
+                return undecorated(call, arrays)
         closed_over = [] if is_eager() else call.closed_over_operands()
         if not closed_over and not any(map(is_traced, arrays)) and not stages_constants():
             # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
-            _, _, returned = call.forward(arrays, call.unperturbed)
+            _, _, returned = call_forward(call, arrays, call.unperturbed)
             # A forward that reaches somebody's tracer in a way that is not seen goes the full way, to JAX's own error.
             if not any(map(is_traced, returned.arrays)):
                 return returned.value
@@ -206,7 +207,7 @@ class _Entry(Opaque):
             outputs = rule(Site(hooks_in_force()), *arrays, *closed_over)
         except NotImplementedError as error:
             if refuses_symbolic_zeros(error):
-                return call.undecorated(arrays)
+                return undecorated(call, arrays)
             raise
         return outputs.layout.merge(outputs.arrays)
 

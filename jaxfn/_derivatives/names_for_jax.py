@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from jaxfn._compat import state_debug_info
+from jaxfn._compat import state_debug_info, state_positional
 from jaxfn._derivatives.rule import Rule
-
-
-class _Bound(inspect.BoundArguments):
-    """Positional arguments, bound to `*args`."""
-
-    def __init__(self, signature: inspect.Signature, args: tuple[Any, ...]) -> None:
-        super().__init__(signature, OrderedDict(args=args))
-
-    def apply_defaults(self) -> None:
-        pass
-
-
-class _Positional(inspect.Signature):
-    """The signature `(*args)`."""
-
-    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-        return _Bound(self, args)
-
-
-_POSITIONAL = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
 
 
 def describe(rule: Rule, primal: Callable[..., Any], *derived: Callable[..., Any]) -> None:
@@ -43,7 +21,7 @@ def describe(rule: Rule, primal: Callable[..., Any], *derived: Callable[..., Any
     """
     name = rule.call.name
     primal.__name__ = primal.__qualname__ = name
-    vars(primal)["__signature__"] = _POSITIONAL
+    state_positional(primal)
     source = f"{name}{rule.call.methods.place}"
     state_debug_info(primal, source, rule.operand_names)
     for function in derived:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,33 +56,26 @@ _MESSAGES: dict[str, tuple[type[Exception], str]] = {
 }
 
 
-class Owner(Protocol):
-    """Who is speaking in the messages, and how its inputs are called."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def form(self) -> Form: ...
-
-
 class _Place(NamedTuple):
     """An input, or a leaf of it; put into words only when something is wrong there."""
 
-    owner: Owner
+    name: str
+    form: Form
     position: int
     path: str = ""
 
     def __str__(self) -> str:
-        return self.owner.form.describe(self.position) + self.path
+        return self.form.describe(self.position) + self.path
 
 
-def _refuse(owner: Owner, row: str, **facts: object) -> Exception:
+def _refuse(name: str, row: str, **facts: object) -> Exception:
     kind, text = _MESSAGES[row]
-    return kind(f"{owner.name}.backward {text.format(**facts)}")
+    return kind(f"{name}.backward {text.format(**facts)}")
 
 
 def input_cotangents(
-    owner: Owner,
+    name: str,
+    form: Form,
     returned: Any,
     layouts: Sequence[Layout],
     avals: Sequence[Any],
@@ -91,7 +84,8 @@ def input_cotangents(
     """One JAX cotangent (or `None` for zero) for each array leaf of the inputs.
 
     Args:
-      owner: names the Function and its inputs.
+      name: the Function's.
+      form: which inputs it was given, and what they are called.
       returned: what the user's `backward` returned.
       layouts: one per input.
       avals: one per array leaf, over all inputs.
@@ -101,10 +95,10 @@ def input_cotangents(
       RuntimeError, TypeError: see the table at the top of this module.
     """
     leaves = zip(avals, perturbed, strict=True)
-    gradients = _one_per_input(owner, returned, layouts)
+    gradients = _one_per_input(name, form, returned, layouts)
     cotangents: list[jax.Array | None] = []
     for position, (gradient, layout) in enumerate(zip(gradients, layouts, strict=True)):
-        where = _Place(owner, position)
+        where = _Place(name, form, position)
         if layout is ARRAY_LAYOUT:  # by far the most frequent
             cotangents.append(_cotangent(gradient, *next(leaves), where))
             continue
@@ -112,17 +106,16 @@ def input_cotangents(
         try:
             pieces = list(paired_leaves(gradient, skeleton, layout))
         except StructureError as problem:
-            raise _refuse(owner, "structure", where=where, problem=problem) from None
+            raise _refuse(name, "structure", where=where, problem=problem) from None
         for path, piece, leaf in pieces:
             if isinstance(leaf, AvalLeaf):
                 cotangents.append(_cotangent(piece, leaf.aval, leaf.is_wanted, where._replace(path=path)))
             elif piece is not None:
-                raise _refuse(owner, "static", where=where._replace(path=path), value=repr(leaf))
+                raise _refuse(name, "static", where=where._replace(path=path), value=repr(leaf))
     return cotangents
 
 
-def _one_per_input(owner: Owner, returned: Any, layouts: Sequence[Layout]) -> Sequence[Any]:
-    form = owner.form
+def _one_per_input(name: str, form: Form, returned: Any, layouts: Sequence[Layout]) -> Sequence[Any]:
     expected = len(form.names)
     if type(returned) is tuple and len(cast(tuple[Any, ...], returned)) == expected:  # as nearly always
         return cast(tuple[Any, ...], returned)
@@ -130,11 +123,11 @@ def _one_per_input(owner: Owner, returned: Any, layouts: Sequence[Layout]) -> Se
         named = cast(dict[Any, Any], returned)
         unknown = [name for name in named if name not in form.names and name != form.variadic]
         if not unknown:
-            return _from_names(owner, named)
+            return _from_names(name, form, named)
         if len(unknown) < len(named):
             names = ", ".join(map(repr, unknown))
             verb = "is" if len(unknown) == 1 else "are"
-            raise _refuse(owner, "names", unknown=names, verb=verb, names=", ".join(form.names))
+            raise _refuse(name, "names", unknown=names, verb=verb, names=", ".join(form.names))
     # A namedtuple is the gradient of the one input where that is itself such a namedtuple.
     if type(returned) is not tuple:
         is_sole = expected == 1 and layouts[0].container is type(returned)
@@ -148,13 +141,12 @@ def _one_per_input(owner: Owner, returned: Any, layouts: Sequence[Layout]) -> Se
         names = ", ".join(form.names)
         is_list = len(gradients) == 1 and isinstance(gradients[0], list)
         got = "a list, which counts as one gradient" if is_list else len(gradients)
-        raise _refuse(owner, "count", expected=wanted, names=names, got=got)
+        raise _refuse(name, "count", expected=wanted, names=names, got=got)
     return gradients + [None] * (expected - len(gradients))
 
 
-def _from_names(owner: Owner, named: dict[Any, Any]) -> Sequence[Any]:
+def _from_names(name: str, form: Form, named: dict[Any, Any]) -> Sequence[Any]:
     """Gradients in the inputs' order; the name of a `*args` parameter stands for all of its items."""
-    form = owner.form
     by_name = dict(named)
     if form.variadic in by_name:
         items = by_name.pop(form.variadic)
@@ -162,7 +154,7 @@ def _from_names(owner: Owner, named: dict[Any, Any]) -> Sequence[Any]:
         if items is not None:
             if len(items) != len(group):
                 problem = f"{len(items)} gradients were returned for {len(group)} arguments"
-                raise _refuse(owner, "structure", where=f"*{form.variadic}", problem=problem)
+                raise _refuse(name, "structure", where=f"*{form.variadic}", problem=problem)
             by_name |= dict(zip(group, items, strict=True))
     return [by_name.get(name) for name in form.names]
 
@@ -175,17 +167,17 @@ def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.
         return gradient  # as nearly always
     if not is_array_leaf(gradient) or is_key(gradient):
         got = "a random key" if is_array_leaf(gradient) else f"a Python {type(gradient).__name__}"
-        raise _refuse(where.owner, "type", got=got, where=where, shape=f" of shape {getattr(aval, 'shape', ())}")
+        raise _refuse(where.name, "type", got=got, where=where, shape=f" of shape {getattr(aval, 'shape', ())}")
     if not perturbed:  # integers, and whatever torch would not look at either
         return None
     gradient = as_array(gradient)
     if gradient.dtype.kind == "c" and aval.dtype.kind != "c":
-        raise _refuse(where.owner, "complex", got=gradient.dtype, where=where, expected=aval.dtype)
+        raise _refuse(where.name, "complex", got=gradient.dtype, where=where, expected=aval.dtype)
     gradient = _sum_to_shape(gradient, aval.shape, where)
     if gradient.dtype != aval.dtype:
         watch = current_watch()
         if watch is not None:
-            watch.casts[f"{where.owner.name}, {where}", str(gradient.dtype), str(aval.dtype)] = None
+            watch.casts[f"{where.name}, {where}", str(gradient.dtype), str(aval.dtype)] = None
         gradient = gradient.astype(aval.dtype)
     return match_varying(conjugate(gradient), aval)
 
@@ -196,7 +188,7 @@ def _sum_to_shape(gradient: jax.Array, shape: tuple[int, ...], where: _Place) ->
     extra = gradient.ndim - len(shape)
     pairs = list(zip(gradient.shape[max(extra, 0) :], shape, strict=False))
     if extra < 0 or any(got != want and want != 1 for got, want in pairs):
-        raise _refuse(where.owner, "shape", got=gradient.shape, where=where, expected=shape)
+        raise _refuse(where.name, "shape", got=gradient.shape, where=where, expected=shape)
     stretched = [extra + axis for axis, (got, want) in enumerate(pairs) if got != want]
     return jnp.sum(gradient, axis=(*range(extra), *stretched)).reshape(shape)
 

@@ -42,9 +42,9 @@ _MESSAGES: dict[str, tuple[type[Exception], str]] = {
 }
 
 
-def _refuse(owner: str, row: str, **facts: object) -> Exception:
+def _refuse(name: str, row: str, **facts: object) -> Exception:
     kind, text = _MESSAGES[row]
-    return kind(f"{owner}.jvp {text.format(**facts)}")
+    return kind(f"{name}.jvp {text.format(**facts)}")
 
 
 def input_tangents(
@@ -71,11 +71,11 @@ def input_tangents(
     return given
 
 
-def output_tangents(owner: str, returned: Any, outputs: OutputLayout, avals: Sequence[Any]) -> list[jax.Array | None]:
+def output_tangents(name: str, returned: Any, outputs: OutputLayout, avals: Sequence[Any]) -> list[jax.Array | None]:
     """One tangent (or `None` for zero) for each array leaf of the outputs.
 
     Args:
-      owner: the Function's name.
+      name: the Function's name.
       returned: what the user's `jvp` returned.
       outputs: the outputs' layout.
       avals: the types of their array leaves.
@@ -83,7 +83,7 @@ def output_tangents(owner: str, returned: Any, outputs: OutputLayout, avals: Seq
     Raises:
       RuntimeError, TypeError: see the table at the top of this module.
     """
-    given = _one_per_output(owner, returned, outputs)
+    given = _one_per_output(name, returned, outputs)
     leaves = enumerate(avals)
     tangents: list[jax.Array | None] = []
     for position, (tangent, layout) in enumerate(zip(given, outputs.layouts, strict=True)):
@@ -92,35 +92,35 @@ def output_tangents(owner: str, returned: Any, outputs: OutputLayout, avals: Seq
         try:
             pieces = list(paired_leaves(tangent, layout.merge(iter(own)), layout))
         except StructureError as problem:
-            raise _refuse(owner, "structure", where=where, problem=problem) from None
+            raise _refuse(name, "structure", where=where, problem=problem) from None
         for path, piece, leaf in pieces:
             if isinstance(leaf, AvalLeaf):
-                tangents.append(_tangent(owner, piece, leaf.aval, leaf.is_wanted, where + path))
+                tangents.append(_tangent(name, piece, leaf.aval, leaf.is_wanted, where + path))
             elif piece is not None:
-                raise _refuse(owner, "integer", where=where + path, why=f"the Python value {leaf!r}")
+                raise _refuse(name, "integer", where=where + path, why=f"the Python value {leaf!r}")
     return tangents
 
 
-def _one_per_output(owner: str, returned: Any, outputs: OutputLayout) -> Sequence[Any]:
+def _one_per_output(name: str, returned: Any, outputs: OutputLayout) -> Sequence[Any]:
     expected = len(outputs.layouts)
     given = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else (returned,)
     if len(given) != expected:
-        raise _refuse(owner, "count", expected=expected, got=len(given))
+        raise _refuse(name, "count", expected=expected, got=len(given))
     return given
 
 
-def _tangent(owner: str, tangent: Any, aval: Any, is_differentiable: bool, where: str) -> jax.Array | None:
+def _tangent(name: str, tangent: Any, aval: Any, is_differentiable: bool, where: str) -> jax.Array | None:
     if tangent is None:
         return None
     if not is_array_leaf(tangent) or is_key(tangent):
         got = "a random key" if is_array_leaf(tangent) else f"a Python {type(tangent).__name__}"
-        raise _refuse(owner, "type", got=got, where=where, shape=aval.shape)
+        raise _refuse(name, "type", got=got, where=where, shape=aval.shape)
     if not is_differentiable or not is_inexact(aval.dtype):
         why = f"its dtype is {aval.dtype}" if is_differentiable else "it was marked so"
-        raise _refuse(owner, "integer", where=where, why=why)
+        raise _refuse(name, "integer", where=where, why=why)
     tangent = as_array(tangent)
     if tangent.dtype.kind == "c" and aval.dtype.kind != "c":
-        raise _refuse(owner, "complex", got=tangent.dtype, where=where, expected=aval.dtype)
+        raise _refuse(name, "complex", got=tangent.dtype, where=where, expected=aval.dtype)
     if tangent.shape != aval.shape:
-        raise _refuse(owner, "shape", got=tangent.shape, where=where, expected=aval.shape)
+        raise _refuse(name, "shape", got=tangent.shape, where=where, expected=aval.shape)
     return widened(tangent.astype(aval.dtype), aval)

@@ -6,14 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-import jax
-
 from jaxfn import _compat
-from jaxfn._protocol.context import ContextState, FunctionCtx
-from jaxfn._protocol.marks import check_dirty, non_differentiable_positions
-from jaxfn._protocol.outputs import Returned
 from jaxfn._run.methods import Methods
-from jaxfn._run.vmap import forward_with_vmap
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import is_traced
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
@@ -30,7 +24,7 @@ class Call:
         self.are_refs = tuple(flag for layout in layouts for flag in layout.are_refs)  # one for each array leaf
         self.unperturbed = (False,) * len(self.are_refs)
         self.has_refs = any(self.are_refs)
-        self._numbers = [layout.leaves[0] for layout in layouts if layout.is_number]
+        self.numbers = [layout.leaves[0] for layout in layouts if layout.is_number]
         self._may_close_over = methods.may_close_over or any(layout is not ARRAY_LAYOUT for layout in layouts)
         self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
@@ -89,30 +83,3 @@ class Call:
         """The inputs, with these arrays in their places."""
         remaining = iter(arrays)
         return tuple(layout.merge(remaining) for layout in self.layouts)
-
-    def forward(self, arrays: Sequence[Any], perturbed: tuple[bool, ...]) -> tuple[ContextState, FunctionCtx, Returned]:
-        """Runs the user's forward with these arrays in their places: the ctx that it filled and its outputs."""
-        state = ContextState(self.form, self.needs_input_grad(perturbed))
-        ctx = FunctionCtx(state)
-        if self._numbers and not any(perturbed):
-            state.numbers = self._numbers
-        try:
-            if self.methods.vmap is not None and any(map(is_traced, arrays)):
-                returned = forward_with_vmap(self, ctx, arrays)
-            else:
-                returned = self.methods.forward(ctx, self.form, self.inputs(arrays))
-        except jax.errors.UnexpectedTracerError as error:
-            if self.closes_over_tracers():
-                raise self.methods.out_of_reach("forward") from error
-            raise
-        if state.dirty and check_dirty(self.name, state, arrays, returned.arrays):
-            self.methods.warn_of_dirty()
-        if state.non_differentiable:
-            marked = non_differentiable_positions(self.name, state, returned.originals)
-            returned = returned._replace(non_differentiable=marked)
-        return state, ctx, returned
-
-    def undecorated(self, arrays: Sequence[Any]) -> Any:
-        """The outputs as the user's forward computes them, without the Function's rule."""
-        _, _, returned = self.forward(arrays, self.unperturbed)
-        return returned.layout.merge(returned.arrays)

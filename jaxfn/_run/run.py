@@ -17,6 +17,7 @@ from jaxfn._protocol.hooks import Hooks
 from jaxfn._protocol.outputs import Returned
 from jaxfn._protocol.tangents import input_tangents, output_tangents
 from jaxfn._run.call import Call
+from jaxfn._run.forward import call_forward
 from jaxfn._run.packing import pack, unpack
 from jaxfn._run.provenance import Fingerprint
 from jaxfn._run.saved import Saved, save
@@ -159,7 +160,9 @@ class Run:
         _, ctx = self._ctx(residuals)
         with self._hidden_arrays_named():
             returned = self.call.methods.backward(ctx, grad_outputs)
-        return input_cotangents(self.call, returned, self.call.layouts, self.input_avals, self.perturbed)
+        return input_cotangents(
+            self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
+        )
 
     def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Calls the user's jvp.
@@ -199,7 +202,7 @@ def run_forward(
       The run, the outputs' array leaves, and the intermediates that were saved.
     """
     expected = perturbed if expected is None else expected
-    state, ctx, returned = call.forward(inputs, expected)
+    state, ctx, returned = call_forward(call, inputs, expected)
     saved, intermediates = save(ctx, inputs, returned.originals, hooks)
     return (
         Run(call, perturbed, expected, state, hooks, saved, intermediates, inputs, returned),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,9 @@ from jax.custom_batching import custom_vmap
 from jaxfn._primitives.attach import attach, detach
 from jaxfn._protocol.context import FunctionCtx
 from jaxfn._protocol.outputs import OutputLayout, Outputs, Returned, take_apart
-from jaxfn._run.methods import Methods
+from jaxfn._run.call import Call
 from jaxfn._run.record import Record
-from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import is_array_leaf, is_inexact, is_none
-from jaxfn._values.layouts import Layout
 
 
 class VmapInfo(NamedTuple):
@@ -33,23 +31,7 @@ class VmapInfo(NamedTuple):
     randomness: str = "error"
 
 
-class _Call(Protocol):
-    """What is needed of a way of calling a Function."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def methods(self) -> Methods: ...
-    @property
-    def form(self) -> Form: ...
-    @property
-    def layouts(self) -> tuple[Layout, ...]: ...
-    @property
-    def are_refs(self) -> tuple[bool, ...]: ...
-    def inputs(self, arrays: Sequence[Any]) -> tuple[Any, ...]: ...
-
-
-def forward_with_vmap(call: _Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> Returned:
+def forward_with_vmap(call: Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> Returned:
     """Runs `forward` (and `setup_context`) so that batching it calls `vmap`."""
     problem = call.methods.why_vmap_is_refused()
     if problem is not None:
@@ -116,7 +98,7 @@ def _refusing_batching(problem: str) -> Any:
 
 
 def _batched_by_user(
-    call: _Call, axis_size: int, in_batched: Sequence[bool], arrays: Sequence[Any]
+    call: Call, axis_size: int, in_batched: Sequence[bool], arrays: Sequence[Any]
 ) -> tuple[Outputs, Outputs]:
     """The outputs for a batch, the batch at axis 0, and for each array leaf whether it has one."""
     dims = iter([0 if is_batched else None for is_batched in in_batched])
