@@ -50,9 +50,10 @@ def _marker(leaf: Any) -> _Array:
 class Layout:
     """A value with its array leaves taken out: what kind of tree it is and its static leaves.
 
-    Layouts of single leaves are equal where those are arrays or the same *values*: `1`, `1.0` and `True` differ, as do
-    `0.0` and `-0.0`. Hashing raises `TypeError` for others: a mutable object that compares equal today need not do so
-    tomorrow, and the static parts of a pytree may compare equal and not be the same.
+    Layouts are equal where they are of the same containers, Python's own, and their leaves are arrays or the same
+    *values*: `1`, `1.0` and `True` differ, as do `0.0` and `-0.0`. Hashing raises `TypeError` for others: a mutable
+    object that compares equal today need not do so tomorrow, and what a pytree node of another kind holds may compare
+    equal and not be the same.
     """
 
     __slots__ = ("_key", "are_refs", "leaves", "num_arrays", "treedef")
@@ -112,11 +113,13 @@ class Layout:
     def key(self) -> tuple[object, ...]:
         """A hashable value that stands for this layout; `TypeError` where there is none."""
         if self._key is None:
-            if self.treedef is not None:
-                raise TypeError("pytrees are not compared by value")
-            self._key = value_key(self.leaves[0])
-            if self._key == (type(self.leaves[0]),):
-                raise TypeError(f"{self._key[0]} is not compared by value")
+            if self.treedef is not None and not _is_of_plain_containers(self.treedef):
+                raise TypeError("this pytree is not compared by value")
+            keys = [value_key(leaf) for leaf in self.leaves]
+            for key in keys:
+                if len(key) == 1 and not isinstance(key[0], _Array):
+                    raise TypeError(f"{key[0]} is not compared by value")
+            self._key = (self.treedef, *keys)
         return self._key
 
     def __eq__(self, other: object) -> bool:
@@ -126,6 +129,18 @@ class Layout:
 
     def __hash__(self) -> int:
         return hash(self.key())
+
+
+def _is_of_plain_containers(treedef: Any) -> bool:
+    """Whether a tree is of tuples, named or not, lists, `None` and dicts with text for keys, which compare by value."""
+    node = treedef.node_data()
+    if node is None:
+        return True
+    kind, data = node
+    is_plain = kind is list or kind is type(None) or (issubclass(kind, tuple) and data is None)
+    if kind is dict:
+        is_plain = all(type(key) is str for key in data)
+    return is_plain and all(map(_is_of_plain_containers, treedef.children()))
 
 
 def value_key(leaf: object) -> tuple[object, ...]:

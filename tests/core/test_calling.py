@@ -330,16 +330,47 @@ def counting_product(calls):
     return Product.apply, by_hand
 
 
+def counting_product_of_a_dict(calls):
+    """The same with both arguments in one dict."""
+
+    class Product(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, packed):
+            calls.append("forward")
+            ctx.save_for_backward(packed["x"], packed["pair"][0])
+            return packed["x"] * packed["pair"][0]
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            calls.append("backward")
+            x, w = ctx.saved_tensors
+            return {"x": grad_output * w, "pair": (grad_output * x, None)}
+
+    def fwd(packed):
+        calls.append("forward")
+        return packed["x"] * packed["pair"][0], packed
+
+    def bwd(packed, grad_output):
+        calls.append("backward")
+        x, (w, _) = packed["x"], packed["pair"]
+        return ({"x": grad_output * w, "pair": (grad_output * x, None)},)
+
+    by_hand = jax.custom_vjp(lambda packed: fwd(packed)[0])
+    by_hand.defvjp(fwd, bwd)
+    return [lambda x, w, f=f: f({"x": x, "pair": (w, None)}) for f in (Product.apply, by_hand)]
+
+
 @row("A7")
+@pytest.mark.parametrize("products", [counting_product, counting_product_of_a_dict])
 @pytest.mark.parametrize(
     "derivative",
     [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(f, (0, 1)), jax.checkpoint, jax.vmap],
     ids=["grad", "grad of jit", "both arguments", "checkpoint", "vmap"],
 )
-def test_user_code_is_traced_as_often_as_by_hand(derivative):
+def test_user_code_is_traced_as_often_as_by_hand(derivative, products):
     calls = []
     counts = []
-    for f in counting_product(calls):
+    for f in products(calls):
 
         def chain(x, w, f=f):
             for _ in range(8):
@@ -402,6 +433,34 @@ def test_static_parts_of_pytrees_are_told_apart():
     )
     got = [float(jax.grad(lambda x, k=k: f(WithMeta(x, k)))(1.0)) for k in (0.0, -0.0, 1, True, 1.0)]
     assert got == [1.0, -1.0, 1.0, 2.0, 1.0]
+
+
+Point = namedtuple("Point", "x k")
+
+
+@row("A2")
+@pytest.mark.parametrize(
+    "pack", [lambda x, k: {"x": x, "y": k}, lambda x, k: [x, k], Point], ids=["dict", "list", "namedtuple"]
+)
+def test_static_leaves_of_containers_are_told_apart(pack):
+    def forward(ctx, packed):
+        x, ctx.k = packed.values() if isinstance(packed, dict) else packed
+        return x * 1.0
+
+    f = jaxfn.autograd_function(
+        forward, lambda ctx, g: pack(g * (np.copysign(1, ctx.k) + isinstance(ctx.k, bool)), None)
+    )
+    got = [float(jax.grad(lambda x, k=k: f(pack(x, k)))(1.0)) for k in (0.0, -0.0, 1, True, 1.0)]
+    assert got == [1.0, -1.0, 1.0, 2.0, 1.0]
+
+
+@row("A2")
+def test_keys_of_a_dict_are_told_apart():
+    f = jaxfn.autograd_function(
+        lambda ctx, p: setattr(ctx, "key", next(iter(p))) or p[ctx.key] * 1.0,
+        lambda ctx, g: ({ctx.key: g * (2 + (type(ctx.key) is bool))},),
+    )
+    assert [float(jax.grad(lambda x, k=k: f({k: x}))(1.0)) for k in (1, True, 1.0)] == [2.0, 3.0, 2.0]
 
 
 @row("A1")

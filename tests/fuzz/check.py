@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxfn._compat import refuses_symbolic_zeros
 from tests.fuzz.evaluate import evaluate
+from tests.fuzz.functions import write_by_hand_in_forward_mode
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.program import COMPILED, TRACED, Operation, Program, walk
 from tests.fuzz.source import write, write_alone
@@ -23,6 +24,7 @@ from tests.fuzz.types import FLOATS
 
 AGREED, DISCARDED, REFUSED, WRONG = "agreed", "discarded", "refused", "wrong"
 VALUES_DIFFER = "values differ"
+_ANOTHER_DRAW = "the gradient belongs to another draw than the output"
 _REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError)
 _TOLERANCES = {"float32": 5e-4, "bfloat16": 0.1}
 
@@ -58,10 +60,9 @@ def check(program: Program) -> Outcome:
 
 
 def _checked(program: Program) -> Outcome:
-    namespace: dict[str, Any] = {"__name__": "fuzzed"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exec(compile(write(program), "<fuzzed program>", "exec"), namespace)
+        namespace = _namespace(write(program))
         measure = _counted if program.stateful else partial(_computed, program.measure.how)
         try:
             wanted = measure(namespace, "TWINS")
@@ -72,8 +73,20 @@ def _checked(program: Program) -> Outcome:
         except Exception as error:
             kind = REFUSED if is_refusal(error) else WRONG
             return Outcome(kind, normalized(error))
-    compare = _compare_counts if program.stateful else _compare
-    return compare(got, wanted, tolerance_of(program))
+    if not program.stateful:
+        return _compare(got, wanted, tolerance_of(program))
+    outcome = _compare_counts(got, wanted, tolerance_of(program))
+    if outcome.message == _ANOTHER_DRAW and any(spec.has_forward_mode for spec in program.functions):
+        by_hand = _counted(_namespace(write(program, write_by_hand_in_forward_mode)), "TWINS")
+        if not _is_of_one_draw(by_hand, tolerance_of(program)):
+            return Outcome(DISCARDED, "a jax.custom_jvp by hand: its gradient belongs to another draw as well")
+    return outcome
+
+
+def _namespace(source: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "fuzzed"}
+    exec(compile(source, "<fuzzed program>", "exec"), namespace)
+    return namespace
 
 
 def agrees_in_double_precision(program: Program) -> bool:
@@ -149,17 +162,23 @@ def _compare(got: Any, wanted: Any, tolerance: float) -> Outcome:
 
 
 def _compare_counts(got: Any, wanted: Any, tolerance: float) -> Outcome:
-    """Forward runs as often as by hand; and as the programs are linear, loss = gradient . argument for one draw."""
-    (result, argument, counts), (_, _, counts_by_hand) = got, wanted
+    """Forward runs as often as by hand, and the gradient belongs to the draw that the output does."""
+    counts, counts_by_hand = got[-1], wanted[-1]
     if counts != counts_by_hand:
         compared = "more" if counts > counts_by_hand else "less"
         return Outcome(WRONG, f"forward runs {compared} often than by hand: {counts}, not {counts_by_hand}", 2)
-    if isinstance(result, tuple):
-        loss, gradient = map(_float64, result)
-        of_same_draw = np.vdot(gradient, _float64(argument))
-        if not np.allclose(loss, of_same_draw, rtol=tolerance, atol=tolerance):
-            return Outcome(WRONG, "the gradient belongs to another draw than the output", 3)
+    if not _is_of_one_draw(got, tolerance):
+        return Outcome(WRONG, _ANOTHER_DRAW, 3)
     return Outcome(AGREED, comparisons=3)
+
+
+def _is_of_one_draw(counted: tuple[Any, Any, list[int]], tolerance: float) -> bool:
+    """As the programs are linear, loss = gradient . argument for one draw."""
+    result, argument, _ = counted
+    if not isinstance(result, tuple):
+        return True
+    loss, gradient = map(_float64, result)
+    return np.allclose(loss, np.vdot(gradient, _float64(argument)), rtol=tolerance, atol=tolerance)
 
 
 def _float64(x: Any) -> np.ndarray[Any, Any]:

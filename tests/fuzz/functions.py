@@ -129,6 +129,24 @@ def write_by_hand(spec: FunctionSpec, name: str) -> list[str]:
     ]  # fmt: skip
 
 
+def write_by_hand_in_forward_mode(spec: FunctionSpec, name: str) -> list[str]:
+    """Lines that define the `jax.custom_jvp` that a JAX user would write."""
+    formula = spec.mathematics
+    body = [*_steps(formula), *(f"y{i} = {expression}" for i, expression in enumerate(formula.outputs))]
+    results = ", ".join(f"y{i}" for i in range(len(formula.outputs)))
+    parameters = ["packed"] if spec.packed else list(formula.parameters)
+    names = [*parameters, *(static for static, _ in formula.statics)]
+    tangents = [f'd{name} = dpacked["{name}"]' for name in formula.parameters] if spec.packed else []
+    given = [*_unpacked_dict(spec), *tangents, *body]
+    return [
+        "@jax.custom_jvp", f"def {name}({_signature(spec)}):",
+        *_indented([*_unpacked_dict(spec), *body, f"return {results}"]), "",
+        f"@{name}.defjvp", f"def {name}_jvp(primals, tangents):",
+        *_indented([f"{_tuple(names)} = primals", f"{_tuple([f'd{n}' for n in names])} = tangents", *given]),
+        f"    return ({results}), ({', '.join(map(str, spec.rules.tangents))})",
+    ]  # fmt: skip
+
+
 def write_factory(lines: Sequence[str], spec: FunctionSpec, name: str, value: str) -> list[str]:
     """Lines that define `make_<name>`, which makes the function for what it closes over, or the lines themselves."""
     closed = spec.mathematics.closed

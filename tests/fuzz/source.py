@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tests.fuzz.functions import FunctionSpec, arguments_of, value_of, write_by_hand, write_factory, write_function
 from tests.fuzz.functions import write_twin as write_plain
@@ -11,6 +11,9 @@ from tests.fuzz.infer import Scope, types_of
 from tests.fuzz.measures import HELPERS, source_of
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.program import Argument, Block, Call, Operation, Program, Statement, Wrap
+
+Twin = Callable[[FunctionSpec, str], list[str]]
+"""Lines that define, under a name, what stands beside a Function."""
 
 POLICIES = {
     "none": "",
@@ -68,12 +71,12 @@ def scale(tree):
 '''
 
 
-def write(program: Program) -> str:
+def write(program: Program, twin: Twin | None = None) -> str:
     """Source that defines `program(functions) -> run`, `FUNCTIONS`, `TWINS`, `ARGUMENTS` and `measure(run)`."""
     scope = types_of(program)
     specs = program.functions
     names = {spec: f"F{i}" for i, spec in enumerate(specs)}
-    twin = write_by_hand if program.stateful else write_plain
+    twin = twin or (write_by_hand if program.stateful else write_plain)
     sections: list[Sequence[str]] = []
     for spec, name in names.items():
         sections.append(write_factory(write_function(spec, name), spec, name, value_of(spec, name)))
