@@ -7,37 +7,52 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from jaxfn._torch.values.errors import TranslationError as TranslationError
 
 if TYPE_CHECKING:
+    import torch
+
     from jaxfn._torch.adopt.adopted import Adopted
+    from jaxfn._torch.adopt.module import AdoptedModule
+
+_Ops = Mapping[Any, Callable[..., Any]]
 
 
-def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | None = None) -> type[Adopted]:
-    """An existing torch Function as a jaxfn Function, without a change to its source.
+@overload
+def from_torch(torch_function: torch.nn.Module, *, ops: _Ops | None = None) -> AdoptedModule: ...
+@overload
+def from_torch(torch_function: type[torch.autograd.Function], *, ops: _Ops | None = None) -> type[Adopted]: ...
+@overload
+def from_torch(torch_function: Callable[..., Any], *, ops: _Ops | None = None) -> Callable[..., Any]: ...
+def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
+    """Existing torch code on JAX, without a change to its source: a Function, a module, or a Python function.
 
-    torch itself traces the Python code of its `forward` and `backward`, once for each set of shapes, dtypes and Python
-    values, and jaxfn translates the operations to `jax.numpy`. So Python control flow may depend on shapes, on Python
-    values and on `ctx.needs_input_grad`, and not on the values of tensors.
+    torch itself traces the Python code (of a Function, its `forward` and `backward`), once for each set of shapes,
+    dtypes and Python values, and jaxfn translates the operations to `jax.numpy`. So Python control flow may depend on
+    shapes, on Python values and on `ctx.needs_input_grad`, and not on the values of tensors. JAX differentiates what
+    a module or a Python function was translated to; Functions that they apply keep their own `backward`.
 
     Args:
-      torch_function: a subclass of `torch.autograd.Function`.
+      torch_function: a subclass of `torch.autograd.Function`; a `torch.nn.Module` (an instance); or a Python function
+        of tensors, a `functools.partial` of one among them.
       ops: JAX functions to use where the code calls an operation that has no translation, or one to be replaced: a
         torch operation (an overload or packet of `torch.ops`, or what `torch.library.custom_op` returns), or a Python
         function (around a Triton kernel, say). Each takes arrays in place of tensors, and the other arguments as they
         are.
 
     Returns:
-      A subclass of `jaxfn.Function` with the name, docstring and parameters of the torch one, which takes JAX and NumPy
-      arrays in place of tensors; `torch.Tensor` and `torch.nn.Module` arguments are constants. Python values, torch's
+      Of a module, an `AdoptedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.
+      Of a Python function, a function of arrays in place of tensors with a parameter more, `key`; other tensors that it
+      uses are constants. Of a Function, a subclass of `jaxfn.Function` with the name, docstring and parameters of the
+      torch one, which takes JAX and NumPy arrays in place of tensors; `torch.Tensor` and `torch.nn.Module` arguments are constants. Python values, torch's
       dtypes and devices among them, are passed on as they are. `apply` has one parameter more, `key`: a JAX random key,
       for Functions that draw random numbers. Its method `explain(*args)` shows what becomes of the code.
 
     Raises:
       ImportError: torch is not installed.
-      TypeError: not a torch Function.
+      TypeError: it is none of these.
       TranslationError: (from `apply`, `explain` never) the code cannot run on JAX as it is; the message says why.
 
     Example:
@@ -52,8 +67,12 @@ def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | N
       >>> Round = jaxfn.from_torch(TorchRound)
       >>> print(Round.apply(jnp.array([0.2, 0.9]), 4), jax.grad(lambda x: Round.apply(x) ** 2)(2.3))
       [0.25 1.  ] 4.0
+      >>> net = jaxfn.from_torch(torch.nn.Linear(3, 2))
+      >>> output, buffers = net.apply(net.parameters, net.buffers, jnp.ones((4, 3)))
+      >>> print(output.shape, jaxfn.from_torch(torch.nn.functional.mse_loss)(jnp.ones(3), jnp.zeros(3)))
+      (4, 2) 1.0
 
-    Torch counterpart: none; `torch.autograd.Function` is what it takes.
+    Torch counterpart: none; `torch.autograd.Function` and `torch.nn.Module` are what it takes.
     """
     try:
         import torch
@@ -62,11 +81,22 @@ def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | N
             "jaxfn.from_torch lets PyTorch trace the Function, and PyTorch is not installed: pip install torch "
             "(the CPU build will do)"
         ) from error
-    if not (isinstance(torch_function, type) and issubclass(torch_function, torch.autograd.Function)):
-        raise TypeError(f"from_torch takes a subclass of torch.autograd.Function, not {torch_function!r}")
-    from jaxfn._torch.adopt.adopted import adopt
+    is_function_class = isinstance(torch_function, type) and issubclass(torch_function, torch.autograd.Function)
+    if not is_function_class and (isinstance(torch_function, type) or not callable(torch_function)):
+        raise TypeError(
+            "from_torch takes a subclass of torch.autograd.Function, a torch.nn.Module (an instance) or a Python "
+            f"function of tensors, not {torch_function!r}"
+        )
+    from jaxfn._torch.adopt.adopted import adopt, nested
     from jaxfn._torch.adopt.canary import check_torch
+    from jaxfn._torch.adopt.function import adopted_function
+    from jaxfn._torch.adopt.module import AdoptedModule
+    from jaxfn._torch.trace.state import Replacements
 
     check_torch()
+    if isinstance(torch_function, torch.nn.Module):
+        return AdoptedModule(torch_function, Replacements.of(ops or {}), nested())
+    if not is_function_class:
+        return adopted_function(torch_function, Replacements.of(ops or {}), nested())
     caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
     return adopt(torch_function, ops or {}, caller)

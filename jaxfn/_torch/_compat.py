@@ -31,6 +31,8 @@ __all__ = [
     "CLAMP_SPLITS_TIES",
     "HAS_COMPILED_APPLY",
     "OPERATION_TYPES",
+    "PACK",
+    "PAD",
     "SOLVE_FACTORS_TRANSPOSE",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -42,9 +44,12 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "apply_below",
+    "backward_hooks",
     "decomposed",
     "decompositions",
     "functional",
+    "gradient_hooks",
+    "held_by",
     "lstsq_result",
     "memory",
     "plain_torch",
@@ -61,6 +66,10 @@ without_functions = torch._C.DisableTorchFunction  # pyright: ignore[reportPriva
 
 # The place of torch's FakeTensorMode, which modes of no kind are above (2.8 to 2.15).
 BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
+
+# What `pack_padded_sequence` and `pad_packed_sequence` call (2.8 to 2.15).
+PACK = torch._VF._pack_padded_sequence  # pyright: ignore
+PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 
 OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
 
@@ -137,3 +146,19 @@ def apply_below(function: Any) -> Any:
 def takes_boxed_gradients(function: Any) -> bool:
     """Whether `backward` gets its gradients as one list: from 2.10 on, where the Function says so."""
     return getattr(function, "boxed_grads_call", False)
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """What is called with the gradient of a tensor (2.8 to 2.15)."""
+    hooks: dict[int, Callable[..., Any]] | None = tensor._backward_hooks  # pyright: ignore
+    return [*(hooks or {}).values()]
+
+
+def backward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """What is called in backward where it comes to a module (2.8 to 2.15)."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]  # pyright: ignore
+
+
+def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its parameters and its buffers, those of modules in it left out (2.8 to 2.15)."""
+    return module._parameters, module._buffers  # pyright: ignore

@@ -136,10 +136,12 @@ def _is_of_plain_containers(treedef: Any) -> bool:
     node = treedef.node_data()
     if node is None:
         return True
-    kind, data = node
-    is_plain = kind is list or kind is type(None) or (issubclass(kind, tuple) and data is None)
+    kind: type = node[0]
+    data: Any = node[1]
     if kind is dict:
         is_plain = all(type(key) is str for key in data)
+    else:
+        is_plain = kind is list or kind is type(None) or (issubclass(kind, tuple) and data is None)
     return is_plain and all(map(_is_of_plain_containers, treedef.children()))
 
 

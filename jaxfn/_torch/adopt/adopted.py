@@ -331,7 +331,7 @@ _ADOPTED: weakref.WeakValueDictionary[Any, type[Adopted]] = weakref.WeakValueDic
 
 
 def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> type[Adopted]:
-    definition = Definition(function, Replacements.of(ops), Nested(applied_inside, can_be_repeated))
+    definition = Definition(function, Replacements.of(ops), nested())
     adapter = Adapter(definition)
 
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
@@ -369,6 +369,11 @@ def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> 
     if definition.has_jvp:
         body["jvp"] = staticmethod(jvp)
     return type(function.__name__, (Adopted,), body)
+
+
+def nested() -> Nested:
+    """What becomes of Functions that torch code applies."""
+    return Nested(applied_inside, can_be_repeated)
 
 
 class _Previewed(NamedTuple):

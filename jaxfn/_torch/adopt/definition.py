@@ -13,7 +13,26 @@ from jaxfn._torch.trace.state import Nested, Replacements
 _BASE: Any = torch.autograd.Function
 
 
-class Definition:
+class TorchCode:
+    """torch code, and what it is traced with.
+
+    Attributes:
+      name: what it is called in messages.
+      replacements: what stands for torch operations and functions in it.
+      nested: what becomes of Functions that it applies.
+      key_name: the parameter that is the random key.
+      call: how it is called, as part of a message.
+    """
+
+    def __init__(self, name: str, replacements: Replacements, nested: Nested, parameters: Any, call: str) -> None:
+        self.name = name
+        self.replacements = replacements
+        self.nested = nested
+        self.key_name = "key" if "key" not in parameters else "jax_key"
+        self.call = call
+
+
+class Definition(TorchCode):
     """A torch Function class.
 
     Args:
@@ -26,30 +45,26 @@ class Definition:
       backward: its `backward` or `vjp`, `None` if it has neither.
       has_jvp, has_vmap: whether it has a `jvp`, and a `vmap`.
       once_differentiable: whether torch's decorator is on that.
-      key_name: the parameter of `apply` that is the random key.
       takes_any_keyword: whether `forward` has `**kwargs`.
     """
 
     def __init__(self, function: Any, replacements: Replacements, nested: Nested) -> None:
+        parameters = inspect.signature(function.forward).parameters
+        super().__init__(function.__name__, replacements, nested, parameters, f"{function.__name__}.apply")
         self.function = function
-        self.name: str = function.__name__
-        self.replacements = replacements
-        self.nested = nested
         self.is_separate = function.setup_context is not _BASE.setup_context
         self.backward = self._backward()
         self.has_jvp: bool = function.jvp is not _BASE.jvp
         self.has_vmap: bool = function.vmap is not _BASE.vmap
         self.once_differentiable = any(map(_is_once_differentiable, _wrapped(self.backward)))
-        parameters = inspect.signature(function.forward).parameters
         self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.key_name = "key" if "key" not in parameters else "jax_key"
 
     def apply_signature(self, *, has_ctx: bool) -> inspect.Signature:
         """The signature of the jaxfn Function's `forward`: the torch one's, with the key, and with a ctx or without."""
         parameters = list(inspect.signature(self.function.forward).parameters.values())
         if has_ctx and self.is_separate:
             parameters.insert(0, inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY))
-        return inspect.Signature(list(_with_key(parameters, self.key_name)))
+        return inspect.Signature(list(with_key(parameters, self.key_name)))
 
     def _backward(self) -> Callable[..., Any] | None:
         backward, vjp = self.function.backward, self.function.vjp
@@ -63,7 +78,8 @@ class Definition:
         return backward
 
 
-def _with_key(parameters: Any, name: str) -> Iterator[inspect.Parameter]:
+def with_key(parameters: Any, name: str) -> Iterator[inspect.Parameter]:
+    """The parameters of a function, and the random key's."""
     key = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:

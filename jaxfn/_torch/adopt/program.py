@@ -12,7 +12,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.adopt.context import TorchContext
-from jaxfn._torch.adopt.definition import Definition
+from jaxfn._torch.adopt.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import Translation, explain
 from jaxfn._torch.graph.jax_call import draws_random_numbers
 from jaxfn._torch.trace.leftovers import cleaned_up
@@ -43,14 +43,14 @@ class TracedGraph(NoArrays):
     """A graph, and what there is to know about it.
 
     Args:
-      definition: whose it is.
+      code: whose it is.
       name: "forward", "backward", "jvp" or "vmap".
       tracing: the finished trace.
       results: the tensors that the graph gives.
     """
 
-    def __init__(self, definition: Definition, name: str, tracing: Tracing, results: Sequence[torch.Tensor]) -> None:
-        self.definition = definition
+    def __init__(self, code: TorchCode, name: str, tracing: Tracing, results: Sequence[torch.Tensor]) -> None:
+        self.code = code
         self.name = name
         self.graph_module = tracing.finish(results)
         nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
@@ -58,7 +58,7 @@ class TracedGraph(NoArrays):
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
         self.reads_outside = tracing.recorder.reads_outside
         self.loses_gradients = tracing.recorder.loses_gradients
-        translation = Translation(self.graph_module, definition.replacements.operations)
+        translation = Translation(self.graph_module, code.replacements.operations)
         self.unsupported = translation.unsupported
         self._constants = translation.constants
         # Called with arrays it runs as one compiled program; inside another program it leaves its operations there.
@@ -70,13 +70,13 @@ class TracedGraph(NoArrays):
         Raises:
           TranslationError: an operation has no translation; random numbers are to be drawn, and there is no key.
         """
-        owner = self.definition.name
+        owner = self.code.name
         if self.unsupported:
             raise TranslationError(f"{owner}.{self.name}: {explain(self.unsupported)}")
         if self.draws and key is None:
             raise TranslationError(
                 f"{owner}.{self.name} draws random numbers, and on JAX those come from an explicit key: "
-                f"{owner}.apply(..., {self.definition.key_name}=jax.random.key(0)), another key for each call"
+                f"{self.code.call}(..., {self.code.key_name}=jax.random.key(0)), another key for each call"
             )
         try:
             return self._run(arrays, key, self._constants())
@@ -86,6 +86,16 @@ class TracedGraph(NoArrays):
 
 def _is_double(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128)
+
+
+class Trace(NoArrays):
+    """Code, traced for some arguments.
+
+    Attributes:
+      traced: the graph, and what there is to know about it.
+    """
+
+    traced: TracedGraph
 
 
 class SlotSource(NamedTuple):
@@ -100,7 +110,7 @@ class SlotSource(NamedTuple):
     place: int
 
 
-class Forward(NoArrays):
+class Forward(Trace):
     """`forward`, traced.
 
     Args:
@@ -260,7 +270,7 @@ class Forward(NoArrays):
         return ctx
 
 
-class Derivative(NoArrays):
+class Derivative(Trace):
     """`backward` or `jvp`, traced.
 
     Args:
@@ -304,7 +314,7 @@ class Derivative(NoArrays):
         return put_in(self.returned, self.traced.run([*kept, *given], key))
 
 
-class BatchedForward(NoArrays):
+class BatchedForward(Trace):
     """`vmap`, traced.
 
     Args:
@@ -331,17 +341,17 @@ class BatchedForward(NoArrays):
         return put_in(self._returned, self.traced.run(inputs, key))
 
 
-_P = TypeVar("_P", "Forward", "Derivative", "BatchedForward")
+_T = TypeVar("_T", bound=Trace)
 
 
 def known_or_made(
     owner: str,
-    known: Recent[_P],
+    known: Recent[_T],
     template: Any,
     specs: Sequence[Spec],
-    fits: Callable[[_P], bool],
-    make: Callable[[], _P],
-) -> _P:
+    fits: Callable[[_T], bool],
+    make: Callable[[], _T],
+) -> _T:
     """A trace for these arguments, an earlier one where there is one; kept, where that is safe."""
     try:
         key = static_key(template), tuple(specs), ambient_key()

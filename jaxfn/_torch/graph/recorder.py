@@ -55,6 +55,20 @@ _LARGE = 4096
 _STOP_GRADIENT = JaxCall(jax.lax.stop_gradient, "stop_gradient")
 
 
+@jax.custom_jvp
+def _carried(value: jax.Array, carrier: jax.Array) -> jax.Array:
+    """`value`, with the derivative of `carrier`."""
+    return value
+
+
+@_carried.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[1]
+
+
+_CARRIED = JaxCall(_carried, "carried")
+
+
 class Recorder(TorchDispatchMode):
     """Builds the graph of one trace; entered below functionalization.
 
@@ -74,6 +88,7 @@ class Recorder(TorchDispatchMode):
         self.reads_outside = False  # whether Python code looked at the values of a tensor made outside
         self.is_seeded = False  # whether the code set torch's random state
         self.loses_gradients = False  # whether autograd inside gave a gradient to a tensor made outside
+        self.follows_grad_mode = False  # whether what is computed under `torch.no_grad()` has no derivative
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
         self._alive: list[torch.Tensor] = []  # so that no identity is used twice
@@ -154,6 +169,37 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._stops = before
+
+    @property
+    def is_without_gradients(self) -> bool:
+        """Whether what is computed now has no derivative."""
+        return self.follows_grad_mode and not torch.is_grad_enabled()
+
+    def stop_gradient(self, tensor: torch.Tensor) -> None:
+        """Takes the derivative off a tensor."""
+        self._name(tensor, self.graph.call_function(_STOP_GRADIENT, (self.node(tensor),)))
+
+    def is_used(self, tensor: torch.Tensor) -> bool:
+        """Whether anything was computed from a tensor."""
+        return bool(self.node(tensor).users)
+
+    def carry_gradient(self, tensor: torch.Tensor, before: torch.Tensor) -> None:
+        """Gives a tensor that was written to without gradients the derivative that it had before."""
+        node = self.graph.call_function(_CARRIED, (self.node(tensor), self.node(before)))
+        node.meta["val"] = self._without_values(tensor)
+        self._nodes[id(tensor)] = node
+
+    def reaches(self, tensor: torch.Tensor) -> set[int]:
+        """The inputs that a tensor has a derivative by, as far as the graph shows."""
+        found: set[torch.fx.Node] = set()
+        waiting = [self.node(tensor)]
+        while waiting:
+            node = waiting.pop()
+            if node in found or node.target is _STOP_GRADIENT or not _has_derivative(node.meta.get("val")):
+                continue
+            found.add(node)
+            waiting += node.all_input_nodes[1:] if node.target is _CARRIED else node.all_input_nodes
+        return {i for i, node in enumerate(self._inputs) if node in found}
 
     def continue_gradient(self, tensor: torch.Tensor) -> None:
         """Takes back that a tensor was detached."""
@@ -243,7 +289,12 @@ class Recorder(TorchDispatchMode):
         kwargs.pop("generator", None)
         node = self.graph.call_function(target, _plain(args), _plain(kwargs))
         node.meta["line"] = running_line()
-        return self._name(value, node)
+        named = self._name(value, node)
+        if self.is_without_gradients:
+            for part in torch_tree.tree_leaves(value):
+                if isinstance(part, torch.Tensor) and _has_derivative(part):
+                    self.stop_gradient(part)
+        return named
 
     def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation on traced tensors gives: shapes and dtypes."""
@@ -285,7 +336,7 @@ class Recorder(TorchDispatchMode):
             for operand in operands:
                 self.own(operand)
         outside = any(id(x) in self._outside or id(x) not in self._made for x in operands)
-        if func._schema.is_mutable and any(map(self._is_foreign, _written(func, args, kwargs))):
+        if func._schema.is_mutable and any(map(self._is_foreign, written_by(func, args, kwargs))):
             raise TranslationError(f"{self.owner}: {func} {WRITES_OUTSIDE}{source_line()}")
         if outside and (func is aten._local_scalar_dense.default or _has_unknown_shape(func)):
             self.reads_outside = True
@@ -369,6 +420,12 @@ _NEEDS_VALUE = (
 _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
 
 
+def _has_derivative(value: Any) -> bool:
+    """Whether some tensor in what a node gives can have one."""
+    tensors = [x for x in torch_tree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    return any(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors)
+
+
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _DYNAMIC_SHAPE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -387,7 +444,7 @@ def _was_just_seeded(generator: torch.Generator) -> bool:
         return not is_default and torch.equal(generator.get_state(), fresh.manual_seed(seed).get_state())
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation writes to."""
     names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)

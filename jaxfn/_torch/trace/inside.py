@@ -47,7 +47,7 @@ class CalledFunction:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Records the call."""
-        return apply_below(Differentiable)(self, *tensors)
+        return apply_below(Differentiable)(self, torch.is_grad_enabled(), *tensors)
 
     def record(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The node, which knows nothing of autograd."""
@@ -82,10 +82,13 @@ class Differentiable(torch.autograd.Function):
     """A `CalledFunction` as autograd inside a Function sees it."""
 
     @staticmethod
-    def forward(ctx: Any, called: CalledFunction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, called: CalledFunction, has_gradients: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.called = called
         ctx.save_for_backward(*tensors)
-        outputs = called.record(tensors)
+        with torch.set_grad_enabled(has_gradients):  # as at the call: in here they are always off
+            outputs = called.record(tensors)
         ctx.mark_non_differentiable(*(x for x in outputs if not _is_differentiable(x.dtype)))
         return outputs
 
@@ -94,7 +97,7 @@ class Differentiable(torch.autograd.Function):
         tensors = ctx.saved_tensors
         given = [g for g, (_, dtype) in zip(grad_outputs, ctx.called.outputs, strict=True) if _is_differentiable(dtype)]
         gradients = iter(ctx.called.backward(tensors)(*tensors, *given))
-        return None, *(next(gradients) if _is_differentiable(x.dtype) else None for x in tensors)
+        return None, None, *(next(gradients) if _is_differentiable(x.dtype) else None for x in tensors)
 
 
 def _is_differentiable(dtype: torch.dtype) -> bool:

@@ -14,11 +14,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import plain_torch
+from jaxfn._torch._compat import PACK, PAD, plain_torch
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, lstsq
+from jaxfn._torch.trace.hooks import hooked
 from jaxfn._torch.trace.indexing import read, write
 from jaxfn._torch.trace.leftovers import exchange
+from jaxfn._torch.trace.recurrent import pack, pad, recurrent
 from jaxfn._torch.trace.selecting import call
 from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.state import Tracing
@@ -190,6 +192,12 @@ _COMPOSED = {
     torch.nn.functional.embedding_bag: embedding_bag,
     torch.nn.functional.ctc_loss: ctc_loss,
     torch.linalg.lstsq: lstsq,
+    torch.lstm: recurrent,
+    torch.gru: recurrent,
+    torch.rnn_tanh: recurrent,
+    torch.rnn_relu: recurrent,
+    PACK: pack,
+    PAD: pad,
 }
 
 
@@ -242,11 +250,44 @@ def _detach(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+@_answers(torch.Tensor.detach_, torch.detach_)
+def _detach_in_place(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    mode.tracing.recorder.stop_gradient(mode.tracing.lower(args[0]))
+    return func(*args, **kwargs)
+
+
 @_answers(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # pyright: ignore
 def _require_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    # Detached to be a leaf of autograd inside, not to have no derivative in the whole.
-    mode.tracing.recorder.continue_gradient(mode.tracing.lower(args[0]))
+    if not mode.tracing.recorder.follows_grad_mode:
+        # Detached to be a leaf of autograd inside, not to have no derivative in the whole.
+        mode.tracing.recorder.continue_gradient(mode.tracing.lower(args[0]))
     return func(*args, **kwargs)
+
+
+@_answers(torch.Tensor.register_hook)
+def _register_hook(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, hook = args
+    if not (mode.tracing.recorder.follows_grad_mode and mode.tracing.is_traced(tensor)):
+        return func(*args, **kwargs)
+    if mode.tracing.recorder.is_used(mode.tracing.lower(tensor)):
+        raise TranslationError(
+            f"{mode.tracing.owner} registers a hook on a tensor that was used before, and jaxfn calls hooks with the "
+            f"gradient of later uses only. Register it where the tensor is made{source_line()}"
+        )
+    mode.tracing.recorder.alias(mode.tracing.lower(tensor), mode.tracing.lower(hooked(tensor, hook)))
+    func(tensor, hook)  # for autograd inside
+    return _Handle(mode.tracing.owner)
+
+
+class _Handle:
+    """What `register_hook` returns."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def remove(self) -> None:
+        """Refuses: the hook is a part of the trace."""
+        raise TranslationError(f"{self._owner} removes a hook of a tensor, which is a part of the trace by then")
 
 
 @_answers(torch.Tensor.data.__set__)  # pyright: ignore

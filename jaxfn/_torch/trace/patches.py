@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 
 from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users
@@ -92,6 +94,19 @@ def _applying(_: Any) -> Any:
 
 def _looking_up(_: Any) -> Any:
     return apply_taken_before
+
+
+def _computing_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.utils.checkpoint.checkpoint`, which calls the function in autograd's backward once more."""
+
+    @functools.wraps(original)
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if current() is None:
+            return original(function, *args, **kwargs)
+        options = inspect.signature(original).parameters
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
+
+    return checkpoint
 
 
 def _staying(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +194,7 @@ _NAMES = [
     _Name(_compat.APPLYING_CLASS, "apply", _applying),
     _Name(_compat.FunctionalTensor, "cuda", _staying),  # torch's asks the driver first
     _Name(torch, "is_grad_enabled", _enabling),
+    _Name(torch.utils.checkpoint, "checkpoint", _computing_once),
     _Name(torch.distributions.Distribution, "_validate_args", _Validating),
     *(
         _Name(module, name, _seeding)

@@ -1,0 +1,44 @@
+"""`from_torch` of a Python function of tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxfn._torch.adopt.definition import TorchCode, with_key
+from jaxfn._torch.adopt.whole import Whole
+from jaxfn._torch.trace.state import Nested, Replacements
+from jaxfn._torch.values.statics import static_key
+
+
+def adopted_function(function: Callable[..., Any], replacements: Replacements, nested: Nested) -> Callable[..., Any]:
+    """A Python function of tensors as a function of JAX arrays, with a parameter more for the random key."""
+    plain = function.func if isinstance(function, functools.partial) else function
+    name = getattr(plain, "__name__", type(plain).__name__)
+    signature = inspect.signature(function)
+    code = TorchCode(name, replacements, nested, signature.parameters, name)
+
+    def called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+    whole = Whole(code, called)
+
+    @functools.wraps(plain)
+    def adopted(*args: Any, **kwargs: Any) -> Any:
+        key = kwargs.pop(code.key_name, None)
+        signature.bind(*args, **kwargs)
+        return whole.call((args, kwargs), key, state=_state_key(function))
+
+    parameters = list(with_key(list(signature.parameters.values()), code.key_name))
+    vars(adopted)["__signature__"] = signature.replace(parameters=parameters)
+    return adopted
+
+
+def _state_key(function: Callable[..., Any]) -> Any:
+    """What a function closes over; an object that equals nothing where that may change."""
+    try:
+        return static_key(function)
+    except TypeError:
+        return object()

@@ -1,0 +1,269 @@
+"""`from_torch` of a module: a pure function of its parameters, its buffers and its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Generator, Mapping
+from typing import Any, cast
+
+import jax
+import torch
+
+from jaxfn._torch._compat import backward_hooks, gradient_hooks, held_by
+from jaxfn._torch.adopt.definition import TorchCode
+from jaxfn._torch.adopt.explain import Explanation
+from jaxfn._torch.adopt.whole import Whole
+from jaxfn._torch.trace.hooks import hooked
+from jaxfn._torch.trace.state import Nested, Replacements
+from jaxfn._torch.values.arrays import to_jax, to_torch
+from jaxfn._torch.values.errors import TranslationError
+from jaxfn._values.hidden import NoArrays
+
+Arrays = dict[str, jax.Array]
+_Tensors = dict[str, torch.Tensor]
+
+
+class AdoptedModule(NoArrays):
+    """A torch module on JAX.
+
+    Attributes:
+      torch_module: the module itself.
+    """
+
+    __slots__ = ("_whole", "torch_module")
+
+    torch_module: torch.nn.Module
+
+    def __init__(self, module: torch.nn.Module, replacements: Replacements, nested: Nested) -> None:
+        name = type(module).__name__
+        parameters = inspect.signature(module.forward).parameters
+        code = TorchCode(name, replacements, nested, parameters, "net.apply")
+        object.__setattr__(self, "torch_module", module)
+        object.__setattr__(self, "_whole", Whole(code, self._called))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"an adopted module is not changed: {name} (see load, and torch_module)")
+
+    def __repr__(self) -> str:
+        return f"from_torch({self.torch_module!r})"
+
+    @property
+    def parameters(self) -> Arrays:
+        """What requires a gradient, by the names of `state_dict`, a tied one once: new JAX arrays of its values."""
+        return {name: to_jax(x) for name, x in self.torch_module.named_parameters() if x.requires_grad}
+
+    @property
+    def buffers(self) -> Arrays:
+        """The buffers, and the parameters that require no gradient, by their names: new JAX arrays of their values."""
+        return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trained(x)}
+
+    def apply(
+        self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Any, Arrays]:
+        """One call of the module, as a pure function.
+
+        Args:
+          parameters: arrays by name, as in `parameters`.
+          buffers: likewise, as in `buffers`. Each name of either has to be in one of the two, whichever.
+          *args: as for the module's `forward`, with arrays in place of tensors.
+          **kwargs: likewise, and `key`: a JAX random key, where the module draws random numbers. (`jax_key`, where
+            `forward` has a parameter `key` itself.)
+
+        Returns:
+          The output, and the buffers after the call. What holds the output's tensors stays what it is where JAX knows
+          it (tuples, lists, dicts); of anything else comes a dict of what it holds, by name.
+
+        Raises:
+          TypeError: an array of a parameter or buffer is missing, or is of another shape, or there is no such name.
+          TranslationError: the code cannot run on JAX as it is; the message says why.
+
+        Example:
+          >>> import torch, jax, jax.numpy as jnp, jaxfn
+          >>> net = jaxfn.from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)))
+          >>> output, buffers = net.apply(net.parameters, net.buffers, jnp.ones((4, 3)))
+          >>> print(output.shape, sorted(buffers))
+          (4, 2) ['1.num_batches_tracked', '1.running_mean', '1.running_var']
+
+        Torch counterpart: `torch.func.functional_call`, which does not return the buffers.
+        """
+        self._check(parameters, buffers)
+        key = kwargs.pop(self._whole.code.key_name, None)
+        arguments = (dict(parameters), dict(buffers), args, kwargs)
+        output, moved = self._whole.call(arguments, key, num_trained=1, state=_state_key(self.torch_module))
+        return output, {**dict(buffers), **moved}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output with the module's present parameters and buffers; see `apply`. The module stays as it is."""
+        return self.apply(self.parameters, self.buffers, *args, **kwargs)[0]
+
+    def load(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> None:
+        """Writes arrays into the torch module's parameters and buffers, of which some may be left out.
+
+        Args:
+          parameters: arrays by name.
+          buffers: likewise.
+
+        Raises:
+          TypeError: there is no such name, or the array is of another shape.
+
+        Example:
+          >>> import torch, jax, jaxfn
+          >>> module = torch.nn.Linear(3, 2)
+          >>> net = jaxfn.from_torch(module)
+          >>> net.load(jax.tree.map(jax.numpy.zeros_like, net.parameters))
+          >>> print(module.bias.tolist())
+          [0.0, 0.0]
+
+        Torch counterpart: `Module.load_state_dict`.
+        """
+        tensors = _tensors(self.torch_module)
+        arrays = {**parameters, **(buffers or {})}
+        self._check_known(arrays, tensors)
+        with torch.no_grad():
+            for name, array in arrays.items():
+                tensors[name].copy_(to_torch(array))
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What becomes of the module's code when it is called with these arguments.
+
+        Args:
+          *args: as for `apply`, without parameters and buffers.
+          **kwargs: likewise.
+
+        Returns:
+          An object that prints the graph that torch traced, its operations, which of those have no translation, and
+          the JAX code of the translation.
+
+        Torch counterpart: none.
+        """
+        kwargs.pop(self._whole.code.key_name, None)
+        return self._whole.explain((self.parameters, self.buffers, args, kwargs), 1)
+
+    def _called(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
+        """The module called with these tensors for its own, and its buffers afterwards."""
+        module = self.torch_module
+        _refuse_backward_hooks(module)
+        tensors = {**parameters, **buffers}
+        for name, own in _tensors(module).items():
+            for hook in gradient_hooks(own):
+                tensors[name] = hooked(tensors[name], hook)
+        with _holding(module, tensors):
+            output = module(*args, **kwargs)
+            return output, {name: _held(module, name) for name in buffers}
+
+    def _check(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+        tensors = _tensors(self.torch_module)
+        name = self._whole.code.name
+        missing = [key for key in tensors if key not in parameters and key not in buffers]
+        if missing:
+            raise TypeError(f"{name}: no array was given for {', '.join(missing)}, of its parameters and buffers")
+        twice = [key for key in parameters if key in buffers]
+        if twice:
+            raise TypeError(f"{name}: {', '.join(twice)} stands among the parameters and among the buffers")
+        self._check_known({**parameters, **buffers}, tensors)
+
+    def _check_known(self, arrays: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        name = self._whole.code.name
+        unknown = [key for key in arrays if key not in tensors]
+        if unknown:
+            raise TypeError(f"{name} has no parameter or buffer {', '.join(map(repr, unknown))}: it has {[*tensors]}")
+        for key, array in arrays.items():
+            if tuple(array.shape) != tuple(tensors[key].shape):
+                raise TypeError(
+                    f"{name}: {key} has the shape {tuple(tensors[key].shape)}, and the array given for it "
+                    f"{tuple(array.shape)}"
+                )
+
+
+def _tensors(module: torch.nn.Module) -> _Tensors:
+    """Parameters and buffers by name, each once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _held(module: torch.nn.Module, name: str) -> Any:
+    """What a module holds by the name of a parameter or buffer."""
+    path, _, own_name = name.rpartition(".")
+    parameters, buffers = held_by(module.get_submodule(path))
+    return parameters.get(own_name, buffers.get(own_name))
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+
+
+def _refuse_backward_hooks(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        hooks = backward_hooks(part)
+        if hooks:
+            raise TranslationError(
+                f"{type(module).__name__}: {name or 'the module'} ({type(part).__name__}) has a backward hook, "
+                f"{hooks[0]!r}, which torch's autograd calls and JAX does not. Remove it, or write a torch Function "
+                "with that backward"
+            )
+
+
+@contextlib.contextmanager
+def _holding(module: torch.nn.Module, tensors: _Tensors) -> Generator[None]:
+    """Puts tensors in the places of a module's own; whatever the module's attributes are inside, is put back."""
+    own = _tensors(module)
+    replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
+    before = [(part, _copied(vars(part))) for part in module.modules()]
+    try:
+        for part in module.modules():
+            for held in held_by(part):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        held[name] = replaced[id(tensor)]
+        yield
+    finally:
+        for part, attributes in before:
+            _put_back(vars(part), attributes)
+
+
+def _copied(value: Any) -> Any:
+    """Containers copied, however deep, and what they hold as it is, beside the containers themselves."""
+    if type(value) in (dict, OrderedDict):
+        return _Container(value, {name: _copied(item) for name, item in value.items()})
+    return _Container(value, list(map(_copied, value))) if type(value) in (list, set) else value
+
+
+class _Container:
+    """A container, and what it held."""
+
+    def __init__(self, container: Any, parts: Any) -> None:
+        self.container = container
+        self.parts = parts
+
+
+def _put_back(container: Any, saved: _Container) -> Any:
+    """Makes a container hold what it held."""
+
+    def original(part: Any) -> Any:
+        return _put_back(part.container, part) if isinstance(part, _Container) else part
+
+    if isinstance(saved.parts, dict):
+        parts = {key: original(part) for key, part in cast(dict[Any, Any], saved.parts).items()}
+    else:
+        parts = [original(part) for part in saved.parts]
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(parts)
+    return container
+
+
+def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What a module's behaviour depends on besides its tensors: modes, numbers, texts; other attributes by identity."""
+    return tuple(
+        (id(part), *((name, _attribute_key(value)) for name, value in vars(part).items())) for part in module.modules()
+    )
+
+
+def _attribute_key(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return type(value), value
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_attribute_key, cast(list[Any], value))
+    if isinstance(value, dict):
+        return dict, *((name, _attribute_key(item)) for name, item in cast(dict[Any, Any], value).items())
+    return id(value)

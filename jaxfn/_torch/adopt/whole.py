@@ -1,0 +1,174 @@
+"""A piece of torch code that is no Function, traced as a whole: JAX differentiates what it was translated to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import torch
+
+from jaxfn._torch._compat import without_functions
+from jaxfn._torch.adopt.definition import TorchCode
+from jaxfn._torch.adopt.explain import Explanation, Part
+from jaxfn._torch.adopt.program import Spec, Trace, TracedGraph, known_or_made
+from jaxfn._torch.trace.running import running
+from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.values.arrays import torch_dtype
+from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flat import put_in, take_out
+from jaxfn._torch.values.statics import Recent
+from jaxfn._values.arrays import as_array, is_array_leaf
+
+# How many traces of one piece of code are kept.
+_PROGRAMS_KEPT = 256
+
+
+class Program(Trace):
+    """Code, traced for some arguments.
+
+    Args:
+      whole: the code.
+      arguments: the template of its arguments.
+      specs: of the tensors in its slots.
+      are_trained: which of those require a gradient, as parameters do.
+    """
+
+    def __init__(self, whole: Whole, arguments: Any, specs: Sequence[Spec], are_trained: Sequence[bool]) -> None:
+        code = whole.code
+        tracing = Tracing(code.name, code.replacements, code.nested)
+        with running(tracing):
+            inputs = [
+                tracing.input(*spec, requires_grad=True if is_trained else None)
+                for spec, is_trained in zip(specs, are_trained, strict=True)
+            ]
+            # As torch has it where a function is called: what is computed under `torch.no_grad()` has no derivative.
+            tracing.recorder.follows_grad_mode = True
+            with torch.enable_grad():
+                returned = whole.function(*put_in(arguments, inputs))
+            tracing.recorder.follows_grad_mode = False
+            made = take_out(known_to_jax(returned), _is_tensor)
+            values = [tracing.lower(tensor) for tensor in made.leaves]
+            _check_gradients(tracing, inputs, made.leaves, values)
+        self.output = made.template
+        self.traced = TracedGraph(code, "forward", tracing, values)
+
+    def run(self, arrays: Sequence[Any], key: Any) -> Any:
+        """What the code returns for JAX arrays."""
+        return put_in(self.output, self.traced.run(arrays, key))
+
+
+class Whole:
+    """Code that is called with arrays in place of tensors.
+
+    Args:
+      code: what it is called, and traced with.
+      function: takes the arguments, one after the other.
+    """
+
+    def __init__(self, code: TorchCode, function: Callable[..., Any]) -> None:
+        self.code = code
+        self.function = function
+        self._programs = Recent[Program](_PROGRAMS_KEPT)
+
+    def call(self, arguments: tuple[Any, ...], key: Any, *, num_trained: int = 0, state: Any = None) -> Any:
+        """What the code returns.
+
+        Args:
+          arguments: `function`'s, any pytrees of arrays and other values.
+          key: a random key, or `None`.
+          num_trained: in how many of the arguments, the first ones, arrays require a gradient.
+          state: what the code's behaviour depends on besides.
+        """
+        program, arrays = self.traced(arguments, num_trained, state)
+        return program.run(arrays, key)
+
+    def traced(self, arguments: tuple[Any, ...], num_trained: int, state: Any) -> tuple[Program, Sequence[Any]]:
+        """The trace for these arguments, and the arrays in them."""
+        flat = take_out(arguments, is_array_leaf)
+        trained = len(take_out(arguments[:num_trained], is_array_leaf).leaves)
+        specs = [Spec(tuple(x.shape), torch_dtype(x.dtype)) for x in map(as_array, flat.leaves)]
+        are_trained = [i < trained for i in range(len(specs))]
+        program = known_or_made(
+            self.code.name,
+            self._programs,
+            (flat.template, trained, state),
+            specs,
+            lambda _: True,
+            lambda: Program(self, flat.template, specs, are_trained),
+        )
+        return program, flat.leaves
+
+    def explain(self, arguments: tuple[Any, ...], num_trained: int = 0) -> Explanation:
+        """What becomes of the code for these arguments."""
+        try:
+            program, _ = self.traced(arguments, num_trained, None)
+        except TranslationError as error:
+            return Explanation(self.code.name, [Part("forward", error)])
+        return Explanation(self.code.name, [Part("forward", program.traced)])
+
+
+def _check_gradients(
+    tracing: Tracing, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> None:
+    """Raises where torch's autograd finds a way from an output to a parameter, and the graph shows none."""
+    places = {id(x): i for i, x in enumerate(inputs)}
+    with without_functions():
+        for output, value in zip(outputs, values, strict=True):
+            by_autograd = {places[id(leaf)] for leaf in _leaves_behind(output) if id(leaf) in places}
+            if by_autograd and not by_autograd <= tracing.recorder.reaches(value):
+                raise TranslationError(
+                    f"{tracing.owner} writes to a parameter's memory in a way that autograd does not see (by `.data`, "
+                    "or by a detached view of it), and the derivative by that parameter would be lost. Write the new "
+                    "value to a tensor of its own"
+                )
+
+
+def _leaves_behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that autograd, going back from one, comes to in the end."""
+    if tensor.grad_fn is None:
+        return iter([tensor] if tensor.requires_grad else [])
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting:
+        function = waiting.pop()
+        if function is not None and function not in seen:
+            seen.add(function)
+            waiting += [following for following, _ in function.next_functions]
+    return (function.variable for function in seen if hasattr(function, "variable"))
+
+
+def known_to_jax(value: Any) -> Any:
+    """A value in containers that are pytrees to JAX; of other ones, what they hold, by name."""
+    if isinstance(value, torch.Tensor) or value is None:
+        return value
+    kind = type(value)
+    if kind in (list, tuple, dict) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        if isinstance(value, dict):
+            return {name: known_to_jax(item) for name, item in cast(dict[Any, Any], value).items()}
+        items = map(known_to_jax, cast(Sequence[Any], value))
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if isinstance(value, (tuple, list)):  # torch.return_types among them
+        return tuple(map(known_to_jax, cast(Sequence[Any], value)))
+    if isinstance(value, Mapping):
+        return _named(cast(Mapping[Any, Any], value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _named({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if not jax.tree_util.all_leaves([value]):
+        return jax.tree_util.tree_map(known_to_jax, value, is_leaf=lambda leaf: leaf is not value)
+    attributes = getattr(value, "__dict__", {})
+    return _named(attributes) if attributes and not isinstance(value, (type, torch.nn.Module)) else value
+
+
+def _named(items: Mapping[Any, Any]) -> dict[Any, Any]:
+    converted = {name: known_to_jax(item) for name, item in items.items() if item is not None}
+    return {name: item for name, item in converted.items() if _holds_tensors(item)}
+
+
+def _holds_tensors(value: Any) -> bool:
+    return bool(take_out(value, _is_tensor).leaves)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)

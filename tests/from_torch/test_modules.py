@@ -1,0 +1,779 @@
+"""Contract rows I: whole modules and Python functions of tensors, beside torch on the same numbers."""
+
+import dataclasses
+import functools
+import threading
+from collections import OrderedDict, namedtuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import jaxfn  # noqa: E402
+from jaxfn import TranslationError  # noqa: E402
+from tests.support.marks import row  # noqa: E402
+
+nn, F = torch.nn, torch.nn.functional
+X = torch.linspace(-2, 2, 12).reshape(4, 3)
+
+
+class Quantized(torch.autograd.Function):
+    """Its backward is not the derivative of its forward, which is zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.round(x * 4) / 4
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * (1 + ctx.saved_tensors[0] ** 2)
+
+
+class Weighted(nn.Module):
+    """A weight and a buffer, and what is done with them."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1, 1.5, 9).reshape(3, 3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def tensors_in(value):
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def numbers(tensor):
+    return tensor.detach().numpy()
+
+
+def weights_for(outputs):
+    return [np.random.default_rng(i).standard_normal(o.shape).astype(np.float32) for i, o in enumerate(outputs)]
+
+
+def of_torch(module, args):
+    """Outputs, the gradients of their weighted sum, and the tensors that the module has afterwards."""
+    outputs = tensors_in(module(*args))
+    loss = sum(
+        (o * torch.tensor(w)).sum() for o, w in zip(outputs, weights_for(outputs), strict=True) if o.requires_grad
+    )
+    loss.backward()
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in module.named_parameters()}
+    after = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return outputs, {n: g for n, g in gradients.items() if after[n].requires_grad}, after
+
+
+def check(make, *args, train=True, jit=True):
+    """A module on JAX against another one, made the same way, in torch."""
+    module, others = (make().train(train) for _ in range(2))
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    net = jaxfn.from_torch(module)
+    arrays = [jnp.asarray(x.numpy()) if isinstance(x, torch.Tensor) else x for x in args]
+    outputs, gradients, after = of_torch(others, args)
+    differentiable = [o.requires_grad for o in outputs]
+
+    def loss(parameters, buffers):
+        output, buffers = net.apply(parameters, buffers, *arrays)
+        leaves = jax.tree.leaves(output)
+        terms = zip(leaves, weights_for(outputs), differentiable, strict=True)
+        return sum((y * w).sum() for y, w, has_gradient in terms if has_gradient), (leaves, buffers)
+
+    transformed = jax.value_and_grad(loss, has_aux=True)
+    parameters, buffers = net.parameters, net.buffers
+    assert set(parameters) == set(gradients)
+    (_, (found, moved)), slopes = (jax.jit(transformed) if jit else transformed)(parameters, buffers)
+    for ours, theirs in zip(found, outputs, strict=True):
+        np.testing.assert_allclose(ours, numbers(theirs), rtol=2e-5, atol=2e-5)
+    for name, theirs in gradients.items():
+        scale = max(1.0, float(theirs.abs().max()))
+        np.testing.assert_allclose(slopes[name], numbers(theirs), rtol=1e-4, atol=1e-5 * scale, err_msg=name)
+    assert set(moved) == set(buffers)
+    for name, ours in moved.items():
+        np.testing.assert_allclose(ours, numbers(after[name]), rtol=1e-5, atol=1e-6, err_msg=name)
+    for name, x in module.state_dict().items():  # torch's own is as it was
+        assert torch.equal(x, before[name])
+    held = tensors_in([list(vars(part).values()) for part in module.modules()])
+    assert {type(x) for x in held} <= {torch.Tensor, nn.Parameter}
+    module(*args)  # and runs
+    return net
+
+
+# ------------------------------------------------------------------------------------------------------- what code does
+
+
+def plain(module, x):
+    return torch.tanh(x @ module.w)
+
+
+def with_a_function(module, x):
+    return Quantized.apply(x @ Quantized.apply(module.w)) ** 2
+
+
+def straight_through(module, x):
+    y = x @ module.w
+    return y + (torch.round(y) - y).detach()
+
+
+def without_gradients(module, x):
+    with torch.no_grad():
+        factor = (x @ module.w).sin()
+        module.mean.mul_(0.9).add_(factor.mean(0) * 0.1)
+    return (x @ module.w) * factor + module.mean
+
+
+def a_function_without_gradients(module, x):
+    with torch.no_grad():
+        factor = Quantized.apply(x @ module.w)
+    return (x @ module.w) * factor
+
+
+def weights_clamped(module, x):
+    with torch.no_grad():
+        module.w.clamp_(-0.5, 0.5)
+    return (x @ module.w) ** 2
+
+
+def weights_exchanged(module, x):
+    original = module.w.data.clone()
+    module.w.data = module.w.data.sign()
+    y = (x @ module.w) ** 2
+    module.w.data = original
+    return y
+
+
+def data_read(module, x):
+    return (x @ module.w) * module.w.data.sum()
+
+
+def detached_leaf(module, x):
+    y = (x @ module.w).detach().requires_grad_()
+    return y * (x @ module.w)
+
+
+def detached_in_place(module, x):
+    y = x @ module.w
+    y.detach_()
+    return y * (x @ module.w)
+
+
+def state_in_an_attribute(module, x):
+    module.membrane = getattr(module, "membrane", 0.0) * 0.5 + x @ module.w
+    return module.membrane * 2
+
+
+def state_in_a_list(module, x):
+    if not hasattr(module, "seen"):
+        module.seen = []
+    module.seen.append(x @ module.w)
+    return torch.stack(module.seen).sum(0)
+
+
+def lazily_made(module, x):
+    if not hasattr(module, "mask"):
+        module.mask = torch.ones(4, 3).tril()
+    return (x @ module.w) * module.mask
+
+
+def buffer_assigned(module, x):
+    module.mean = module.mean * 0.5 + x.mean(0)
+    return x @ module.w + module.mean
+
+
+def gradient_inside(module, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(((x @ module.w) ** 3).sum(), x, create_graph=True)[0]
+
+
+def gradient_inside_that_is_a_constant(module, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(((x @ module.w) ** 3).sum(), x)[0] + x @ module.w
+
+
+def step_inside(module, x):
+    (slope,) = torch.autograd.grad(((x @ module.w) ** 2).sum(), module.w, create_graph=True)
+    return x @ (module.w - 0.1 * slope)
+
+
+def hook_of_an_output(module, x):
+    y = x @ module.w
+    y.register_hook(lambda gradient: gradient * 7)
+    return y**2 + y
+
+
+def hook_of_a_weight(module, x):
+    module.w.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+    return (x @ module.w) ** 2
+
+
+def hook_that_only_looks(module, x):
+    y = x @ module.w
+    y.register_hook(lambda gradient: None)
+    return y**2
+
+
+def checkpointed(module, x, **options):
+    y = x @ module.w
+    return torch.utils.checkpoint.checkpoint(lambda a: (a @ module.w).sin(), y, **options)
+
+
+def views_written(module, x):
+    y = x @ module.w
+    y[:, 0] = y[:, 1] * 2
+    y[1:].mul_(3)
+    return y.relu_()
+
+
+def attention(module, x):
+    query = (x @ module.w)[None, None]
+    return F.scaled_dot_product_attention(query, query * 2, query + 1, is_causal=True)
+
+
+def gradients_asked_for(module, x):
+    y = x @ module.w
+    y.retain_grad()
+    return y * 2 if torch.is_grad_enabled() and y.requires_grad and module.w.requires_grad else y
+
+
+WHAT_CODE_DOES = [
+    plain, with_a_function, straight_through, without_gradients, a_function_without_gradients, weights_clamped,
+    weights_exchanged, data_read, detached_leaf, detached_in_place, state_in_an_attribute, state_in_a_list, lazily_made,
+    buffer_assigned, gradient_inside, gradient_inside_that_is_a_constant, step_inside, hook_of_an_output,
+    hook_of_a_weight, hook_that_only_looks, views_written, attention, gradients_asked_for,
+    functools.partial(checkpointed, use_reentrant=True), functools.partial(checkpointed, use_reentrant=False),
+]  # fmt: skip
+
+
+@row("I2", "I3")
+@pytest.mark.parametrize("forward", WHAT_CODE_DOES, ids=lambda f: getattr(f, "__name__", "checkpointed"))
+def test_gradients_are_torchs_whatever_the_code_does(forward):
+    check(lambda: Weighted(forward), X, jit=forward is not plain)
+
+
+def data_written(module, x):
+    module.w.data.clamp_(-0.5, 0.5)
+    return (x @ module.w) ** 2
+
+
+def hook_afterwards(module, x):
+    y = x @ module.w
+    z = y * 2
+    y.register_hook(lambda gradient: gradient * 7)
+    return y * z
+
+
+def hook_removed(module, x):
+    y = x @ module.w
+    y.register_hook(lambda gradient: gradient * 7).remove()
+    return y
+
+
+@row("I2")
+@pytest.mark.parametrize(
+    "forward, message",
+    [(data_written, "parameter's memory"), (hook_afterwards, "was used before"), (hook_removed, "removes a hook")],
+)
+def test_gradients_that_would_be_others_are_refused(forward, message):
+    net = jaxfn.from_torch(Weighted(forward))
+    with pytest.raises(TranslationError, match=f"Weighted.*{message}"):
+        net(jnp.asarray(X.numpy()))
+
+
+def hooked_module(kind):
+    def make():
+        module = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+        getattr(module[1], kind)(lambda *_: None)
+        return module
+
+    return make
+
+
+@row("I2")
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_modules_are_refused(kind):
+    with pytest.raises(TranslationError, match=r"Sequential: 1 \(Tanh\) has a backward hook"):
+        jaxfn.from_torch(hooked_module(kind)())(jnp.ones((4, 3)))
+
+
+@row("I2")
+def test_hooks_that_parameters_have_already():
+    def make():
+        torch.manual_seed(0)
+        module = nn.Linear(3, 2)
+        module.weight.register_hook(lambda gradient: gradient * torch.tensor([[1.0, 0.0, 5.0]]))
+        return module
+
+    check(make, X)
+
+
+# ------------------------------------------------------------------------------------------------------ torch's modules
+
+
+def seeded(make):
+    def made():
+        torch.manual_seed(1)
+        return make()
+
+    return made
+
+
+def tied():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+def frozen():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    module[0].requires_grad_(False)
+    return module
+
+
+def doubling():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    module[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    return module
+
+
+MODULES = {
+    "batch norm": (lambda: nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), X),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), X),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)), X),
+    "hook of spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(3, 2)), X),
+    "hook of weight norm": (lambda: nn.utils.weight_norm(nn.Linear(3, 2)), X),
+    "tied": (tied, X),
+    "frozen": (frozen, X),
+    "forward hook": (doubling, X),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        torch.linspace(-1, 1, 2 * 2 * 6 * 8).reshape(2, 2, 6, 8).sin(),
+    ),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        torch.linspace(-1, 1, 40).reshape(2, 5, 4).sin(),
+    ),
+    "embedding, 32 bits": (
+        lambda: nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 2)),
+        torch.tensor([[0, 1, 2], [3, 0, 8]], dtype=torch.int32),
+    ),
+}
+
+
+@row("I1", "I2")
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_torch(name, train):
+    make, x = MODULES[name]
+    check(seeded(make), x, train=train)
+
+
+class Packed(nn.Module):
+    """Sequences of lengths that are no multiple of each other, not sorted, and padded to more than the longest."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, [3, 5, 2, 5], batch_first=True, enforce_sorted=False)
+        output, state = self.layer(packed)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(output, batch_first=True, total_length=7, padding_value=1.5)
+        return padded, state
+
+
+SEQUENCES = torch.linspace(-3, 3, 4 * 5 * 3).reshape(4, 5, 3).sin()
+
+
+@row("I2")
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False, "batch_first": True}, {"num_layers": 2, "bidirectional": True}]
+)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers(kind, options):
+    check(seeded(lambda: getattr(nn, kind)(3, 4, **options)), SEQUENCES)
+    if not options:
+        check(seeded(lambda: getattr(nn, kind)(3, 4)), SEQUENCES[0])
+
+
+@row("I2")
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_packed_sequences(kind):
+    check(seeded(lambda: Packed(getattr(nn, kind)(3, 4, 2, batch_first=True, bidirectional=True))), SEQUENCES)
+
+
+@row("I2")
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_further_recurrent_layers():
+    check(seeded(lambda: nn.LSTM(3, 4, 2, proj_size=2, bidirectional=True)), SEQUENCES)
+    check(seeded(lambda: nn.RNN(3, 4, nonlinearity="relu")), SEQUENCES)
+
+
+@row("I2")
+def test_a_recurrent_layer_is_one_loop():
+    for length in (5, 50):
+        net = jaxfn.from_torch(nn.LSTM(3, 4))
+        jaxpr = jax.make_jaxpr(lambda x, net=net: net(x)[0])(jnp.ones((length, 2, 3)))
+        names = [equation.primitive.name for equation in jaxpr.eqns]
+        assert names.count("scan") == 1 and len(names) < 60
+
+
+@row("I2")
+def test_lengths_that_depend_on_arguments_are_refused():
+    class ByLength(nn.Module):
+        def forward(self, x, lengths):
+            return nn.utils.rnn.pack_padded_sequence(x, lengths).data
+
+    with pytest.raises(TranslationError, match="lengths depend on the arguments.*Python numbers"):
+        jaxfn.from_torch(ByLength())(jnp.ones((5, 2, 3)), jnp.array([5, 3]))
+
+
+# ------------------------------------------------------------------------------------------------- what goes in and out
+
+
+@row("I1")
+def test_parameters_and_buffers_by_name():
+    module = seeded(lambda: nn.Sequential(tied(), nn.BatchNorm1d(3), frozen()))()
+    net = jaxfn.from_torch(module)
+    trained = {name for name, x in module.named_parameters() if x.requires_grad}
+    assert set(net.parameters) == trained and "0.2.weight" not in trained
+    assert set(net.buffers) == {name for name, _ in module.named_buffers()} | {"2.0.weight", "2.0.bias"}
+    for name, array in {**net.parameters, **net.buffers}.items():
+        np.testing.assert_array_equal(array, numbers(module.state_dict()[name]))
+    with pytest.raises(AttributeError, match="parameters"):
+        net.parameters = {}
+
+
+@row("I1")
+def test_what_is_missing_or_unknown_is_named():
+    net = jaxfn.from_torch(nn.BatchNorm1d(3))
+    parameters, buffers, x = net.parameters, net.buffers, jnp.ones((4, 3))
+    with pytest.raises(TypeError, match="BatchNorm1d: no array was given for bias, "):
+        net.apply({"weight": parameters["weight"]}, buffers, x)
+    with pytest.raises(TypeError, match="BatchNorm1d has no parameter or buffer 'scale'"):
+        net.apply({**parameters, "scale": x}, buffers, x)
+    with pytest.raises(TypeError, match=r"weight has the shape \(3,\), and the array given for it \(4, 3\)"):
+        net.apply({**parameters, "weight": x}, buffers, x)
+    with pytest.raises(TypeError, match="bias stands among the parameters and among the buffers"):
+        net.apply(parameters, {**buffers, "bias": parameters["bias"]}, x)
+
+
+@row("I1")
+def test_parameters_given_as_buffers_are_frozen():
+    module = Weighted(lambda module, x: x @ module.w if module.w.requires_grad else x)
+    net = jaxfn.from_torch(module)
+    x = jnp.asarray(X.numpy())
+    output, buffers = net.apply({}, {**net.parameters, **net.buffers}, x)
+    np.testing.assert_array_equal(output, x)
+    assert set(buffers) == {"w", "mean"}
+
+
+class Fields(OrderedDict):
+    """A dict that can do more, as outputs of transformers are."""
+
+
+@dataclasses.dataclass
+class Result:
+    """Not known to JAX."""
+
+    loss: object
+    logits: object = None
+    name: str = "result"
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+class Cache:
+    """Neither."""
+
+    def __init__(self, x):
+        self.keys, self.size = [x], 3
+
+
+OUTPUTS = {
+    "tuple": (lambda x: (x, [x + 1]), lambda x: (x, [x + 1])),
+    "namedtuple": (lambda x: Pair(x, x + 1), lambda x: Pair(x, x + 1)),
+    "dict": (lambda x: {"a": x}, lambda x: {"a": x}),
+    "dict of another kind": (lambda x: Fields(a=x, b=None, c=(x,)), lambda x: {"a": x, "c": (x,)}),
+    "dataclass": (lambda x: Result(x), lambda x: {"loss": x}),
+    "in a tuple": (lambda x: (Result(x), None), lambda x: ({"loss": x}, None)),
+    "object": (lambda x: (x, Cache(x)), lambda x: (x, {"keys": [x]})),
+    "of torch": (lambda x: x.max(0), lambda x: (x.max(0), x.argmax(0))),
+}
+
+
+@row("I2", "I6")
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_have_a_structure_that_jax_knows(name):
+    function, expected = OUTPUTS[name]
+    x = jnp.asarray(X.numpy())
+    module = Weighted(lambda module, x: function(x))
+    for call in (jaxfn.from_torch(module), jaxfn.from_torch(function)):
+        got = jax.jit(lambda x, call=call: call(x))(x)
+        assert jax.tree.structure(got) == jax.tree.structure(expected(x))
+        jax.tree.map(np.testing.assert_array_equal, got, expected(x))
+
+
+# ------------------------------------------------------------------------------------------------------- modes and keys
+
+
+@row("I4")
+def test_the_mode_is_that_of_the_call():
+    module = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)))()
+    net = jaxfn.from_torch(module)
+    x = jnp.asarray(X.numpy())
+    with pytest.raises(TranslationError, match=r"Sequential.*key=jax.random.key"):
+        net(x)
+    dropped = [net(x, key=jax.random.key(seed)) for seed in (0, 0, 1)]
+    assert (dropped[0] == dropped[1]).all() and (dropped[0] != dropped[2]).any()
+    kept = dropped[0] != 0
+    np.testing.assert_allclose(dropped[0][kept], 2 * numbers(module[0](X))[kept], rtol=1e-5)
+    module.eval()
+    np.testing.assert_allclose(net(x), numbers(module(X)), rtol=1e-5)
+    module[1].train()
+    assert (net(x, key=jax.random.key(0)) == dropped[0]).all()
+    module[1].p = 0.0
+    np.testing.assert_allclose(net(x, key=jax.random.key(0)), numbers(module[0](X)), rtol=1e-5)
+
+
+@row("I4")
+def test_a_parameter_of_forward_that_is_called_key():
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+    x = jnp.ones((2, 5, 4))
+    output, _ = jaxfn.from_torch(attention)(x, key=x, value=x, jax_key=jax.random.key(0))
+    assert output.shape == (2, 5, 4)
+
+
+@row("I4")
+def test_layers_drop_what_lies_between_recurrent_layers():
+    net = jaxfn.from_torch(nn.LSTM(3, 4, 2, dropout=0.5))
+    x = jnp.asarray(SEQUENCES.numpy())
+    first, again, other = (net(x, key=jax.random.key(seed))[0] for seed in (0, 0, 1))
+    assert (first == again).all() and (first != other).any()
+
+
+# ------------------------------------------------------------------------------------------------------ transformations
+
+
+def module_of_all():
+    return seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), Weighted5(), nn.Linear(5, 2)))()
+
+
+class Weighted5(nn.Module):
+    def forward(self, x):
+        return Quantized.apply(x) * torch.tanh(x)
+
+
+TRANSFORMED = {
+    "jit": lambda f: jax.jit(f),
+    "checkpoint": lambda f: jax.checkpoint(f),
+    "scan": lambda f: lambda p: jax.lax.scan(lambda c, _: (c, f(c)), p, None, 1)[1][0],
+    "vmap": lambda f: lambda p: jax.vmap(f)(jax.tree.map(lambda x: x[None], p))[0],
+    "vmap, last axis": lambda f: lambda p: jax.vmap(f, in_axes=-1)(jax.tree.map(lambda x: x[..., None], p))[0],
+}
+
+
+@row("I2")
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_derivatives_under_transformations(name):
+    module = module_of_all()
+    net = jaxfn.from_torch(module)
+    parameters, buffers, x = net.parameters, net.buffers, jnp.asarray(X.numpy())
+    _, gradients, _ = of_torch(module, (X,))
+    (weights,) = weights_for([torch.zeros(4, 2)])
+
+    def loss(parameters):
+        return (net.apply(parameters, buffers, x)[0] * weights).sum()
+
+    slopes = jax.grad(TRANSFORMED[name](loss))(parameters)
+    for key, theirs in gradients.items():
+        np.testing.assert_allclose(slopes[key], numbers(theirs), rtol=1e-3, atol=1e-5, err_msg=key)
+
+
+@row("I2")
+def test_two_batches_at_once():
+    module = module_of_all().eval()
+    net = jaxfn.from_torch(module)
+    batches = jnp.stack([jnp.asarray(X.numpy()), 1 - jnp.asarray(X.numpy())], axis=1)
+    output, _ = jax.vmap(net.apply, (None, None, 1), (1, None))(net.parameters, net.buffers, batches)
+    for i, x in enumerate((X, 1 - X)):
+        np.testing.assert_allclose(output[:, i], numbers(module(x)), rtol=1e-4, atol=1e-6)
+
+
+@row("I3")
+def test_second_derivatives_go_by_the_functions_own_backward():
+    module = Weighted(with_a_function)
+    net = jaxfn.from_torch(module)
+    x = jnp.asarray(X.numpy())
+
+    def ours(w):
+        return net.apply({"w": w}, net.buffers, x)[0].sum()
+
+    direction = np.linspace(1, -2, 9, dtype=np.float32).reshape(3, 3)
+    got = jax.grad(lambda w: (jax.grad(ours)(w) * direction).sum())(net.parameters["w"])
+    (slope,) = torch.autograd.grad(module(X).sum(), module.w, create_graph=True)
+    (wanted,) = torch.autograd.grad((slope * torch.tensor(direction)).sum(), module.w)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@row("I3")
+def test_forward_mode_of_a_module_and_of_a_function_inside():
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output * 2
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent * 3
+
+    net = jaxfn.from_torch(Weighted(lambda module, x: Tripled.apply(x @ module.w)))
+    x, buffers, parameters = jnp.asarray(X.numpy()), net.buffers, net.parameters
+    f = functools.partial(lambda p: net.apply(p, buffers, x)[0].sum())
+    tangents = jax.tree.map(jnp.ones_like, parameters)
+    _, pushed = jax.jvp(f, (parameters,), (tangents,))
+    np.testing.assert_allclose(pushed, 3 * 3 * x.sum(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.grad(f)(parameters)["w"], 2 * x.sum(0)[:, None] * np.ones((3, 3)), rtol=1e-5)
+
+
+@row("I1")
+def test_an_adopted_module_is_a_constant_of_a_jitted_function():
+    net = jaxfn.from_torch(Weighted(plain))
+    traces = []
+
+    @jax.jit
+    def step(parameters, x):
+        traces.append(None)
+        return net.apply(parameters, {"mean": jnp.zeros(3)}, x)[0]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def called(net, x):
+        traces.append(None)
+        return net(x)
+
+    for _ in range(2):
+        step(net.parameters, jnp.ones((4, 3)))
+        called(net, jnp.ones((4, 3)))
+    assert len(traces) == 2
+
+
+@row("I2")
+def test_the_code_runs_once_for_the_same_shapes():
+    calls = []
+    net = jaxfn.from_torch(Weighted(lambda module, x: calls.append(None) or plain(module, x)))
+    for _ in range(3):
+        net(jnp.ones((4, 3)))
+        jax.jit(lambda x: net(x))(jnp.ones((4, 3)))
+    assert len(calls) == 1
+    net(jnp.ones((5, 3)))
+    assert len(calls) == 2
+
+
+@row("I2")
+def test_threads_trace_one_module():
+    net = jaxfn.from_torch(module_of_all())
+    x = jnp.asarray(X.numpy())
+    expected, found = net(x), []
+    nets = [jaxfn.from_torch(module_of_all()) for _ in range(4)]
+    threads = [threading.Thread(target=lambda net=net: found.append(net(x))) for net in nets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for output in found:
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ back into torch
+
+
+@row("I7")
+def test_weights_go_back_into_torch():
+    module = module_of_all()
+    net = jaxfn.from_torch(module)
+    x = jnp.asarray(X.numpy())
+    parameters = jax.tree.map(lambda p: p * 0.5 + 1, net.parameters)
+    _, buffers = net.apply(parameters, net.buffers, x)
+    net.load(parameters, buffers)
+    for name, tensor in module.state_dict().items():
+        np.testing.assert_allclose({**parameters, **buffers}[name], numbers(tensor), rtol=1e-6)
+    module.eval()
+    np.testing.assert_allclose(net(x), numbers(module(X)), rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="has no parameter or buffer 'nothing'"):
+        net.load({"nothing": x})
+
+
+@row("I7")
+def test_explain_shows_the_graph_and_what_is_missing():
+    explanation = jaxfn.from_torch(nn.Sequential(nn.Linear(3, 2), nn.Tanh())).explain(jnp.ones((4, 3)))
+    assert explanation.is_supported and "aten.tanh.default" in explanation.parts[0].operations
+    asking = jaxfn.from_torch(Weighted(lambda module, x: x if x.sum() > 0 else -x)).explain(jnp.ones((4, 3)))
+    assert not asking.is_supported and "asks for the value" in str(asking)
+
+
+# ------------------------------------------------------------------------------------------------------------ functions
+
+
+def squared_distance(a, b, *, scale=2.0):
+    """A loss."""
+    with torch.no_grad():
+        norm = (a**2).sum()
+    return Quantized.apply((a - b) * scale).pow(2).mean() / norm
+
+
+@row("I6")
+@pytest.mark.parametrize("scale", [2.0, 3.0])
+@pytest.mark.parametrize("bound", [False, True], ids=["function", "partial"])
+def test_functions_of_tensors(scale, bound):
+    function = functools.partial(squared_distance, scale=scale) if bound else squared_distance
+    ours = jaxfn.from_torch(function)
+    options = {} if bound else {"scale": scale}
+    a, b = X.clone().requires_grad_(), (X.flip(0) * 0.3).requires_grad_()
+    value = function(a, b, **options)
+    wanted = torch.autograd.grad(value, (a, b))
+    x, y = jnp.asarray(numbers(a)), jnp.asarray(numbers(b))
+    got, slopes = jax.value_and_grad(lambda x, y: ours(x, y, **options), (0, 1))(x, y)
+    np.testing.assert_allclose(got, numbers(value), rtol=1e-5)
+    for g, w in zip(slopes, wanted, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
+    assert ours.__name__ == "squared_distance" and ours.__doc__ == "A loss."
+
+
+@row("I6")
+def test_functions_that_draw_and_what_they_close_over():
+    def sampler(mean):
+        return mean + torch.randn(mean.shape)
+
+    sample = jaxfn.from_torch(sampler)
+    with pytest.raises(TranslationError, match=r"sampler.*sampler\(\.\.\., key="):
+        sample(jnp.zeros(3))
+    draws = [sample(jnp.zeros(3), key=jax.random.key(seed)) for seed in (0, 0, 1)]
+    assert (draws[0] == draws[1]).all() and (draws[0] != draws[2]).any()
+    factor = [2.0]
+    scaled = jaxfn.from_torch(lambda x: x * factor[0])
+    assert scaled(jnp.ones(())) == 2
+    factor[0] = 3.0
+    assert scaled(jnp.ones(())) == 3
+
+
+@row("I6")
+@pytest.mark.parametrize("wrong", [3, nn.Linear, "relu", None], ids=repr)
+def test_what_is_neither_is_refused(wrong):
+    with pytest.raises(TypeError, match="from_torch takes a subclass of torch.autograd.Function, a torch.nn.Module"):
+        jaxfn.from_torch(wrong)
