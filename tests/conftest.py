@@ -18,6 +18,13 @@ LEFT_OUT = pytest.StashKey[int]()
 
 
 @pytest.fixture
+def double_precision() -> Iterator[None]:
+    """For numbers beside torch's."""
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
 def few_objects() -> Iterator[None]:
     """Garbage collection looks at new objects only: JAX's leak checker collects often, and other tests leave much."""
     gc.freeze()

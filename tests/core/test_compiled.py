@@ -8,7 +8,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxfn
-from tests.support.cases import CASES, loss_of, make_args, with_attributes
+from tests.support.cases import CASES, loss_of, make_args, residual_bytes, with_attributes
 from tests.support.marks import row
 from tests.support.transformations import BATCH, POLICIES, over_batch
 
@@ -84,12 +84,6 @@ def test_same_optimized_hlo_for_a_deep_network():
     ours = train_step(network(linear.apply, Relu.apply), 2).lower(args).compile().as_text()
     by_hand = train_step(network(linear.by_hand, relu), 2).lower(args).compile().as_text()
     assert normalized(ours) == normalized(by_hand)
-
-
-def residual_bytes(f, args):
-    """What the linearized function keeps; arguments that it keeps whole are counted too."""
-    _, pullback = jax.vjp(f, *args)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
 
 
 @row("B4", "E1b")

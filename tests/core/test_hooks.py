@@ -13,8 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.core.test_compiled import residual_bytes
-from tests.support.cases import CASES, Linear, host_memory_is_apart, loss_of, make_args
+from tests.support.cases import CASES, Linear, host_memory_is_apart, loss_of, make_args, residual_bytes
 from tests.support.marks import row
 
 X = jnp.linspace(-1.0, 1.5, 1000)

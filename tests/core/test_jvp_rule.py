@@ -12,10 +12,9 @@ from jax.custom_derivatives import linear_call
 
 import jaxfn
 from jaxfn._protocol import tangents as _tangents
-from tests.core.test_compiled import residual_bytes
 from tests.core.test_forward_mode import ALL, DERIVATIVES, FURTHER, check, jit, taken
 from tests.support import cases
-from tests.support.cases import make_args, with_attributes
+from tests.support.cases import make_args, residual_bytes, with_attributes
 from tests.support.marks import NO_REMAT_TRANSPOSE, row
 
 X = jnp.array([0.3, -1.2])

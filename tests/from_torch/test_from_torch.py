@@ -15,15 +15,10 @@ import jaxfn
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("double_precision")
 
-from tests.parity.test_against_torch import Jax, JittedJax, Torch, assert_same  # noqa: E402
+from tests.support.libraries import Jax, JittedJax, assert_same, torch_library  # noqa: E402
 from tests.support.torch_functions import CASES, Case  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        yield
 
 
 def of_arrays(function: Any, args: tuple[Any, ...]) -> tuple[Any, list[np.ndarray]]:
@@ -47,7 +42,7 @@ def of_arrays(function: Any, args: tuple[Any, ...]) -> tuple[Any, list[np.ndarra
 def test_outputs_and_derivatives_are_those_of_torch(case: Case, library: Any):
     theirs, arrays = of_arrays(case.function, case.args)
     ours, _ = of_arrays(jaxfn.from_torch(case.function), case.args)
-    want = Torch.derivatives(theirs, arrays, case.order)
+    want = torch_library().derivatives(theirs, arrays, case.order)
     for got, expected in zip(library.derivatives(ours, arrays, case.order), want, strict=True):
         assert_same(got, expected, 1e-8)
 

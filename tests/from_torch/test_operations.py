@@ -18,6 +18,7 @@ import pytest
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
 from jaxfn._torch.operations import TABLE  # noqa: E402
@@ -53,12 +54,6 @@ nn.functional.max_pool3d nn.functional.pad.reflect nn.functional.pad.replicate n
 nn.functional.pdist nn.functional.rrelu nn.functional.softshrink linalg.det linalg.slogdet linalg.solve linalg.inv
 softmax
 """
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        yield
 
 
 def run_all(given: Sequence[Sample]) -> list[Any]:

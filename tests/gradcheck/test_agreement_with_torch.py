@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from tests.support.gradcheck_mutants import BASES, CHECKS, MUTANTS, Base, Mutant
-from tests.support.gradcheck_pairs import PAIRS, Jax, Library, Pair, generated, torch_library, verdict
+from tests.support.gradcheck_pairs import PAIRS, Pair, generated, verdict
+from tests.support.libraries import Define, Jax, Library, torch_library
 from tests.support.marks import row
 
 # How many random inputs each right version is checked on.
@@ -44,16 +47,17 @@ def test_catalog_is_a_good_mix(torch_lib: Library) -> None:
     assert said["fails"] >= 40
 
 
-def _gradients(library: Library, base: Base) -> list[np.ndarray]:
-    return library.outputs_and_gradients(base.define(library), generated(base.inputs, 0))
+def _outputs_and_gradients(library: Library, define: Define, inputs: Sequence[Any]) -> list[np.ndarray]:
+    outputs, gradients = library.derivatives(define(library), generated(inputs, 0), 1)
+    return [*outputs, *gradients]
 
 
 @row("G1")
 @pytest.mark.parametrize("base", BASES, ids=str)
 def test_right_versions_compute_what_torchs_do(base: Base, torch_lib: Library) -> None:
     with jax.enable_x64(True):
-        ours = _gradients(Jax, base)
-    for got, want in zip(ours, _gradients(torch_lib, base), strict=True):
+        ours = _outputs_and_gradients(Jax, base.define, base.inputs)
+    for got, want in zip(ours, _outputs_and_gradients(torch_lib, base.define, base.inputs), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -67,10 +71,9 @@ def test_planted_mistake_is_caught(mutant: Mutant) -> None:
 @row("G6")
 @pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.kind == "gradgradcheck"], ids=str)
 def test_mistakes_for_gradgradcheck_have_the_right_first_derivative(mutant: Mutant) -> None:
-    args = generated(mutant.base.inputs, 0)
     with jax.enable_x64(True):
-        got = Jax.outputs_and_gradients(mutant.define(Jax), args)
-        want = Jax.outputs_and_gradients(mutant.base.define(Jax), args)
+        got = _outputs_and_gradients(Jax, mutant.define, mutant.base.inputs)
+        want = _outputs_and_gradients(Jax, mutant.base.define, mutant.base.inputs)
     for mine, right in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, right, rtol=1e-12, atol=1e-12)
 

@@ -14,137 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxfn
+from tests.support.libraries import Define, Jax, JittedJax, Library, assert_same, loss, torch_library
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
-class Torch:
-    """PyTorch, under the names that definitions use."""
-
-    Function = torch.autograd.Function
-    once_differentiable = staticmethod(torch.autograd.function.once_differentiable)
-    m = torch
-    nn = torch.nn.functional
-    array = staticmethod(torch.tensor)
-
-    @staticmethod
-    def numpy(value: Any) -> np.ndarray:
-        return value.detach().resolve_conj().numpy()
-
-    @classmethod
-    def outputs(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> Any:
-        return f(*_tensors(args))
-
-    @classmethod
-    def derivatives(cls, f: Callable[..., Any], args: Sequence[np.ndarray], order: int) -> list[list[np.ndarray]]:
-        """The arrays that `f` returns, then their first, second, ... derivatives; see `loss`.
-
-        Derivatives are with respect to every floating or complex argument.
-        """
-        tensors = _tensors(args)
-        inputs = [t for t in tensors if t.requires_grad]
-        values = _arrays(f(*tensors))
-        found = [[cls.numpy(value) for value in values]]
-        for remaining in reversed(range(order)):
-            target = loss(cls, values)
-            if target.requires_grad:
-                values = torch.autograd.grad(target, inputs, create_graph=remaining > 0, materialize_grads=True)
-            else:
-                values = [torch.zeros_like(t) for t in inputs]
-            found.append([cls.numpy(value) for value in values])
-        return found
-
-    @classmethod
-    def gradients(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The first derivatives alone."""
-        return cls.derivatives(f, args, 1)[1]
-
-
-class Jax:
-    """JAX with jaxfn, under the same names."""
-
-    Function = jaxfn.Function
-    once_differentiable = staticmethod(jaxfn.once_differentiable)
-    m = jnp
-    nn = jax.nn
-    array = staticmethod(jnp.asarray)
-    wrap = staticmethod(lambda f: f)
-    numpy = staticmethod(np.asarray)
-
-    @classmethod
-    def outputs(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> Any:
-        return cls.wrap(f)(*map(jnp.asarray, args))
-
-    @classmethod
-    def derivatives(cls, f: Callable[..., Any], args: Sequence[np.ndarray], order: int) -> list[list[np.ndarray]]:
-        """As `Torch.derivatives`."""
-        of_order = [lambda *a: _arrays(f(*a))]
-        for _ in range(order):
-            of_order.append(_differentiated(of_order[-1], args))
-        found = cls.wrap(lambda *a: [g(*a) for g in of_order])(*map(jnp.asarray, args))
-        return [found[0], *([np.conj(value) for value in values] for values in found[1:])]
-
-    @classmethod
-    def gradients(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """As `Torch.gradients`."""
-        return [np.conj(v) for v in cls.wrap(_differentiated(f, args))(*map(jnp.asarray, args))]
-
-
-class JittedJax(Jax):
-    """The same under `jax.jit`."""
-
-    wrap = staticmethod(jax.jit)
-
-
-Library = type[Torch] | type[Jax]
-Define = Callable[[Library], Callable[..., Any]]
-
+Torch = torch_library()
 LIBRARIES = pytest.mark.parametrize("library", [Torch, Jax, JittedJax])
 JAXES = pytest.mark.parametrize("library", [Jax, JittedJax])
 REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError)
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        yield
-
-
-def _tensors(args: Sequence[np.ndarray]) -> list[Any]:
-    return [torch.tensor(a, requires_grad=np.issubdtype(np.asarray(a).dtype, np.inexact)) for a in args]
-
-
-def _differentiated(f: Callable[..., Any], args: Sequence[np.ndarray]) -> Callable[..., Any]:
-    argnums = [i for i, a in enumerate(args) if np.issubdtype(np.asarray(a).dtype, np.inexact)]
-    return jax.grad(lambda *a: loss(Jax, _arrays(f(*a))), argnums=argnums)
-
-
-def _arrays(outputs: Any) -> list[Any]:
-    return [y for y in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if hasattr(y, "dtype")]
-
-
-def loss(library: Library, values: Sequence[Any]) -> Any:
-    """A real number that depends on every floating and complex value, and not linearly.
-
-    It is the same for a complex value and for its conjugate.
-    """
-    total = 0.0
-    for value in values:
-        kind = str(value.dtype).removeprefix("torch.")
-        if kind.startswith(("float", "complex")):
-            weights = np.cos(np.arange(float(np.prod(value.shape))) + 0.5).reshape(value.shape)
-            size = library.m.real(value * (library.m.conj(value) + 1)) if kind[0] == "c" else value * (value + 1)
-            total = total + (library.m.asarray(weights, dtype=size.dtype) * size).sum()
-    return total
-
-
-def assert_same(got: Sequence[Any], want: Sequence[np.ndarray], rtol: float = 1e-9) -> None:
-    """Outputs or gradients of JAX beside those of torch."""
-    for ours, theirs in zip(got, want, strict=True):
-        assert np.shape(ours) == theirs.shape
-        np.testing.assert_allclose(np.asarray(ours), theirs, rtol=rtol, atol=rtol)
 
 
 def assert_agree(define: Define, *args: Any, order: int = 2) -> None:

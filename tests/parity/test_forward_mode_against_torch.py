@@ -17,16 +17,13 @@ import jaxfn
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+pytestmark = [
+    pytest.mark.usefixtures("double_precision"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
 
 JVP, GRAD = Callable[..., Any], Callable[..., Any]
 X, Y = np.array([0.3, -1.2]), np.array([0.7, 0.4])
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
 
 
 def different_rules(base: Any, m: Any, log: list[Any]) -> Any:

@@ -24,13 +24,10 @@ torch = pytest.importorskip("torch")
 database = torch_internal("autograd_function_db")
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("double_precision"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
 
 
 def on_host(f: Callable[..., Any], *like: Any) -> Callable[..., Any]:

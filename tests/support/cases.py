@@ -551,3 +551,9 @@ def loss_of(f: Callable[..., Any]) -> Callable[..., jax.Array]:
         return sum((jnp.sum(jnp.sin(0.5 * x)) for x in leaves), start=jnp.float32(0))
 
     return loss
+
+
+def residual_bytes(f: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """What the linearized function keeps; arguments that it keeps whole are counted too."""
+    _, pullback = jax.vjp(f, *args)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))

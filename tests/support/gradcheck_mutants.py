@@ -21,9 +21,6 @@ import jax.test_util
 import numpy as np
 
 from tests.support.gradcheck_pairs import (
-    Define,
-    Jax,
-    Kind,
     complex_,
     distinct,
     generated,
@@ -33,9 +30,9 @@ from tests.support.gradcheck_pairs import (
     real,
     regular,
     rule,
-    torch_library,
     verdict,
 )
+from tests.support.libraries import Define, Jax, Kind, torch_library
 
 
 @dataclass(frozen=True)

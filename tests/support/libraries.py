@@ -1,0 +1,216 @@
+"""torch and jaxfn under the same names, so that one source is built on both.
+
+A *definition* is a function of a library (`Jax`, `JittedJax` or `torch_library()`) that writes a Function in it and
+returns what calls it. Gradients are compared in torch's convention: JAX's of a complex input is the conjugate.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxfn
+
+Library = Any
+Define = Callable[[Library], Callable[..., Any]]
+Kind = Literal["gradcheck", "gradgradcheck"]
+
+
+class Jax:
+    """JAX with jaxfn."""
+
+    Function = jaxfn.Function
+    GradcheckError = jaxfn.GradcheckError
+    once_differentiable = staticmethod(jaxfn.once_differentiable)
+    m = jnp
+    nn = jax.nn
+    array = staticmethod(jnp.asarray)
+    numpy = staticmethod(np.asarray)
+    wrap = staticmethod(lambda f: f)
+    detach = staticmethod(jax.lax.stop_gradient)
+    while_loop = staticmethod(jax.lax.while_loop)
+
+    @staticmethod
+    def as_float32(x: Any) -> Any:
+        return x.astype(jnp.float32)
+
+    @staticmethod
+    def scatter_add(length: int, index: Any, values: Any) -> Any:
+        """An array of that length (along its first axis) with `values` added at `index`."""
+        return jnp.zeros((length, *values.shape[1:]), values.dtype).at[index].add(values)
+
+    @staticmethod
+    def scatter_set(length: int, index: Any, values: Any) -> Any:
+        return jnp.zeros((length, *values.shape[1:]), values.dtype).at[index].set(values)
+
+    @staticmethod
+    def on_host(f: Callable[[np.ndarray], np.ndarray], x: Any) -> Any:
+        """A NumPy function of one array, whose result is like it."""
+        return jax.pure_callback(f, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
+
+    @staticmethod
+    def check(kind: Kind, f: Callable[..., Any], args: tuple[Any, ...], **keywords: Any) -> bool:
+        return getattr(jaxfn, kind)(f, args, **keywords)
+
+    @classmethod
+    def outputs(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> Any:
+        return cls.wrap(f)(*map(jnp.asarray, args))
+
+    @classmethod
+    def derivatives(cls, f: Callable[..., Any], args: Sequence[np.ndarray], order: int) -> list[list[np.ndarray]]:
+        """The arrays that `f` returns, then their first, second, ... derivatives; see `loss`.
+
+        Derivatives are with respect to every floating or complex argument.
+        """
+        of_order = [lambda *a: _arrays(f(*a))]
+        for _ in range(order):
+            of_order.append(_differentiated(of_order[-1], args))
+        found = cls.wrap(lambda *a: [g(*a) for g in of_order])(*map(jnp.asarray, args))
+        return [found[0], *([np.conj(value) for value in values] for values in found[1:])]
+
+    @classmethod
+    def gradients(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The first derivatives alone."""
+        return [np.conj(v) for v in cls.wrap(_differentiated(f, args))(*map(jnp.asarray, args))]
+
+
+class JittedJax(Jax):
+    """The same under `jax.jit`."""
+
+    wrap = staticmethod(jax.jit)
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return np.issubdtype(dtype, np.inexact)
+
+
+def _differentiated(f: Callable[..., Any], args: Sequence[np.ndarray]) -> Callable[..., Any]:
+    argnums = [i for i, a in enumerate(args) if _is_inexact(np.asarray(a).dtype)]
+    return jax.grad(lambda *a: loss(Jax, _arrays(f(*a))), argnums=argnums)
+
+
+def _arrays(outputs: Any) -> list[Any]:
+    return [y for y in (outputs if isinstance(outputs, (tuple, list)) else [outputs]) if hasattr(y, "dtype")]
+
+
+def loss(library: Library, values: Sequence[Any]) -> Any:
+    """A real number that depends on every floating and complex value, and not linearly.
+
+    It is the same for a complex value and for its conjugate.
+    """
+    total = 0.0
+    for value in values:
+        kind = str(value.dtype).removeprefix("torch.")
+        if kind.startswith(("float", "complex")):
+            weights = np.cos(np.arange(float(np.prod(value.shape))) + 0.5).reshape(value.shape)
+            size = library.m.real(value * (library.m.conj(value) + 1)) if kind[0] == "c" else value * (value + 1)
+            total = total + (library.m.asarray(weights, dtype=size.dtype) * size).sum()
+    return total
+
+
+@functools.cache
+def torch_library() -> Library:
+    """PyTorch; raises ImportError where it is not installed."""
+    import torch
+    from torch.autograd.gradcheck import GradcheckError as TorchGradcheckError
+
+    class Torch:
+        Function = torch.autograd.Function
+        GradcheckError = TorchGradcheckError
+        once_differentiable = staticmethod(torch.autograd.function.once_differentiable)
+        m = torch
+        nn = torch.nn.functional
+        array = staticmethod(torch.tensor)
+
+        @staticmethod
+        def numpy(value: Any) -> np.ndarray:
+            return value.detach().resolve_conj().numpy()
+
+        @staticmethod
+        def detach(x: Any) -> Any:
+            return x.detach()
+
+        @staticmethod
+        def while_loop(condition: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:
+            while condition(state):
+                state = body(state)
+            return state
+
+        @staticmethod
+        def as_float32(x: Any) -> Any:
+            return x.to(torch.float32)
+
+        @staticmethod
+        def scatter_add(length: int, index: Any, values: Any) -> Any:
+            return values.new_zeros(length, *values.shape[1:]).index_add(0, index, values)
+
+        @staticmethod
+        def scatter_set(length: int, index: Any, values: Any) -> Any:
+            return values.new_zeros(length, *values.shape[1:]).index_copy(0, index, values)
+
+        @staticmethod
+        def on_host(f: Callable[[np.ndarray], np.ndarray], x: Any) -> Any:
+            return torch.from_numpy(f(x.detach().numpy()))
+
+        @staticmethod
+        def tensors(args: Sequence[Any], argnums: Sequence[int] | None = None) -> tuple[Any, ...]:
+            """NumPy arrays as tensors, in the same layout; pytrees are flattened, everything else is left as it is."""
+            chosen = range(len(args)) if argnums is None else argnums
+            made: list[Any] = []
+            for position, arg in enumerate(args):
+                for leaf in arg.values() if isinstance(arg, dict) else [arg]:
+                    if isinstance(leaf, np.ndarray):
+                        floating = _is_inexact(leaf.dtype)
+                        # NumPy gives an empty array strides that torch refuses.
+                        layout = torch.preserve_format if leaf.size else torch.contiguous_format
+                        leaf = torch.from_numpy(leaf).clone(memory_format=layout)
+                        leaf.requires_grad_(floating and position in chosen)
+                    made.append(leaf)
+            return tuple(made)
+
+        @classmethod
+        def check(cls, kind: Kind, f: Callable[..., Any], args: tuple[Any, ...], **keywords: Any) -> bool:
+            inputs = cls.tensors(args, keywords.pop("argnums", None))
+            if "grad_outputs" in keywords:
+                keywords["grad_outputs"] = cls.tensors(keywords["grad_outputs"])
+            torch.manual_seed(0)  # fast mode's projections and gradgradcheck's gradients
+            return getattr(torch.autograd, kind)(f, inputs, **keywords)
+
+        @classmethod
+        def outputs(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> Any:
+            return f(*cls.tensors([np.asarray(a) for a in args]))
+
+        @classmethod
+        def derivatives(cls, f: Callable[..., Any], args: Sequence[np.ndarray], order: int) -> list[list[np.ndarray]]:
+            """As `Jax.derivatives`."""
+            tensors = cls.tensors([np.asarray(a) for a in args])
+            inputs = [t for t in tensors if t.requires_grad]
+            values = _arrays(f(*tensors))
+            found = [[cls.numpy(value) for value in values]]
+            for remaining in reversed(range(order)):
+                target = loss(cls, values)
+                if target.requires_grad:
+                    values = torch.autograd.grad(target, inputs, create_graph=remaining > 0, materialize_grads=True)
+                else:
+                    values = [torch.zeros_like(t) for t in inputs]
+                found.append([cls.numpy(value) for value in values])
+            return found
+
+        @classmethod
+        def gradients(cls, f: Callable[..., Any], args: Sequence[np.ndarray]) -> list[np.ndarray]:
+            """As `Jax.gradients`."""
+            return cls.derivatives(f, args, 1)[1]
+
+    return Torch
+
+
+def assert_same(got: Sequence[Any], want: Sequence[np.ndarray], rtol: float = 1e-9) -> None:
+    """Outputs or gradients of JAX beside those of torch."""
+    for ours, theirs in zip(got, want, strict=True):
+        assert np.shape(ours) == theirs.shape
+        np.testing.assert_allclose(np.asarray(ours), theirs, rtol=rtol, atol=rtol)
