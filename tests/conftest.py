@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import pytest
 
+from tests.support.lanes import quick_lane
+
 jax.config.update("jax_num_cpu_devices", 8)
 # Thousands of small programs are compiled, and each runs once. XLA's own passes, which the tests look at, all run.
 os.environ["XLA_FLAGS"] = (
@@ -41,15 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = 0
 
 
+@pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects what is about other rows than those asked for, and what is thorough without `--all`."""
+    quick = set(quick_lane(items))
+    for item in items:
+        if item not in quick:
+            item.add_marker("thorough")  # the cases that were not taken of a sampled test too, so that -m finds them
     rows = set(config.getoption("row") or ())
     asked_for = [i for i in items if not rows or any(rows.intersection(mark.args) for mark in i.iter_markers("row"))]
-    quick = [item for item in asked_for if config.getoption("all") or not item.get_closest_marker("thorough")]
-    config.stash[LEFT_OUT] = len(asked_for) - len(quick)
-    chosen = set(quick)
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = quick
+    chosen = asked_for if config.getoption("all") else [item for item in asked_for if item in quick]
+    config.stash[LEFT_OUT] = len(asked_for) - len(chosen)
+    config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+    items[:] = chosen
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import Holder, stop_gradient
-from tests.support.marks import COMING, TRACES_ALWAYS, row
+from tests.support.marks import COMING, TRACES_ALWAYS, row, sampled
 
 WRAPS: dict[str, Callable] = {
     "eager": lambda f: f,
@@ -49,6 +49,7 @@ def plain(w, x):
 
 
 @row("A9")
+@sampled
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["", "in jit"])
 @pytest.mark.parametrize("save", ["input", "intermediate"])
 @pytest.mark.parametrize("mode", MODES)
@@ -283,6 +284,7 @@ def test_closed_over_values_differentiated_further_out(wrap, save):
 
 
 @row("A5", "D3")
+@sampled
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
 @pytest.mark.parametrize("kept", ["cell", "default", "object", "static argument"])
 @pytest.mark.parametrize("moves", [False, True], ids=["x fixed", "x moves too"])

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxfn
 from tests.support.cases import CASES, loss_of, make_args, residual_bytes, with_attributes
-from tests.support.marks import row
+from tests.support.marks import row, sampled
 from tests.support.transformations import BATCH, POLICIES, over_batch
 
 by_name = {case.name: case for case in CASES}
@@ -87,6 +87,7 @@ def test_same_optimized_hlo_for_a_deep_network():
 
 
 @row("B4", "E1b")
+@sampled
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("policy", [None, *POLICIES])
 @pytest.mark.parametrize("transform", ["plain", "jit", "vmap", "scan"])

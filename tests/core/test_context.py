@@ -11,7 +11,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import Linear, Pair, Relu, Swap
-from tests.support.marks import ALL_PERTURBED, RUNS_PRIMAL_TOO, row
+from tests.support.marks import ALL_PERTURBED, RUNS_PRIMAL_TOO, row, sampled
 
 MODES = {
     "eager": lambda f: f,
@@ -515,6 +515,7 @@ def scan_body(f, carry, _):
 
 
 @row("B7")
+@sampled
 @pytest.mark.parametrize("f", [Mul.apply, MulSavingLess.apply, MulSavingMuchLess.apply], ids=["all", "less", "varying"])
 @pytest.mark.parametrize("wrap", ["cond", "scan", "jit", "while_in_jit"])
 def test_gradients_do_not_depend_on_which_were_taken_before(f, wrap):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.support.both_modes import CASES, FORWARD, REVERSE, Case, Modes
-from tests.support.marks import row
+from tests.support.marks import row, sampled
 
 ROWS = 8
 
@@ -154,6 +154,7 @@ MAPPED = {
 
 
 @row("D4", "D7")
+@sampled
 @pytest.mark.parametrize("how", SINGLE)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_mode_has_its_own_rule(case, how, expected):
@@ -161,6 +162,7 @@ def test_each_mode_has_its_own_rule(case, how, expected):
 
 
 @row("D4", "D7")
+@sampled
 @pytest.mark.parametrize("how", MAPPED)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_mode_has_its_own_rule_when_mapped(case, how, expected):

@@ -15,7 +15,7 @@ from jaxfn._protocol import tangents as _tangents
 from tests.core.test_forward_mode import ALL, DERIVATIVES, FURTHER, check, jit, taken
 from tests.support import cases
 from tests.support.cases import make_args, residual_bytes, with_attributes
-from tests.support.marks import NO_REMAT_TRANSPOSE, row
+from tests.support.marks import NO_REMAT_TRANSPOSE, row, sampled, thorough
 
 X = jnp.array([0.3, -1.2])
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -310,6 +310,7 @@ def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
 
 
 @row("D5b")
+@sampled
 @pytest.mark.parametrize("name", jvp_only())
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "checkpoint", "of_jit"])
 def test_jvp_alone_gives_reverse_mode_too(name, wrap):
@@ -420,6 +421,7 @@ def generated(case: cases.Case) -> Any:
 
 
 @row("D5")
+@thorough
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_generate_jvp_rule_against_plain_jax(case):
     """Every right rule of `cases`, in every mix of modes."""
@@ -429,6 +431,7 @@ def test_generate_jvp_rule_against_plain_jax(case):
 
 
 @row("D5")
+@sampled
 @pytest.mark.parametrize("case", [c for c in cases.CASES if c.name in ("exp", "rotate", "relu", "dense")], ids=str)
 @pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint], ids=["vmap", "checkpoint"])
 def test_generate_jvp_rule_mapped(case, transform):

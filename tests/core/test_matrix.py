@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from tests.support.cases import CASES
-from tests.support.marks import row
+from tests.support.marks import row, sampled
 from tests.support.transformations import TRANSFORMATIONS
 
 
 @row("E1", "E2", "D1", "D2", "D3")
+@sampled
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_matrix(name, case):

@@ -22,7 +22,7 @@ from jax.experimental import io_callback
 from jax.extend.random import define_prng_impl
 
 import jaxfn
-from tests.support.marks import COMING, RUNS_PRIMAL_TOO, row
+from tests.support.marks import COMING, RUNS_PRIMAL_TOO, row, sampled
 
 
 def _mixed(key, numbers):
@@ -480,6 +480,7 @@ def expect_other_draws(name, source, transform):
 
 
 @row("A8")
+@sampled
 @pytest.mark.parametrize(("source", "closes_over", "name", "transform"), CELLS)
 def test_code_runs_as_often_as_by_hand(source, closes_over, name, transform):
     expect_other_draws(name, source, transform)
@@ -675,6 +676,7 @@ def every_style(sources):
 
 
 @row("A8")
+@sampled
 @EVERY_SECOND
 @every_style(UNCHANGED)
 def test_second_derivatives_where_what_is_closed_over_stays_as_it_is(source, name, transform):
@@ -691,6 +693,7 @@ def test_second_derivatives_where_what_is_closed_over_stays_as_it_is(source, nam
 
 
 @row("A8")
+@sampled
 @EVERY_SECOND
 @every_style(CHANGED)
 def test_second_derivatives_where_what_is_closed_over_changes(source, name, transform):

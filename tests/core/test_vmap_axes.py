@@ -18,7 +18,7 @@ import pytest
 from jax.lax import stop_gradient
 
 import jaxfn
-from tests.support.marks import COMING, row
+from tests.support.marks import COMING, row, sampled
 
 MODES = ("reverse", "both", "generated", "jvp")
 SAVES = ("input", "output", "intermediate", "attribute")
@@ -268,6 +268,7 @@ EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 
 
 @row("E1c")
+@sampled
 @EVERY_MODE
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_axes_inside_and_outside_of_other_transformations(context, mode):
@@ -277,6 +278,7 @@ def test_axes_inside_and_outside_of_other_transformations(context, mode):
 
 
 @row("E1c")
+@sampled
 @EVERY_MODE
 @pytest.mark.parametrize(
     ("context", "name"), [(context, ("pair", "product")[i % 2]) for i, context in enumerate(CONTEXTS)]
@@ -287,6 +289,7 @@ def test_axes_beside_an_unbatched_argument(context, name, mode):
 
 
 @row("E1c")
+@sampled
 @pytest.mark.parametrize("name", ["pair", "product"])
 @EVERY_MODE
 def test_axes_beside_an_unbatched_argument_under_jit(mode, name):
@@ -294,6 +297,7 @@ def test_axes_beside_an_unbatched_argument_under_jit(mode, name):
 
 
 @row("E1c")
+@sampled
 @pytest.mark.parametrize("name", ["sine", "product"])
 @EVERY_MODE
 @pytest.mark.parametrize("save", SAVES)
@@ -302,6 +306,7 @@ def test_axes_whatever_is_saved(save, mode, name):
 
 
 @row("E1c")
+@sampled
 @EVERY_FUNCTION
 @EVERY_MODE
 def test_axes_where_nothing_is_compiled(mode, name):
@@ -310,6 +315,7 @@ def test_axes_where_nothing_is_compiled(mode, name):
 
 
 @row("E1c")
+@sampled
 @EVERY_FUNCTION
 @EVERY_MODE
 @pytest.mark.parametrize("batch", [0, 1])
@@ -319,6 +325,7 @@ def test_axes_of_an_empty_batch_and_of_one_example(batch, mode, name):
 
 
 @row("E1c")
+@sampled
 @EVERY_FUNCTION
 @EVERY_MODE
 def test_whole_jacobians_and_hessians(mode, name):
@@ -338,6 +345,7 @@ NESTED = (((0, 0), (1, 1)), ((2, 1), (0, -1)), ((-1, -1), (1, 0)), ((3, 2), (2, 
 
 
 @row("E1c")
+@sampled
 @EVERY_MODE
 @pytest.mark.parametrize(
     ("context", "name"),
@@ -480,6 +488,7 @@ INSIDE = {"plain": identity, "jit": jax.jit, "checkpoint": jax.checkpoint, "cond
 
 
 @row("E1c")
+@sampled
 @pytest.mark.parametrize("nested", [False, True], ids=["vmap", "vmap-vmap"])
 @pytest.mark.parametrize("inside", INSIDE)
 def test_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the_batch(inside, nested):
@@ -505,6 +514,7 @@ def test_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the_bat
 
 
 @row("E1c")
+@sampled
 @pytest.mark.parametrize("function", [ConstantWithJvp, ConstantWithGeneratedJvp])
 @pytest.mark.parametrize("inside", INSIDE)
 def test_such_an_output_with_forward_mode(inside, function):
@@ -562,6 +572,7 @@ class OneForAllWithJvp(OneForAll):
 
 
 @row("E1c")
+@sampled
 @pytest.mark.parametrize("function", [OneForAll, OneForAllOrNone, OneForAllWithJvp])
 @pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
 @pytest.mark.parametrize("maps", ["vmap", "vmap-vmap over x", "vmap-vmap over u"])
@@ -665,6 +676,7 @@ INTERLEAVED = {
 
 
 @row("E1c")
+@sampled
 @pytest.mark.parametrize("function", [OneForAll, OneForAllSaving])
 @pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
 @pytest.mark.parametrize("derivative", INTERLEAVED)

@@ -12,7 +12,7 @@ import pytest
 import jaxfn
 from jaxfn import GradcheckError, gradcheck, gradgradcheck
 from tests.support.cases import Linear
-from tests.support.marks import TRACES_ALWAYS, row
+from tests.support.marks import TRACES_ALWAYS, row, sampled
 
 
 def normal(*shape, seed=0):
@@ -262,6 +262,7 @@ def test_finite_differences_decide():
 
 
 @row("G2")
+@sampled
 @pytest.mark.parametrize("place", [0, 1777, 3999])
 @pytest.mark.parametrize("size", [1.0, 1e-2])
 def test_one_stopped_gradient_among_thousands_is_seen(place, size):

@@ -8,6 +8,8 @@ import pytest
 row = pytest.mark.row
 # Left out without `--all`: it takes long, and a quicker test is about the same row.
 thorough = pytest.mark.thorough
+# Without `--all`, only as many of its cases run as show each value of each parameter.
+sampled = pytest.mark.sampled
 
 # JAX's coming implementations, which are switched on in the environment.
 COMING = bool(int(os.environ.get("JAX_CUSTOM_VJP3", "0")))
