@@ -46,9 +46,10 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
       Of a module, an `AdoptedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.
       Of a Python function, a function of arrays in place of tensors with a parameter more, `key`; other tensors that it
       uses are constants. Of a Function, a subclass of `jaxfn.Function` with the name, docstring and parameters of the
-      torch one, which takes JAX and NumPy arrays in place of tensors; `torch.Tensor` and `torch.nn.Module` arguments are constants. Python values, torch's
-      dtypes and devices among them, are passed on as they are. `apply` has one parameter more, `key`: a JAX random key,
-      for Functions that draw random numbers. Its method `explain(*args)` shows what becomes of the code.
+      torch one, which takes JAX and NumPy arrays in place of tensors; `torch.Tensor` and `torch.nn.Module` arguments
+      are constants. Python values, torch's dtypes and devices among them, are passed on as they are. `apply` has one
+      parameter more, `key`: a JAX random key, for Functions that draw random numbers. Its method `explain(*args)` shows
+      what becomes of the code.
 
     Raises:
       ImportError: torch is not installed.
