@@ -195,7 +195,7 @@ def _padded(data: torch.Tensor, times: torch.Tensor, sequences: torch.Tensor, va
 
 
 def pack(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch._pack_padded_sequence`: of sequences that are sorted by length."""
+    """What `pack_padded_sequence` calls: of sequences that are sorted by length."""
     steps, lengths, is_batch_first = args
     known = _known(tracing, lengths, "lengths")
     if is_batch_first:
@@ -210,7 +210,7 @@ def pack(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def pad(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch._pad_packed_sequence`, the inverse."""
+    """What `pad_packed_sequence` calls, the inverse."""
     data, batch_sizes, is_batch_first, padding, total = args
     lengths = _lengths(tracing, batch_sizes)
     padded = _padded(data, *_places(lengths), padding)
