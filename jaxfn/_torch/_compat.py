@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -34,6 +35,7 @@ __all__ = [
     "PACK",
     "PAD",
     "SOLVE_FACTORS_TRANSPOSE",
+    "CheckpointFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -66,6 +68,9 @@ without_functions = torch._C.DisableTorchFunction  # pyright: ignore[reportPriva
 
 # The place of torch's FakeTensorMode, which modes of no kind are above (2.8 to 2.15).
 BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
+
+# What the reentrant `torch.utils.checkpoint.checkpoint` applies: a function, a flag and its inputs (2.8 to 2.15).
+CheckpointFunction: Any = torch.utils.checkpoint.CheckpointFunction
 
 # What `pack_padded_sequence` and `pad_packed_sequence` call (2.8 to 2.15).
 PACK = torch._VF._pack_padded_sequence  # pyright: ignore

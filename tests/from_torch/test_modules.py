@@ -425,6 +425,39 @@ def test_a_recurrent_layer_is_one_loop():
 
 
 @row("I2")
+def test_checkpoints_compute_again_by_the_same_draws():
+    class Checkpointed(nn.Module):
+        def __init__(self, checkpoint):
+            super().__init__()
+            self.w, self.drop, self.checkpoint = nn.Parameter(torch.ones(3, 3)), nn.Dropout(0.5), checkpoint
+
+        def forward(self, x):
+            def layer(a, b):
+                return self.drop((a @ self.w).sin()) * b, a.max(0)
+
+            y, largest = self.checkpoint(layer, x @ self.w, x + 1)
+            return self.checkpoint(lambda a: (a @ self.w).tanh(), y) + largest.values
+
+    def called(checkpoint):
+        net = jaxfn.from_torch(Checkpointed(checkpoint))
+        x = jnp.asarray(X.numpy())
+        return net.parameters, lambda p: net.apply(p, {}, x, key=jax.random.key(0))[0].sum()
+
+    plain_parameters, plain_sum = called(lambda f, *args: f(*args))
+    expected = jax.grad(plain_sum)(plain_parameters)["w"]
+    taken_before = torch.utils.checkpoint.checkpoint
+    for checkpoint in (
+        lambda *args: taken_before(*args, use_reentrant=True),
+        lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=True),
+        lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=False),
+    ):
+        parameters, f = called(checkpoint)
+        names = [equation.primitive.name for equation in jax.make_jaxpr(f)(parameters).eqns]
+        assert len([name for name in names if "checkpoint" in name or "remat" in name]) == 2
+        np.testing.assert_allclose(jax.grad(f)(parameters)["w"], expected, rtol=1e-5, atol=1e-6)
+
+
+@row("I2")
 def test_lengths_that_depend_on_arguments_are_refused():
     class ByLength(nn.Module):
         def forward(self, x, lengths):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from jaxfn._torch.graph.wide import (
     LARGEST,
     USUAL,
     CannotWidenError,
-    call,
+    call_wide,
     each_narrowed,
     has_form,
     has_wide,
@@ -71,16 +73,19 @@ class Translation:
     def __init__(self, graph_module: GraphModule, ops: Operations | None = None) -> None:
         replacements = by_name(ops)
         self._graph_module = graph_module
-        self._calls = [
-            (step, find(step.node, replacements) if step.node.op == "call_function" else None)
-            for step in steps(graph_module)
-        ]
-        self._constants = [step.node for step, _ in self._calls if step.node.op == "get_attr"]
+        calls: list[_Call] = []
+        num_drawn = 0
+        for step in steps(graph_module):
+            operation = find(step.node, replacements) if step.node.op == "call_function" else None
+            calls.append(_Call(step, operation, num_drawn))
+            num_drawn += isinstance(operation, Operation) and operation.draws
+        self._parts = _parts(calls)
+        self._constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
         limits = {node: _limit(graph_module, node) for node in self._constants}
         known = {node: limit for node, limit in limits.items() if limit is not None}
-        sequence = [step for step, _ in self._calls]
+        sequence = [call.step for call in calls]
         self._careful, self._usual = (sizes(sequence, known, unknown) for unknown in (CAREFUL, USUAL))
-        missing = (found for _, found in self._calls if isinstance(found, Unsupported))
+        missing = (call.operation for call in calls if isinstance(call.operation, Unsupported))
         self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
     def constants(self) -> list[Any]:
@@ -106,28 +111,43 @@ class Translation:
         constants = self.constants() if constants is None else constants
         values: dict[Node, Any] = dict(zip(self._constants, constants, strict=True))
         remaining = iter(inputs)
-        drawn = 0
-
-        for step, found in self._calls:
-            node = step.node
-            arguments, options = _substitute((step.arguments, step.options), values)
-            if node.op == "placeholder":
-                values[node] = _recorded(next(remaining), node)
-            elif node.op == "get_attr":
+        for part in self._parts:
+            if part.is_recomputed and not self._may_be_wide(part.results):
+                values |= zip(part.results, jax.checkpoint(partial(self._results_of, part, values, key))(), strict=True)
                 continue
-            elif isinstance(found, Operation):
-                if found.draws:
-                    if key is None:
-                        raise TranslationError(f"{name_of(node.target)}{_at(node)} draws random numbers: pass `key=`")
-                    arguments = (jax.random.fold_in(key, drawn), *arguments)
-                    drawn += 1
-                if jax_dtype(torch.int64) != np.int64 and self._needs_64_bits(step, arguments, options):
-                    values[node] = self._run_wide(step, found.function, arguments, options)
-                else:
-                    values[node] = _recorded(found.function(*arguments, **options), node)
-            else:
-                return self._narrowed(step, arguments)[0]
+            for call in part.calls:
+                node = call.step.node
+                if node.op == "placeholder":
+                    values[node] = _recorded(next(remaining), node)
+                elif node.op == "output":
+                    return self._narrowed(call.step, _substitute(call.step.arguments, values))[0]
+                elif node.op != "get_attr":
+                    values[node] = self._value(call, values, key)
         raise TranslationError("the graph has no output")
+
+    def _results_of(self, part: _Part, known: Mapping[Node, Any], key: Any) -> list[Any]:
+        values = dict(known)
+        for call in part.calls:
+            if call.step.node.op == "call_function":
+                values[call.step.node] = self._value(call, values, key)
+        return [values[node] for node in part.results]
+
+    def _value(self, call: _Call, values: Mapping[Node, Any], key: Any) -> Any:
+        """What an operation returns."""
+        step, operation = call.step, cast(Operation, call.operation)
+        node = step.node
+        arguments, options = _substitute((step.arguments, step.options), values)
+        if operation.draws:
+            if key is None:
+                raise TranslationError(f"{name_of(node.target)}{_at(node)} draws random numbers: pass `key=`")
+            arguments = (jax.random.fold_in(key, call.num_drawn), *arguments)
+        if jax_dtype(torch.int64) != np.int64 and self._needs_64_bits(step, arguments, options):
+            return self._run_wide(step, operation.function, arguments, options)
+        return _recorded(operation.function(*arguments, **options), node)
+
+    def _may_be_wide(self, nodes: Sequence[Node]) -> bool:
+        is_narrow = jax_dtype(torch.int64) != np.int64
+        return is_narrow and any(result.dtype == torch.int64 for node in nodes for result in _results(node))
 
     def _needs_64_bits(self, step: Step, arguments: Any, options: Any) -> bool:
         """Whether an operation has an operand, or may have a result, that does not fit in 32 bits."""
@@ -147,7 +167,7 @@ class Translation:
         try:
             if not hasattr(node.target, "_schema") or not dtypes:
                 raise CannotWidenError
-            result = call(name, function, arguments, options, dtypes[0])
+            result = call_wide(name, function, arguments, options, dtypes[0])
         except CannotWidenError:
             result = function(*self._narrowed(step, arguments), **self._narrowed(step, options))
         return result if has_wide(result) else _recorded(result, node)
@@ -164,6 +184,42 @@ class Translation:
                     "jax.config.update('jax_enable_x64', True) JAX's integers have 32"
                 )
         return each_narrowed(arguments)
+
+
+class _Call(NamedTuple):
+    """A step, and what carries it out.
+
+    Attributes:
+      operation: `None` for what is no operation.
+      num_drawn: how many operations draw random numbers before it.
+    """
+
+    step: Step
+    operation: Operation | Unsupported | None
+    num_drawn: int
+
+
+class _Part(NamedTuple):
+    """Calls one after the other.
+
+    Attributes:
+      is_recomputed: whether they are carried out again where they are differentiated; see `Recorder.recomputing`.
+      results: what later calls use of them.
+    """
+
+    is_recomputed: bool
+    calls: list[_Call]
+    results: list[Node]
+
+
+def _parts(calls: Sequence[_Call]) -> list[_Part]:
+    groups = [(key, list(group)) for key, group in groupby(calls, lambda call: call.step.node.meta.get("recomputed"))]
+    parts: list[_Part] = []
+    for key, group in groups:
+        own = {call.step.node for call in group}
+        results = [x.step.node for x in group if key is not None and not own.issuperset(x.step.node.users)]
+        parts.append(_Part(key is not None, group, results))
+    return parts
 
 
 def explain(entries: Sequence[Unsupported]) -> str:

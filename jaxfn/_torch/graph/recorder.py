@@ -98,6 +98,8 @@ class Recorder(TorchDispatchMode):
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
+        self._recomputed: int | None = None  # which part is being recorded that is computed again; see `recomputing`
+        self._num_recomputed = 0
 
     # ------------------------------------------------------------------------------------------------ tensors and nodes
 
@@ -177,7 +179,7 @@ class Recorder(TorchDispatchMode):
 
     def stop_gradient(self, tensor: torch.Tensor) -> None:
         """Takes the derivative off a tensor."""
-        self._name(tensor, self.graph.call_function(_STOP_GRADIENT, (self.node(tensor),)))
+        self._name(tensor, self._new_node(_STOP_GRADIENT, (self.node(tensor),)))
 
     def is_used(self, tensor: torch.Tensor) -> bool:
         """Whether anything was computed from a tensor."""
@@ -185,7 +187,7 @@ class Recorder(TorchDispatchMode):
 
     def carry_gradient(self, tensor: torch.Tensor, before: torch.Tensor) -> None:
         """Gives a tensor that was written to without gradients the derivative that it had before."""
-        node = self.graph.call_function(_CARRIED, (self.node(tensor), self.node(before)))
+        node = self._new_node(_CARRIED, (self.node(tensor), self.node(before)))
         node.meta["val"] = self._without_values(tensor)
         self._nodes[id(tensor)] = node
 
@@ -231,6 +233,23 @@ class Recorder(TorchDispatchMode):
         self._alive.append(tensor)
         return tensor
 
+    def _new_node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["recomputed"] = self._recomputed
+        return node
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Generator[None]:
+        """Inside, what is recorded is computed again where it is differentiated, in place of being kept."""
+        before = self._recomputed
+        if before is None and self.follows_grad_mode:
+            self._num_recomputed += 1
+            self._recomputed = self._num_recomputed
+        try:
+            yield
+        finally:
+            self._recomputed = before
+
     def _name(self, value: Any, node: torch.fx.Node) -> Any:
         """`value`, a tensor or a tuple or list of them, known as `node`'s from now on."""
         node.meta["val"] = torch_tree.tree_map_only(torch.Tensor, self._without_values, value)
@@ -240,7 +259,7 @@ class Recorder(TorchDispatchMode):
         elif isinstance(value, (tuple, list)):
             for index, part in enumerate(cast(Sequence[Any], value)):
                 if isinstance(part, torch.Tensor):
-                    self._name(part, self.graph.call_function(operator.getitem, (node, index)))
+                    self._name(part, self._new_node(operator.getitem, (node, index)))
         return value
 
     # ------------------------------------------------------------------------------------------------ operations
@@ -287,7 +306,7 @@ class Recorder(TorchDispatchMode):
     def _record(self, target: Any, arguments: tuple[Any, Any], value: Any) -> Any:
         args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.node, arguments)
         kwargs.pop("generator", None)
-        node = self.graph.call_function(target, _plain(args), _plain(kwargs))
+        node = self._new_node(target, _plain(args), _plain(kwargs))
         node.meta["line"] = running_line()
         named = self._name(value, node)
         if self.is_without_gradients:

@@ -344,7 +344,7 @@ def short_name(target: str) -> str:
     return (entry_name(target) or target).split(".")[1] if "." in target else target
 
 
-def call(
+def call_wide(
     name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any], dtype: Any
 ) -> Any:
     """What an operation returns for arguments of which some have 64 bits.

@@ -32,6 +32,10 @@ _THREAD = threading.local()
 
 def apply(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What `function.apply` returns where a trace is being made."""
+    if function is _compat.CheckpointFunction:  # by a `checkpoint` that was taken before; see `patches`
+        run, _, *inputs = args
+        with tracing.recorder.recomputing():
+            return run(*inputs)
     if _is_one_node(tracing, function, args, kwargs):
         return tracing.nested.apply(tracing, function, args, kwargs)
     return _compat.apply_below(function)(*args, **kwargs)

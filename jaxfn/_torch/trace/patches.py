@@ -96,15 +96,17 @@ def _looking_up(_: Any) -> Any:
     return apply_taken_before
 
 
-def _computing_once(original: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputing(original: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.utils.checkpoint.checkpoint`, which calls the function in autograd's backward once more."""
 
     @functools.wraps(original)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if current() is None:
+        tracing = current()
+        if tracing is None:
             return original(function, *args, **kwargs)
         options = inspect.signature(original).parameters
-        return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
+        with tracing.recorder.recomputing():
+            return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
     return checkpoint
 
@@ -194,7 +196,7 @@ _NAMES = [
     _Name(_compat.APPLYING_CLASS, "apply", _applying),
     _Name(_compat.FunctionalTensor, "cuda", _staying),  # torch's asks the driver first
     _Name(torch, "is_grad_enabled", _enabling),
-    _Name(torch.utils.checkpoint, "checkpoint", _computing_once),
+    _Name(torch.utils.checkpoint, "checkpoint", _recomputing),
     _Name(torch.distributions.Distribution, "_validate_args", _Validating),
     *(
         _Name(module, name, _seeding)
