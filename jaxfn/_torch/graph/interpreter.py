@@ -36,7 +36,7 @@ from jaxfn._torch.graph.wide import (
     short_name,
     sizes,
 )
-from jaxfn._torch.operations import TABLE, Operation, entry_name, refusal
+from jaxfn._torch.operations import TABLE, Operation, entry_name, in_single, refusal
 from jaxfn._torch.values.arrays import jax_dtype, to_jax
 from jaxfn._torch.values.errors import TranslationError
 
@@ -137,6 +137,8 @@ class Translation:
         step, operation = call.step, cast(Operation, call.operation)
         node = step.node
         arguments, options = _substitute((step.arguments, step.options), values)
+        if not operation.takes_half:
+            arguments, options = in_single((arguments, options))
         if operation.draws:
             if key is None:
                 raise TranslationError(f"{name_of(node.target)}{_at(node)} draws random numbers: pass `key=`")
@@ -293,13 +295,13 @@ def _substitute(value: Any, values: Mapping[Node, Any]) -> Any:
 def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operation | Unsupported:
     """What stands for a node's operation: the replacement, or the table's entry."""
     if isinstance(node.target, JaxCall):
-        return Operation(node.target, node.target.draws)
+        return Operation(node.target, node.target.draws, takes_half=True)
     if node.target is operator.getitem:  # one of several results
-        return Operation(operator.getitem)
+        return Operation(operator.getitem, takes_half=True)
     name = name_of(node.target)
     for form in (name, name.rpartition(".")[0]):
         if form in replacements:
-            return Operation(replacements[form])
+            return Operation(replacements[form], takes_half=True)
     entry = entry_name(name)
     if entry is None:
         return Unsupported(name, line_of(node), refusal(name))

@@ -30,7 +30,8 @@ enter_all(
         "aten.isinf": jnp.isinf,
         "aten.isposinf": jnp.isposinf,
         "aten.isneginf": jnp.isneginf,
-    }
+    },
+    takes_half=True,
 )
 
 
@@ -46,12 +47,12 @@ def right_shift(x: Array, bits: Array) -> Array:
     return jnp.right_shift(x, bits)
 
 
-@operation("aten.where.self")
+@operation("aten.where.self", takes_half=True)
 def where(condition: Array, x: Any, y: Any) -> Array:
     dtype = result_type(x, y)
     return jnp.where(condition, jnp.asarray(x, dtype), jnp.asarray(y, dtype))
 
 
-@operation("aten.masked_fill")
+@operation("aten.masked_fill", takes_half=True)
 def masked_fill(x: Array, mask: Array, value: Any) -> Array:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)

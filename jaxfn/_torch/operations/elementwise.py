@@ -46,6 +46,12 @@ enter_all(
         "aten.tan": jnp.tan,
         "aten.tanh": jnp.tanh,
         "aten.mul": promoted(jnp.multiply),
+        "aten.frexp": jnp.frexp,
+        "aten.signbit": jnp.signbit,
+    }
+)
+enter_all(
+    {
         "aten.atan2": promoted_to_inexact(jnp.arctan2),
         "aten.copysign": promoted_to_inexact(jnp.copysign),
         "aten.gcd": promoted(jnp.gcd),
@@ -57,9 +63,8 @@ enter_all(
         "aten.logaddexp": promoted_to_inexact(jnp.logaddexp),
         "aten.logaddexp2": promoted_to_inexact(jnp.logaddexp2),
         "aten.heaviside": promoted(jnp.heaviside),
-        "aten.frexp": jnp.frexp,
-        "aten.signbit": jnp.signbit,
-    }
+    },
+    takes_half=True,
 )
 
 
@@ -92,21 +97,30 @@ def sigmoid(x: Array) -> Array:
     return lax.logistic(to_inexact(x))
 
 
-@operation("aten.add")
+@operation("aten.add", takes_half=True)
 def add(x: Any, y: Any, alpha: Any = 1) -> Array:
-    dtype = result_type(x, y)
-    scaled = as_dtype(y, dtype) if alpha == 1 else as_dtype(y, dtype) * jnp.asarray(alpha, dtype)
-    return as_dtype(x, dtype) + scaled
+    return _sum(x, y) if alpha == 1 else _scaled_sum(x, y, alpha)
 
 
-@operation("aten.sub")
+@operation("aten.sub", takes_half=True)
 def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
-    dtype = result_type(x, y)
-    scaled = as_dtype(y, dtype) if alpha == 1 else as_dtype(y, dtype) * jnp.asarray(alpha, dtype)
-    return as_dtype(x, dtype) - scaled
+    return _difference(x, y) if alpha == 1 else _scaled_difference(x, y, alpha)
 
 
-@operation("aten.rsub")
+_sum, _difference = promoted(jnp.add), promoted(jnp.subtract)
+
+
+@promoted
+def _scaled_sum(x: Array, y: Array, alpha: Array) -> Array:
+    return x + alpha * y
+
+
+@promoted
+def _scaled_difference(x: Array, y: Array, alpha: Array) -> Array:
+    return x - alpha * y
+
+
+@operation("aten.rsub", takes_half=True)
 def rsub(x: Any, y: Any, alpha: Any = 1) -> Array:
     return sub(y, x, alpha)
 
@@ -132,41 +146,46 @@ def floor_divide(x: Any, y: Any) -> Array:
     return div(x, y, "floor")
 
 
-@operation("aten.nextafter")
-@promoted
+@operation("aten.nextafter", takes_half=True)
 def nextafter(x: Array, y: Array) -> Array:
     """JAX has no derivative of it; torch's follows x where there is a step."""
+    dtype = result_type(x, y)
+    x, y = as_dtype(x, dtype), as_dtype(y, dtype)
     fixed = lax.stop_gradient(x)
     step = jnp.nextafter(fixed, lax.stop_gradient(y))
     return step + jnp.where(jnp.isfinite(x) & (x != y), x - fixed, 0)
 
 
-@operation("aten.fmod")
+@operation("aten.fmod", takes_half=True)
 @promoted
 def fmod(x: Array, y: Array) -> Array:
     return lax.rem(*jnp.broadcast_arrays(x, y))
 
 
-@operation("aten.pow")
+@operation("aten.pow", takes_half=True)
 def power(x: Any, exponent: Any) -> Array:
-    dtype = result_type(x, exponent)
     if isinstance(exponent, (int, float)) and abs(exponent) <= 64 and float(exponent).is_integer():
-        return jnp.power(jnp.asarray(x, dtype), int(exponent))
-    x, exponent = jnp.asarray(x, dtype), jnp.asarray(exponent, dtype)
-    if jnp.issubdtype(dtype, jnp.inexact):
+        dtype = result_type(x, exponent)
+        return jnp.power(jnp.asarray(x, dtype).astype(widened(dtype)), int(exponent))
+    return _power(x, exponent)
+
+
+@promoted
+def _power(x: Array, exponent: Array) -> Array:
+    if is_inexact(x):
         return jnp.power(x, exponent)
     # One over an integer's power, cut to an integer: nothing is left unless it was 1 or -1.
     inverse = jnp.where(x == 1, 1, jnp.where(x == -1, 1 - 2 * (exponent % 2), 0))
     return jnp.where(exponent < 0, inverse, jnp.power(x, jnp.maximum(exponent, 0)))
 
 
-@operation("aten.fmax")
+@operation("aten.fmax", takes_half=True)
 @promoted
 def fmax(x: Array, y: Array) -> Array:
     return jnp.where((x >= y) | jnp.isnan(y), x, y)
 
 
-@operation("aten.fmin")
+@operation("aten.fmin", takes_half=True)
 @promoted
 def fmin(x: Array, y: Array) -> Array:
     return jnp.where((x <= y) | jnp.isnan(y), x, y)
@@ -175,7 +194,7 @@ def fmin(x: Array, y: Array) -> Array:
 _with_bounds = functools.partial(promoted, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
 
 
-@operation("aten.clamp")
+@operation("aten.clamp", takes_half=True)
 def clamp(x: Array, low: Any, high: Any = None) -> Array:
     """The derivative at a bound is a convention, which torch changed in 2.15."""
     if not CLAMP_SPLITS_TIES:
@@ -218,12 +237,12 @@ def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
     return jnp.where(low == high, _clamp_to_x(x, low, high), jnp.minimum(jnp.maximum(x, low), high))
 
 
-@operation("aten.clamp_min")
+@operation("aten.clamp_min", takes_half=True)
 def clamp_min(x: Array, low: Any) -> Array:
     return clamp(x, low, None)
 
 
-@operation("aten.clamp_max")
+@operation("aten.clamp_max", takes_half=True)
 def clamp_max(x: Array, high: Any) -> Array:
     return clamp(x, None, high)
 
@@ -275,12 +294,12 @@ def lerp(x: Array, end: Array, weight: Any) -> Array:
 
 @operation("aten.addcmul")
 def addcmul(x: Array, first: Array, second: Array, value: Any = 1) -> Array:
-    return add(x, jnp.multiply(first.astype(widened(first.dtype)), second), value)
+    return add(x, jnp.multiply(first, second), value)
 
 
 @operation("aten.addcdiv")
 def addcdiv(x: Array, first: Array, second: Array, value: Any = 1) -> Array:
-    return add(x, div(first.astype(widened(first.dtype)), second), value)
+    return add(x, div(first, second), value)
 
 
 @operation("aten.nan_to_num")

@@ -16,9 +16,9 @@ import numpy as np
 from jax import Array
 
 from jaxfn._torch.operations.dims import vector
-from jaxfn._torch.operations.promotion import result_type
+from jaxfn._torch.operations.promotion import in_single, result_type
 from jaxfn._torch.operations.shapes import to_dtype
-from jaxfn._torch.operations.table import operation, refuse
+from jaxfn._torch.operations.table import moving, operation, refuse
 from jaxfn._torch.values.errors import TranslationError
 
 Indices = Sequence[Array | None]
@@ -60,7 +60,7 @@ def nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
     return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), 1)
 
 
-@operation("aten.index", "aten._unsafe_index")
+@moving("aten.index", "aten._unsafe_index")
 def index(x: Array, indices: Indices) -> Array:
     if any(_is_mask(i) for i in indices):
         raise TranslationError(
@@ -78,7 +78,7 @@ def _positions(indices: Indices) -> tuple[Any, ...]:
     return tuple(slice(None) if i is None else i for i in indices)
 
 
-@operation("aten.index_put", "aten._unsafe_index_put")
+@moving("aten.index_put", "aten._unsafe_index_put")
 def index_put(x: Array, indices: Indices, values: Array, accumulate: bool = False, *_: Any) -> Array:
     values = to_dtype(values, x.dtype)
     if any(_is_mask(i) for i in indices):
@@ -104,7 +104,7 @@ def _mask_put(x: Array, indices: Indices, values: Array, accumulate: bool) -> Ar
     return jnp.where(chosen, places + values if accumulate else values, places).reshape(x.shape)
 
 
-@operation("aten.masked_scatter")
+@moving("aten.masked_scatter")
 def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     shape = jnp.broadcast_shapes(x.shape, mask.shape)
     mask = jnp.broadcast_to(mask, shape)
@@ -113,7 +113,7 @@ def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     return jnp.where(mask, values.astype(x.dtype), x)
 
 
-@operation("aten.masked_scatter_backward")
+@moving("aten.masked_scatter_backward")
 def masked_scatter_backward(gradient: Array, mask: Array, sizes: Sequence[int]) -> Array:
     """What came from `source`, in order; elements that were not used get 0."""
     mask = jnp.broadcast_to(mask, gradient.shape).reshape(-1)
@@ -122,18 +122,18 @@ def masked_scatter_backward(gradient: Array, mask: Array, sizes: Sequence[int]) 
     return flat.at[order].set(gradient.reshape(-1), mode="drop").reshape(tuple(sizes))
 
 
-@operation("aten.take")
+@moving("aten.take")
 def take(x: Array, indices: Array) -> Array:
     return x.reshape(-1)[indices]
 
 
-@operation("aten.put")
+@moving("aten.put")
 def put(x: Array, indices: Array, source: Array, accumulate: bool = False) -> Array:
     how = "add" if accumulate else "set"
     return combined(x.reshape(-1), indices.reshape(-1), source.reshape(-1), how).reshape(x.shape)
 
 
-@operation("aten.index_select")
+@moving("aten.index_select")
 def index_select(x: Array, dim: int, indices: Array) -> Array:
     rows = jnp.take(vector(x), vector(indices), dim)
     return rows.reshape(()) if x.ndim == 0 else rows
@@ -146,7 +146,7 @@ def _along(x: Array, dim: int, indices: Array) -> tuple[Any, ...]:
     return tuple(grids)
 
 
-@operation("aten.gather")
+@moving("aten.gather")
 def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Array:
     if x.ndim == 0 or indices.ndim == 0:
         return vector(x)[vector(indices)].reshape(indices.shape)
@@ -165,7 +165,7 @@ _COMBINE = {
 }
 
 
-@operation("aten.scatter")
+@moving("aten.scatter")
 def scatter(x: Array, dim: int, indices: Array, source: Any, reduce: str | None = None) -> Array:
     """Writes `source` (a tensor, read as far as `indices` reach, or a number) to `x` along `dim`."""
     flat, places = vector(x), vector(indices)
@@ -179,10 +179,12 @@ def combined(x: Array, at: Any, values: Array, how: str) -> Array:
     """`x.at[at]`, set to, added to or otherwise combined with `values`; of truth values, the sum is "or"."""
     if x.dtype == np.bool_:
         how = {"add": "max", "multiply": "min"}.get(how, how)
+    if how != "set":
+        x, values = in_single((x, values))
     return getattr(x.at[at], how)(values)
 
 
-@operation("aten.scatter_add")
+@moving("aten.scatter_add")
 def scatter_add(x: Array, dim: int, indices: Array, source: Array) -> Array:
     return scatter(x, dim, indices, source, "add")
 
@@ -218,13 +220,13 @@ def index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Any = 1)
     return combined(flat, at, vector(source) * jnp.asarray(alpha, x.dtype), "add").reshape(x.shape)
 
 
-@operation("aten.index_copy")
+@moving("aten.index_copy")
 def index_copy(x: Array, dim: int, indices: Array, source: Array) -> Array:
     flat = vector(x)
     return flat.at[(slice(None),) * (dim % flat.ndim) + (vector(indices),)].set(vector(source)).reshape(x.shape)
 
 
-@operation("aten.index_fill")
+@moving("aten.index_fill")
 def index_fill(x: Array, dim: int, indices: Array, value: Any) -> Array:
     flat = vector(x)
     place = flat.at[(slice(None),) * (dim % flat.ndim) + (vector(indices),)]
@@ -241,7 +243,7 @@ def index_reduce(x: Array, dim: int, indices: Array, source: Array, reduce: str,
     return scatter_reduce(flat, dim, spread, source, reduce, include_self).reshape(x.shape)
 
 
-@operation("aten.embedding")
+@moving("aten.embedding")
 def embedding(weight: Array, indices: Array, padding_idx: int = -1, *_: Any) -> Array:
     """Rows of `weight`; the one at `padding_idx` gets no gradient."""
     rows = weight[indices]

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from jaxfn._torch._compat import SOLVE_FACTORS_TRANSPOSE
 from jaxfn._torch.operations.derivative import pulled_back
+from jaxfn._torch.operations.promotion import in_single, widened
 from jaxfn._torch.operations.reductions import vector_norm
 from jaxfn._torch.operations.table import enter_all, operation, refuse
 from jaxfn._torch.values.errors import TranslationError
@@ -23,18 +24,24 @@ enter_all(
         "aten.mv": jnp.matmul,
         "aten.dot": jnp.dot,
         "aten.vdot": jnp.vdot,
-    }
+    },
+    takes_half=True,
 )
 
 
-@operation("aten.addmm.default", "aten.addmv")
+@operation("aten.addmm.default", "aten.addmv", takes_half=True)
 def addmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    """`beta` 0 leaves `x` out, nan and all."""
-    product = scaled(jnp.matmul(first, second), alpha)
-    return product if beta == 0 else scaled(x, beta) + product
+    """`beta` 0 leaves `x` out, nan and all; half precision is rounded to once, in the end."""
+    product = scaled(jnp.matmul(first, second, preferred_element_type=widened(first.dtype)), alpha)
+    return product if beta == 0 else scaled(in_single(x), beta) + product
 
 
-@operation("aten.baddbmm.default")
+@operation("aten.addr")
+def addr(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
+    return addmm(x, first[:, None], second[None], beta=beta, alpha=alpha)
+
+
+@operation("aten.baddbmm.default", takes_half=True)
 def baddbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     return addmm(x, first, second, beta=beta, alpha=alpha)
 

@@ -22,16 +22,10 @@ def _moments(x: Array, over: Sequence[int], eps: float) -> tuple[Array, Array]:
     return mean, lax.rsqrt(variance + jnp.asarray(eps, x.dtype))
 
 
-def _widened(x: Array) -> Array:
-    """Half-precision numbers in single precision, in which torch normalizes them."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 @operation("aten.native_layer_norm")
 def layer_norm(
     x: Array, normalized_shape: Sequence[int], weight: Optional, bias: Optional, eps: float
 ) -> tuple[Array, Array, Array]:
-    x = _widened(x)
     mean, rstd = _moments(x, range(x.ndim - len(normalized_shape), x.ndim), eps)
     y = (x - mean) * rstd
     y = y if weight is None else y * weight
@@ -65,7 +59,7 @@ def layer_norm_backward(
 def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
     """`v` with the norms `g` over all axes but one, and the norms that it had."""
     over = tuple(axis for axis in range(v.ndim) if axis != dim % v.ndim)
-    norms = jnp.sqrt(jnp.sum(jnp.square(_widened(v)), over, keepdims=True))
+    norms = jnp.sqrt(jnp.sum(jnp.square(v), over, keepdims=True))
     return v * (g / norms), norms
 
 
@@ -82,7 +76,7 @@ def weight_norm_backward(gradient: Array, v: Array, g: Array, norms: Array, dim:
 def group_norm(
     x: Array, weight: Optional, bias: Optional, n: int, channels: int, size: int, groups: int, eps: float
 ) -> tuple[Array, Array, Array]:
-    grouped = _widened(x).reshape(n, groups, -1)
+    grouped = x.reshape(n, groups, -1)
     mean, rstd = _moments(grouped, (2,), eps)
     y = _per_channel(((grouped - mean) * rstd).reshape(x.shape), weight, bias)
     return y, mean.reshape(n, groups), rstd.reshape(n, groups)
@@ -137,11 +131,10 @@ def batch_norm_functional(
         none = jnp.zeros(0, running_mean.dtype)
         y = _batch_normalized(x, weight, bias, running_mean, lax.rsqrt(running_var + eps))
         return y, none, none, running_mean, running_var
-    wide = _widened(x)
     over = (0, *range(2, x.ndim))
     count = math.prod(x.shape[axis] for axis in over)
-    mean, rstd = (moment.reshape(-1) for moment in _moments(wide, over, eps))
-    unbiased = jnp.var(wide, over) * (count / max(count - 1, 1))
+    mean, rstd = (moment.reshape(-1) for moment in _moments(x, over, eps))
+    unbiased = jnp.var(x, over) * (count / max(count - 1, 1))
     y = _batch_normalized(x, weight, bias, mean, rstd)
     new_mean = momentum * mean + (1 - momentum) * running_mean
     return y, mean, rstd, new_mean, momentum * unbiased + (1 - momentum) * running_var
@@ -158,7 +151,7 @@ def batch_norm_with_update(
 
 def _batch_normalized(x: Array, weight: Optional, bias: Optional, mean: Array, rstd: Array) -> Array:
     shape = (-1, *[1] * (x.ndim - 2))
-    normal = (_widened(x) - mean.reshape(shape)) * rstd.reshape(shape)
+    normal = (x - mean.reshape(shape)) * rstd.reshape(shape)
     return _per_channel(normal, weight, bias)
 
 
@@ -166,7 +159,7 @@ def _batch_normalized(x: Array, weight: Optional, bias: Optional, mean: Array, r
 def batch_norm_no_stats(
     x: Array, weight: Optional, bias: Optional, training: bool, momentum: float, eps: float
 ) -> tuple[Array, Array, Array]:
-    mean, rstd = (m.reshape(-1) for m in _moments(_widened(x), (0, *range(2, x.ndim)), eps))
+    mean, rstd = (m.reshape(-1) for m in _moments(x, (0, *range(2, x.ndim)), eps))
     return _batch_normalized(x, weight, bias, mean, rstd), mean, rstd
 
 

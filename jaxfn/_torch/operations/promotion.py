@@ -53,6 +53,8 @@ def _at_category(result: Any, other: Any, *, weak: bool) -> Any:
 def promoted(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Array] | None = None) -> Any:
     """`function` of operands that have been cast to their common dtype first; `None` stays.
 
+    Where that is half precision, they come rounded to it, Python numbers too, and in single precision.
+
     Args:
       function: of arrays of one dtype.
       cast: what casts; default: `as_dtype`.
@@ -62,9 +64,7 @@ def promoted(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Arr
     @functools.wraps(function)
     def cast_first(*operands: Any, **options: Any) -> Any:
         dtype = result_type(*(operand for operand in operands if operand is not None))
-        if dtype.itemsize == 2 and not all(operand is None or hasattr(operand, "dtype") for operand in operands):
-            dtype = widened(dtype)  # torch does not round a Python number to half precision first
-        return function(*(None if x is None else cast(x, dtype) for x in operands), **options)
+        return function(*(None if x is None else cast(x, dtype).astype(widened(dtype)) for x in operands), **options)
 
     return cast_first
 
@@ -81,7 +81,20 @@ def as_dtype(x: Any, dtype: Any) -> jax.Array:
 
 def widened(dtype: Any) -> np.dtype[Any]:
     """Single precision for half precision, in which torch computes what it returns in half."""
-    return np.dtype(np.float32) if dtype in (np.float16, jnp.bfloat16) else np.dtype(dtype)
+    return np.dtype(np.float32) if _is_half(dtype) else np.dtype(dtype)
+
+
+def in_single(arguments: Any) -> Any:
+    """The arguments of an operation, with single precision for half precision."""
+
+    def widen(x: Any) -> Any:
+        return x.astype(np.float32) if isinstance(x, jax.Array) and _is_half(x.dtype) else x
+
+    return jax.tree_util.tree_map(widen, arguments)
+
+
+def _is_half(dtype: Any) -> bool:
+    return dtype in (np.float16, jnp.bfloat16)
 
 
 def promoted_to_inexact(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from jax import Array
 
 from jaxfn._torch.operations.dims import axes
 from jaxfn._torch.operations.elementwise import absolute
-from jaxfn._torch.operations.promotion import is_inexact, to_inexact, widened
+from jaxfn._torch.operations.promotion import is_inexact, to_inexact
 from jaxfn._torch.operations.table import operation
 
 Dim = int | Sequence[int] | None
@@ -130,7 +130,6 @@ def vector_norm(x: Array, ord: float = 2, dim: Dim = None, keepdim: bool = False
     """torch's derivative of a norm at 0 is 0, also where the formula's is not defined."""
     over = axes(x, dim)
     x = x if dtype is None else x.astype(dtype)
-    x = x.astype(widened(x.dtype))
     sizes = absolute(x)
     if ord == np.inf:
         return jnp.max(sizes, over, keepdims=keepdim)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jaxfn._torch.operations.derivative import pulled_back
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import enter_all, moving, operation
 
 Table = np.ndarray[Any, Any]
 # For an axis (length, new length, align_corners, scale factor or None): the places every new element
@@ -99,10 +99,9 @@ def _upsample(
     method: Method, x: Array, size: Sequence[int], align_corners: bool, scales: Sequence[float | None]
 ) -> Array:
     precision = np.float64 if x.dtype == np.float64 else np.float32
-    wide = x.astype(jnp.promote_types(x.dtype, np.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
     for axis, (new, scale) in enumerate(zip(size, scales, strict=True), 2):
-        wide = _resample(wide, axis, method(x.shape[axis], new, align_corners, scale, precision))
-    return wide
+        x = _resample(x, axis, method(x.shape[axis], new, align_corners, scale, precision))
+    return x
 
 
 def _aligned(method: Method, x: Array, size: Sequence[int], align_corners: bool, *scales: float | None) -> Array:
@@ -165,15 +164,11 @@ def _pad_backward(forward: Callable[..., Array], gradient: Array, x: Array, padd
 for _name, _places in (("reflection", _reflected), ("replication", _replicated)):
     for _n in (1, 2, 3):
         _forward = partial(_pad, _places)
-        enter_all(
-            {
-                f"aten.{_name}_pad{_n}d": _forward,
-                f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward),
-            }
-        )
+        enter_all({f"aten.{_name}_pad{_n}d": _forward}, takes_half=True)
+        enter_all({f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward)})
 
 
-@operation("aten.constant_pad_nd")
+@moving("aten.constant_pad_nd")
 def constant_pad_nd(x: Array, padding: Sequence[int], value: Any = 0) -> Array:
     pads = [(padding[i], padding[i + 1], 0) for i in range(0, len(padding), 2)]
     config = [*[(0, 0, 0)] * (x.ndim - len(pads)), *reversed(pads)]

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jaxfn._torch.operations.dims import axes
 from jaxfn._torch.operations.promotion import result_type
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import enter_all, moving
 
 
 def identity(x: Array) -> Array:
@@ -29,21 +29,22 @@ enter_all(
         "aten.tril": jnp.tril,
         "aten.triu": jnp.triu,
         "aten.diagonal": jnp.diagonal,
-    }
+    },
+    takes_half=True,
 )
 
 
-@operation("aten.permute")
+@moving("aten.permute")
 def permute(x: Array, dims: Sequence[int]) -> Array:
     return jnp.transpose(x, tuple(d % x.ndim for d in dims))
 
 
-@operation("aten.roll")
+@moving("aten.roll")
 def roll(x: Array, shifts: Sequence[int], dims: Sequence[int]) -> Array:
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
-@operation("aten._to_copy")
+@moving("aten._to_copy")
 def to_dtype(x: Array, dtype: Any = None, *_: Any) -> Array:
     if dtype is None:
         return x
@@ -68,17 +69,17 @@ def _to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
     return jnp.where(fits, x.astype(dtype), lowest)
 
 
-@operation("aten.copy")
+@moving("aten.copy")
 def copy(x: Array, source: Array, *_: Any) -> Array:
     return jnp.broadcast_to(to_dtype(source, x.dtype), x.shape)
 
 
-@operation("aten.view", "aten._unsafe_view", "aten._reshape_alias")
+@moving("aten.view", "aten._unsafe_view", "aten._reshape_alias")
 def view(x: Array, size: Sequence[int], *_: Any) -> Array:
     return x.reshape(tuple(size))
 
 
-@operation("aten.view.dtype")
+@moving("aten.view.dtype")
 def view_dtype(x: Array, dtype: Any) -> Array:
     """The same bits as another dtype; the last axis shrinks or grows with the size of an element."""
     ratio = np.dtype(dtype).itemsize / x.dtype.itemsize
@@ -88,19 +89,19 @@ def view_dtype(x: Array, dtype: Any) -> Array:
     return bits.reshape(*bits.shape[:-2], -1) if ratio < 1 else bits
 
 
-@operation("aten.expand")
+@moving("aten.expand")
 def expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
     new = len(size) - x.ndim
     shape = [x.shape[i - new] if length == -1 else length for i, length in enumerate(size)]
     return jnp.broadcast_to(x, shape)
 
 
-@operation("aten.transpose")
+@moving("aten.transpose")
 def transpose(x: Array, first: int, second: int) -> Array:
     return x if x.ndim == 0 else jnp.swapaxes(x, first, second)
 
 
-@operation("aten.squeeze")
+@moving("aten.squeeze")
 def squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
     return jnp.squeeze(x, [axis for axis in _named(x, dim) if x.shape[axis] == 1])
 
@@ -110,17 +111,17 @@ def _named(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
     return () if isinstance(dim, Sequence) and not dim else axes(x, dim)
 
 
-@operation("aten.unsqueeze")
+@moving("aten.unsqueeze")
 def unsqueeze(x: Array, dim: int) -> Array:
     return jnp.expand_dims(x, dim)
 
 
-@operation("aten.flip")
+@moving("aten.flip")
 def flip(x: Array, dims: Sequence[int]) -> Array:
     return jnp.flip(x, _named(x, tuple(dims))) if x.ndim else x
 
 
-@operation("aten.cat")
+@moving("aten.cat")
 def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
     dtype = result_type(*tensors)
     # torch skips tensors of shape (0,), whatever the shape of the others.
@@ -128,45 +129,45 @@ def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
     return jnp.concatenate([x.astype(dtype) for x in kept], dim)
 
 
-@operation("aten.stack")
+@moving("aten.stack")
 def stack(tensors: Sequence[Array], dim: int) -> Array:
     dtype = result_type(*tensors)
     return jnp.stack([x.astype(dtype) for x in tensors], dim)
 
 
-@operation("aten.split_with_sizes")
+@moving("aten.split_with_sizes")
 def split_with_sizes(x: Array, sizes: Sequence[int], dim: int) -> list[Array]:
     return jnp.split(x, np.cumsum(sizes)[:-1], dim) if len(sizes) > 1 else [x]
 
 
-@operation("aten.split.Tensor", "aten.unsafe_split.Tensor")
+@moving("aten.split.Tensor", "aten.unsafe_split.Tensor")
 def split(x: Array, size: int, dim: int) -> list[Array]:
     length = x.shape[dim]
     return jnp.split(x, tuple(range(size, length, size)), dim) if size else [x]
 
 
-@operation("aten.unbind")
+@moving("aten.unbind")
 def unbind(x: Array, dim: int) -> list[Array]:
     return [lax.index_in_dim(x, i, dim, keepdims=False) for i in range(x.shape[dim])]
 
 
-@operation("aten.select")
+@moving("aten.select")
 def select(x: Array, dim: int, index: int) -> Array:
     return lax.index_in_dim(x, index, dim, keepdims=False)
 
 
-@operation("aten.slice")
+@moving("aten.slice")
 def slice_of(x: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
     start, end, step = slice(start, end, step).indices(x.shape[dim])
     return lax.slice_in_dim(x, start, max(start, end), step, dim)
 
 
-@operation("aten.narrow.default")
+@moving("aten.narrow.default")
 def narrow(x: Array, dim: int, start: int, length: int) -> Array:
     return slice_of(x, dim, start, start % max(x.shape[dim], 1) + length if start < 0 else start + length, 1)
 
 
-@operation("aten.unfold")
+@moving("aten.unfold")
 def unfold(x: Array, dim: int, size: int, step: int) -> Array:
     """Windows of `size` elements along `dim`, `step` apart, as a new last axis."""
     if x.ndim == 0:
@@ -176,7 +177,7 @@ def unfold(x: Array, dim: int, size: int, step: int) -> Array:
     return jnp.moveaxis(windows, dim % x.ndim + 1, -1)
 
 
-@operation("aten.as_strided", reads_memory=True)
+@moving("aten.as_strided", reads_memory=True)
 def as_strided(x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
     return x.reshape(-1)[strided_positions(size, stride, storage_offset)]
 
@@ -189,24 +190,24 @@ def strided_positions(size: Sequence[int], stride: Sequence[int], storage_offset
     return positions
 
 
-@operation("aten.as_strided_scatter", reads_memory=True)
+@moving("aten.as_strided_scatter", reads_memory=True)
 def as_strided_scatter(
     x: Array, source: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Array:
     return x.reshape(-1).at[strided_positions(size, stride, storage_offset)].set(source).reshape(x.shape)
 
 
-@operation("aten.slice_scatter")
+@moving("aten.slice_scatter")
 def slice_scatter(x: Array, source: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
     return x.at[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].set(to_dtype(source, x.dtype))
 
 
-@operation("aten.select_scatter")
+@moving("aten.select_scatter")
 def select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
     return x.at[(slice(None),) * (dim % x.ndim) + (index,)].set(to_dtype(source, x.dtype))
 
 
-@operation("aten.diagonal_scatter")
+@moving("aten.diagonal_scatter")
 def diagonal_scatter(x: Array, source: Array, offset: int, first: int, second: int) -> Array:
     matrices = jnp.moveaxis(x, (first, second), (-2, -1))
     rows = np.arange(source.shape[-1]) + max(-offset, 0)

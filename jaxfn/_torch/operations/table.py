@@ -7,7 +7,9 @@ no entry.
 
 A function gets all positional arguments of the operation's schema, defaults filled in, and the keyword-only ones that
 the call named, without those that mean nothing here (device, layout, memory format). It need not care for the result's
-dtype: the interpreter casts to what torch recorded.
+dtype: the interpreter casts to what torch recorded. Half-precision numbers come in single precision, as torch has them
+inside of an operation, unless the entry says that it takes them as they are: it moves elements, multiplies matrices,
+where that would cost much, or looks at the dtype.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ class Operation(NamedTuple):
       reads_memory: it is right only where torch's first argument is all of its memory, in the order of its elements.
       otherwise: what stands for the operation where torch's first argument does not lie in memory in the order of its
         elements, if that makes a difference.
+      takes_half: it takes half-precision numbers as they are. Others get them in single precision, in which torch
+        computes what it rounds to half in the end. What draws takes them as well.
     """
 
     function: Callable[..., Any]
     draws: bool = False
     reads_memory: bool = False
     otherwise: Callable[..., Any] | None = None
+    takes_half: bool = False
 
 
 TABLE: dict[str, Operation] = {}
@@ -41,22 +46,30 @@ REFUSED: dict[str, str] = {}
 
 
 def operation(
-    *names: str, draws: bool = False, reads_memory: bool = False, otherwise: Callable[..., Any] | None = None
+    *names: str,
+    draws: bool = False,
+    reads_memory: bool = False,
+    otherwise: Callable[..., Any] | None = None,
+    takes_half: bool = False,
 ) -> Callable[[_F], _F]:
     """Enters the decorated function for the operations `names`; the options are as in `Operation`."""
 
     def enter(function: _F) -> _F:
         for name in names:
-            _enter(name, Operation(function, draws, reads_memory, otherwise))
+            _enter(name, Operation(function, draws, reads_memory, otherwise, takes_half or draws))
         return function
 
     return enter
 
 
-def enter_all(functions: Mapping[str, Callable[..., Any]]) -> None:
+# For what moves elements and computes nothing.
+moving = functools.partial(operation, takes_half=True)
+
+
+def enter_all(functions: Mapping[str, Callable[..., Any]], *, takes_half: bool = False) -> None:
     """Enters one function each."""
     for name, function in functions.items():
-        _enter(name, Operation(function))
+        _enter(name, Operation(function, takes_half=takes_half))
 
 
 def refuse(reason: str, *names: str) -> None:
