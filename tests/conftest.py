@@ -81,7 +81,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if getattr(report, "when", None) == "call"
         for entry in report.user_properties
     ]
-    count = sum(value for name, value in found if name == "samples beside torch")
     operations = {operation for name, value in found if name == "operations" for operation in value}
-    if count:
-        terminalreporter.write_line(f"{len(operations)} operations of the table in {count} samples beside torch")
+    right, refused = ([tuple(value) for name, value in found if name == kind] for kind in ("right", "refused"))
+    if not right:
+        return
+    terminalreporter.write_line(f"{len(operations)} operations of the table in {len(right)} samples beside torch:")
+    for dtype in dict.fromkeys(dtype for dtype, _ in right + refused):
+        lacking = {name for other, name in refused if other == dtype}
+        terminalreporter.write_line(
+            f"  {dtype}: {sum(other == dtype for other, _ in right)} samples right, "
+            f"{sum(other == dtype for other, _ in refused)} of {len(lacking)} torch functions refused"
+        )

@@ -12,14 +12,13 @@ COMPILED = "compiled code without a formula in core ATen, rare inside Functions"
 SPARSE = "JAX arrays are dense"
 
 _SPECIAL = """
-airy_ai bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
+airy_ai chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v
 chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
 shifted_chebyshev_polynomial_w
 """
 _READ_VALUES = """
-allclose corrcoef cov equal istft item narrow nn.functional.ctc_loss nn.functional.gaussian_nll_loss
-nn.functional.one_hot linalg.lstsq linalg.lstsq.grad_oriented tensor_split
+allclose cov equal istft item narrow nn.functional.gaussian_nll_loss nn.functional.one_hot tensor_split
 """
 _SIZED_BY_VALUES = "argwhere bincount combinations masked_select nonzero unique unique_consecutive"
 _SPARSE = "sparse.mm.reduce sparse.sampled_addmm to_sparse"
@@ -27,16 +26,12 @@ _JITERATOR = "2inputs_2outputs 4inputs_with_extra_args binary binary_return_by_r
 
 # Operations that stay without an entry.
 NOT_TRANSLATED = {
-    "aten._histogramdd_bin_edges.default": COMPILED,
-    "aten._histogramdd_from_bin_cts.default": COMPILED,
-    "aten._histogramdd_from_bin_tensors.default": COMPILED,
     "aten._segment_reduce_backward.default": COMPILED,
     "aten.fractional_max_pool2d.default": COMPILED,
     "aten.fractional_max_pool3d.default": COMPILED,
     "aten.hash_tensor.default": COMPILED,
     "aten.linalg_ldl_factor_ex.default": "JAX has no LDL factorization",
     "aten.linalg_ldl_solve.default": "JAX has no LDL factorization",
-    "aten.ormqr.default": COMPILED,
     "aten.resize.default": "JAX arrays have no memory to look into",
     "aten.segment_reduce.default": COMPILED,
     "torch_nn._linear_cross_entropy_batch_chunked.default": COMPILED,
@@ -47,17 +42,26 @@ NOT_TRANSLATED = {
 # What raises while torch traces, by torch's own name of the sample set.
 NOT_TRACED = {
     **dict.fromkeys(_READ_VALUES.split(), VALUES),
-    **{f"jiterator_{name}": "compiles CUDA code" for name in _JITERATOR.split()},
-    "nn.functional.embedding_bag": "with `scale_grad_by_freq` torch divides by how often another row is there",
+    "nn.functional.embedding_bag": "`max_norm` writes to the weights; with `scale_grad_by_freq` torch divides by how "
+    "often another row is there",
     "chalf": "JAX has no half-precision complex numbers",
     **dict.fromkeys(_SIZED_BY_VALUES.split(), SIZES),
     **dict.fromkeys(_SPARSE.split(), SPARSE),
     "repeat_interleave": f"with a tensor of counts {SIZES}",
 }
 
+# What torch itself does not run on a CPU.
+FAILS_IN_TORCH = {f"jiterator_{name}": "compiles CUDA code" for name in _JITERATOR.split()}
+
+# Samples of which torch's results are not to be compared with, by name and dtype.
+TORCH_IS_WRONG = {("matrix_exp", "bfloat16"): "torch's are nan in half precision, where the numbers are below 100"}
+
 # Results that agree only after this, which is applied to both.
 DIFFERENT = {
-    "special.bessel_j0": (lambda result: result.round(decimals=5), "torch's is wrong in the eighth digit, as at 5"),
+    **{
+        f"special.bessel_{name}": (lambda result: result.round(decimals=5), "torch's is wrong in the seventh digit")
+        for name in ("j0", "y0", "y1")
+    },
     "argsort": (lambda order: torch.sort(order.flatten())[0], "equal elements may come in any order in torch"),
     "kthvalue": (lambda results: results[0], "any of equal elements may be named in torch"),
     "logaddexp": (torch.exp, "a complex logarithm has several values"),

@@ -33,7 +33,7 @@ op_db = _internal.op_db
 _SAMPLES = os.environ.get("JAXFN_SAMPLES", "1")
 ALL_SAMPLES = _SAMPLES == "all"
 COUNT = None if ALL_SAMPLES else int(_SAMPLES)
-DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.complex64, torch.bfloat16)
 
 
 class Sample(NamedTuple):
@@ -44,8 +44,9 @@ class Sample(NamedTuple):
       function: the call, of tensors.
       tensors: its arguments.
       process: what torch's own tests do to results that are not unique, such as eigenvectors; or None.
-      graph_module: the traced call, or None if torch cannot trace it.
+      graph_module: the traced call, or None if it cannot be traced.
       missing: the operations in it that have no translation.
+      error: what was raised while it was traced, or None.
     """
 
     label: str
@@ -54,6 +55,17 @@ class Sample(NamedTuple):
     process: Callable[[Any], Any] | None
     graph_module: Any
     missing: Sequence[str]
+    error: Exception | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the sample was made for."""
+        return self.label.partition(" ")[0]
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether JAX can run it."""
+        return self.error is None and not self.missing
 
     @property
     def entries(self) -> set[str]:
@@ -76,14 +88,7 @@ def samples(name: str, *, backward: bool = False) -> tuple[Sample, ...]:
     """An operation's samples, traced; with `backward`, of the operation and its derivative."""
     op = OPERATIONS[name]
     dtypes = [dtype for dtype in DTYPES if dtype in op.supported_dtypes("cpu")]
-    found: list[Sample] = []
-    for dtype in dtypes:
-        for sample in _samples(op, dtype, backward):
-            found.append(sample)
-            if COUNT == 1 and len(sample.entries) > 2 and not backward:
-                # torch composes it of others, which have samples of their own.
-                return tuple(found)
-    return tuple(found)
+    return tuple(sample for dtype in dtypes for sample in _samples(op, dtype, backward))
 
 
 def first_sample(name: str) -> Sequence[Sample]:
@@ -157,7 +162,7 @@ def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], pro
         graph_module = trace(function, tensors)
         missing = [entry.operation for entry in Translation(graph_module).unsupported]
     except Exception as error:
-        return Sample(label, function, tensors, process, None, [type(error).__name__])
+        return Sample(label, function, tensors, process, None, [], error)
     return Sample(label, function, tensors, process, graph_module, missing)
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.promotion import widened
 from jaxfn._torch.operations.table import operation
 from jaxfn._torch.values.errors import TranslationError
 
@@ -36,7 +35,7 @@ def attention(
 
 
 def _scores(query: Array, key: Array, is_causal: bool, mask: Array | None, scale: float | None) -> Array:
-    query, key = (x.astype(widened(x.dtype)) for x in (query, _per_head(key, query)))
+    key = _per_head(key, query)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = jnp.einsum("...qd,...kd->...qk", query, key) * jnp.asarray(scale, query.dtype)
     if is_causal:

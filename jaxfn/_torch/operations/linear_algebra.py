@@ -321,6 +321,19 @@ def householder_product(a: Array, taus: Array) -> Array:
     return q
 
 
+@operation("aten.ormqr")
+def ormqr(a: Array, taus: Array, c: Array, left: bool = True, transpose: bool = False) -> Array:
+    """`c` times the product of reflections, or its adjoint, one after the other."""
+    if not left:
+        return _adjoint(ormqr(a, taus, _adjoint(c), True, not transpose))
+    vectors = jnp.tril(a, -1) + jnp.eye(*a.shape[-2:], dtype=a.dtype)
+    factors = jnp.conj(taus) if transpose else taus
+    for i in range(taus.shape[-1])[:: 1 if transpose else -1]:
+        v = vectors[..., i : i + 1]
+        c = c - factors[..., i, None, None] * v * (_adjoint(v) @ c)
+    return c
+
+
 @operation("aten.linalg_cross")
 def cross(a: Array, b: Array, dim: int = -1) -> Array:
     a, b = jnp.broadcast_arrays(a, b)

@@ -44,7 +44,7 @@ def roll(x: Array, shifts: Sequence[int], dims: Sequence[int]) -> Array:
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
-@moving("aten._to_copy")
+@moving("aten._to_copy", "prims.convert_element_type")
 def to_dtype(x: Array, dtype: Any = None, *_: Any) -> Array:
     if dtype is None:
         return x

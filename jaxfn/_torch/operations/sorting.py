@@ -154,10 +154,14 @@ def histogram(
 ) -> tuple[Array, Array]:
     """How many elements lie in each of `bins` bins, and where those end."""
     weights = None if weight is None else weight.reshape(-1)
-    low, high = (x.min(), x.max()) if range is None else (jnp.asarray(end, x.dtype) for end in range)
-    half = jnp.where(low == high, 0.5, 0).astype(x.dtype)
-    edges = _linspace(low - half, high + half, bins + 1)
+    edges = _edges(x, bins, range)
     return jnp.histogram(x.reshape(-1), edges, weights=weights, density=density)[0], edges
+
+
+def _edges(x: Array, bins: int, bounds: Sequence[float] | None) -> Array:
+    low, high = (x.min(), x.max()) if bounds is None else (jnp.asarray(end, x.dtype) for end in bounds)
+    half = jnp.where(low == high, 0.5, 0).astype(x.dtype)
+    return _linspace(low - half, high + half, bins + 1)
 
 
 def _linspace(low: Array, high: Array, count: int) -> Array:
@@ -172,6 +176,45 @@ def histogram_of_bins(
 ) -> tuple[Array, Array]:
     weights = None if weight is None else weight.reshape(-1)
     return jnp.histogram(x.reshape(-1), bins, weights=weights, density=density)[0], bins
+
+
+@operation("aten._histogramdd_bin_edges")
+def histogram_edges(
+    x: Array,
+    bins: Sequence[int],
+    *,
+    range: Sequence[float] | None = None,
+    weight: Array | None = None,
+    density: bool = False,
+) -> list[Array]:
+    """Where the bins end along each axis, which the columns of `x` are."""
+    columns = x.reshape(-1, x.shape[-1]).T
+    bounds = [None] * len(bins) if range is None else zip(range[::2], range[1::2], strict=True)
+    return [_edges(column, count, ends) for column, count, ends in zip(columns, bins, bounds, strict=True)]
+
+
+def histogramdd(x: Array, edges: Sequence[Array], weight: Array | None, density: bool) -> Array:
+    weights = None if weight is None else weight.reshape(-1)
+    return jnp.histogramdd(x.reshape(-1, x.shape[-1]), list(edges), weights=weights, density=density)[0]
+
+
+@operation("aten._histogramdd_from_bin_cts")
+def histogramdd_of_counts(
+    x: Array,
+    bins: Sequence[int],
+    *,
+    range: Sequence[float] | None = None,
+    weight: Array | None = None,
+    density: bool = False,
+) -> Array:
+    return histogramdd(x, histogram_edges(x, bins, range=range), weight, density)
+
+
+@operation("aten._histogramdd_from_bin_tensors")
+def histogramdd_of_edges(
+    x: Array, bins: Sequence[Array], *, weight: Array | None = None, density: bool = False
+) -> Array:
+    return histogramdd(x, bins, weight, density)
 
 
 @operation("aten.histc")

@@ -138,16 +138,51 @@ def _bessel_j(order: int, x: Array) -> Array:
     near = jnp.where(is_large, 0, size)
     angles = np.pi * (np.arange(48) + 0.5) / 48
     total = sum(jnp.cos(order * angle - near * math.sin(angle)) for angle in angles)
-    far = jnp.where(is_large, size, 25)
+    far = _hankel(order, jnp.where(is_large, size, 25))[0]
+    value = jnp.where(is_large, far, jnp.asarray(total) / 48)
+    return jnp.where(x < 0, -value, value) if order % 2 else value
+
+
+def _hankel(order: int, x: Array) -> tuple[Array, Array]:
+    """The Bessel functions of the first and the second kind, of large arguments."""
     cosines, sines, term = jnp.ones_like(x), jnp.zeros_like(x), jnp.ones_like(x)
     for k in range(1, 16):
-        term = term * (4 * order**2 - (2 * k - 1) ** 2) / (8 * k * far)
+        term = term * (4 * order**2 - (2 * k - 1) ** 2) / (8 * k * x)
         sign = 1 if k % 4 < 2 else -1
         cosines, sines = (cosines, sines + sign * term) if k % 2 else (cosines + sign * term, sines)
-    phase = far - (order / 2 + 0.25) * math.pi
-    expansion = jnp.sqrt(2 / (math.pi * far)) * (cosines * jnp.cos(phase) - sines * jnp.sin(phase))
-    value = jnp.where(is_large, expansion, jnp.asarray(total) / 48)
-    return jnp.where(x < 0, -value, value) if order % 2 else value
+    phase = x - (order / 2 + 0.25) * math.pi
+    size, cosine, sine = jnp.sqrt(2 / (math.pi * x)), jnp.cos(phase), jnp.sin(phase)
+    return size * (cosines * cosine - sines * sine), size * (cosines * sine + sines * cosine)
+
+
+@operation("aten.special_bessel_y0")
+def bessel_y0(x: Array) -> Array:
+    return _bessel_y(0, to_inexact(x))
+
+
+@operation("aten.special_bessel_y1")
+def bessel_y1(x: Array) -> Array:
+    return _bessel_y(1, to_inexact(x))
+
+
+def _bessel_y(order: int, x: Array) -> Array:
+    """By Neumann's series up to 25, summed under Bessel's integral, and by Hankel's expansion above."""
+    is_large = x > 25
+    near = jnp.where(is_large | (x <= 0), 1, x)
+    angles = np.pi * (np.arange(96) + 0.5) / 96
+    numbers = np.arange(1, 33)
+    weights = ((-1.0) ** numbers * np.cos(2 * numbers * angles[:, None]) / numbers).sum(1)
+    logarithm = jnp.log(near / 2) + np.euler_gamma
+    pairs = zip(weights.tolist(), np.sin(angles).tolist(), strict=True)
+    if order == 0:
+        series = sum(weight * jnp.cos(near * sine) for weight, sine in pairs)
+        close = logarithm * _bessel_j(0, near) - jnp.asarray(series) / 48
+    else:
+        series = sum(weight * sine * jnp.sin(near * sine) for weight, sine in pairs)
+        close = logarithm * _bessel_j(1, near) - _bessel_j(0, near) / near - jnp.asarray(series) / 48
+    far = _hankel(order, jnp.where(is_large, x, 25))[1]
+    value = jnp.where(is_large, far, close * (2 / np.pi))
+    return jnp.where(x < 0, np.nan, jnp.where(x == 0, -np.inf, value))
 
 
 @operation("aten.special_modified_bessel_k0")

@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from jaxfn._torch._compat import lstsq_result
 from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.operations.promotion import widened
 from jaxfn._torch.trace.inside import CalledFunction
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
@@ -55,7 +56,7 @@ def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     reduce = _BAGS[given["mode"]]
 
     def function(weight: Array, indices: Array, offsets: Array, *weights: Array) -> list[Array]:
-        chosen = weight[indices]
+        chosen = weight[indices].astype(widened(weight.dtype))
         chosen = chosen * weights[0][:, None] if weights else chosen
         places = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
         if padding is not None:

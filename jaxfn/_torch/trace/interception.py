@@ -97,14 +97,33 @@ def _type(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
 def _values(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = mode.tracing.lower(args[0])
-    if mode.tracing.recorder.is_traced(tensor):
-        raise TranslationError(
-            f"{mode.tracing.owner}: `.{func.__name__}()` asks for the values of a tensor, and while JAX traces there "
-            f"are none. Write that part in torch operations{source_line()}"
-        )
+    tensor = _known(mode, args[0], f"`.{func.__name__}()`", "Write that part in torch operations")
     with plain_torch():
         return func(tensor.detach(), *args[1:], **kwargs)
+
+
+def _known(mode: PythonLevel, tensor: torch.Tensor, asker: str, advice: str) -> torch.Tensor:
+    """A tensor that has values."""
+    tensor = mode.tracing.lower(tensor)
+    if mode.tracing.recorder.is_traced(tensor):
+        raise TranslationError(
+            f"{mode.tracing.owner}: {asker} asks for the values of a tensor, and while JAX traces there are none. "
+            f"{advice}{source_line()}"
+        )
+    return tensor
+
+
+@_answers(torch.tensor_split, torch.Tensor.tensor_split)
+def _tensor_split(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    """Places in a tensor, which torch reads from memory, as numbers."""
+    given = dict(zip(("input", "indices_or_sections", "dim"), args, strict=False)) | kwargs
+    places = given.pop("tensor_indices_or_sections", given.get("indices_or_sections"))
+    if not isinstance(places, torch.Tensor):
+        return func(*args, **kwargs)
+    places = _known(mode, places, "tensor_split", "Name the places to split at as Python numbers")
+    with plain_torch():
+        numbers = places.tolist()
+    return torch.tensor_split(given["input"], numbers, dim=given.get("dim", 0))
 
 
 @_answers(torch.tensor, torch.as_tensor, torch.asarray)
