@@ -111,14 +111,14 @@ def _samples(op: Any, dtype: Any, backward: bool) -> Iterator[Sample]:
             yield sample(f"{dtype} {number}".removeprefix("torch."), function, tensors, process)
 
 
-def differentiable_sample(name: str) -> tuple[Sample, list[bool]]:
-    """An operation's first double-precision sample, and which of its tensors torch differentiates it by."""
+def differentiable_sample(name: str, dtype: Any) -> tuple[Sample, list[bool]]:
+    """An operation's first sample, and which of its tensors torch differentiates it by."""
     torch.manual_seed(0)
     with quiet():
-        given = next(iter(OPERATIONS[name].sample_inputs("cpu", torch.float64, requires_grad=True)))
+        given = next(iter(OPERATIONS[name].sample_inputs("cpu", dtype, requires_grad=True)))
         function, tensors = _of_tensors(OPERATIONS[name], given)
         flags = [tensor.requires_grad for tensor in tensors]
-        return sample("float64 0", function, [tensor.detach() for tensor in tensors]), flags
+        return sample(f"{dtype} 0".removeprefix("torch."), function, [t.detach() for t in tensors]), flags
 
 
 def _of_tensors(op: Any, given: Any) -> tuple[Callable[..., Any], list[Any]]:

@@ -47,12 +47,12 @@ def right_shift(x: Array, bits: Array) -> Array:
     return jnp.right_shift(x, bits)
 
 
-@operation("aten.where.self", takes_half=True)
+@operation("aten.where.self")
 def where(condition: Array, x: Any, y: Any) -> Array:
     dtype = result_type(x, y)
     return jnp.where(condition, jnp.asarray(x, dtype), jnp.asarray(y, dtype))
 
 
-@operation("aten.masked_fill", takes_half=True)
+@operation("aten.masked_fill")
 def masked_fill(x: Array, mask: Array, value: Any) -> Array:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)

@@ -146,7 +146,7 @@ def _along(x: Array, dim: int, indices: Array) -> tuple[Any, ...]:
     return tuple(grids)
 
 
-@moving("aten.gather")
+@operation("aten.gather")
 def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Array:
     if x.ndim == 0 or indices.ndim == 0:
         return vector(x)[vector(indices)].reshape(indices.shape)

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jaxfn._torch.operations.dims import axes
 from jaxfn._torch.operations.promotion import result_type
-from jaxfn._torch.operations.table import enter_all, moving
+from jaxfn._torch.operations.table import enter_all, moving, operation
 
 
 def identity(x: Array) -> Array:
@@ -24,7 +24,6 @@ enter_all(
         "aten.alias": identity,
         "aten.clone": identity,
         "aten.detach": lax.stop_gradient,
-        "aten.repeat": jnp.tile,
         "aten.t": jnp.transpose,
         "aten.tril": jnp.tril,
         "aten.triu": jnp.triu,
@@ -32,6 +31,7 @@ enter_all(
     },
     takes_half=True,
 )
+enter_all({"aten.repeat": jnp.tile})  # whose derivative is a sum
 
 
 @moving("aten.permute")
@@ -69,7 +69,7 @@ def _to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
     return jnp.where(fits, x.astype(dtype), lowest)
 
 
-@moving("aten.copy")
+@operation("aten.copy")
 def copy(x: Array, source: Array, *_: Any) -> Array:
     return jnp.broadcast_to(to_dtype(source, x.dtype), x.shape)
 
@@ -89,7 +89,7 @@ def view_dtype(x: Array, dtype: Any) -> Array:
     return bits.reshape(*bits.shape[:-2], -1) if ratio < 1 else bits
 
 
-@moving("aten.expand")
+@operation("aten.expand")
 def expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
     new = len(size) - x.ndim
     shape = [x.shape[i - new] if length == -1 else length for i, length in enumerate(size)]
