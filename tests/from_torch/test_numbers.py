@@ -417,8 +417,8 @@ def test_operations_that_are_refused_say_what_to_do(code: Any, advice: str):
 
 
 SPECIAL = """
-erfcx bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
-spherical_bessel_j0
+erfcx bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_k0 modified_bessel_k1
+scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0
 """
 
 
@@ -490,7 +490,7 @@ def test_half_precision_is_rounded_to_once(name: str, dtype: Any):
         assert str(g.dtype) == str(w.dtype).removeprefix("torch.")
         ours, theirs = np.asarray(g.astype(np.float32)), w.float().numpy()
         differing = (ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs))
-        assert differing.mean() <= (0 if w.dtype == torch.bool else 0.02), name
+        assert differing.sum() <= (0 if w.dtype == torch.bool else max(1, 0.02 * differing.size)), name
         np.testing.assert_allclose(ours, theirs, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
