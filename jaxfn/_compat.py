@@ -40,6 +40,7 @@ __all__ = [
     "is_out_of_reach",
     "is_ref",
     "is_reverse_only",
+    "keeps_constants_apart",
     "make_jaxpr",
     "memory_space",
     "mlir",
@@ -53,6 +54,7 @@ __all__ = [
     "used_operands",
     "variable_of",
     "varying_axes",
+    "without_unused",
     "zeros_of",
 ]
 
@@ -280,6 +282,22 @@ def used_operands(equation: Any, operands: Sequence[Any]) -> list[Any]:
         return list(operands)
     used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))[1]
     return [x for x, is_used in zip(operands, used, strict=True) if is_used]
+
+
+def without_unused(jaxpr: Any, wanted: Sequence[bool]) -> Any:
+    """A jaxpr with some of its results, and none of the equations that only the others need (0.10.0 to 0.12.0).
+
+    It has all arguments still.
+    """
+    return partial_eval.dce_jaxpr(jaxpr, list(wanted), instantiate=True)[0]
+
+
+def keeps_constants_apart() -> bool:
+    """Whether JAX hands the constants of a program to its executable at every call (an option, off in 0.10.0 to 0.12.0).
+
+    Otherwise they are part of the lowered program.
+    """
+    return bool(getattr(jax.config, "jax_use_simplified_jaxpr_constants", False))
 
 
 def variable_of(tracer: Any) -> int:

@@ -1,38 +1,41 @@
 """The smaller checks: what every correct rule does, whatever its values.
 
-They run a function a few times with random directions, in one program, before whole Jacobians are compared.
+They run a function a few times with random directions, before whole Jacobians are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_map
 
-from jaxfn._gradcheck.derivatives import Derivatives, Only, Pullback, UnavailableError, available, pullback_of
-from jaxfn._gradcheck.directions import (
-    COMBINATION,
-    DIRECTIONS,
-    Arrays,
-    AutodiffAndDifferences,
-    ForwardMode,
-    ReverseMode,
-    random_vectors,
+from jaxfn._gradcheck.numbers.programs import Engine, Mode
+from jaxfn._gradcheck.numbers.sweep import Sweep, differences, points
+from jaxfn._gradcheck.numbers.vectors import Arrays, listed, random_vectors
+from jaxfn._gradcheck.problem.derivatives import (
+    Derivative,
+    Derivatives,
+    Direction,
+    forward_of,
+    of_some,
+    only,
+    rows_of,
 )
-from jaxfn._gradcheck.jacobian import Basis
-from jaxfn._gradcheck.problem import OfLeaves
-from jaxfn._gradcheck.programs import Engine, Mode, Traced, bytes_each
-from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, rounding_of_differences
+from jaxfn._gradcheck.problem.problem import OfLeaves
+from jaxfn._gradcheck.problem.traced import Traced, bytes_each
+from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, largest, rounding_of_differences
 
+_COMBINATION = (2.0, -3.0)
+_DIRECTIONS = 4  # that every rule is tried in: two random ones, their combination, zero
 _SAME = 1e-8
 _RETRACED_TWICE = 1e-13  # what compiling the same operations in another program may change, relatively
 _SAMPLES = 4  # directions in which autodiff is compared with finite differences
-_EVALUATIONS = 4 * _SAMPLES  # of the function, for those
+_ELSEWHERE = 1.001  # times the inputs: another place, so that batches are not of equal items
 
 
 @dataclass
@@ -54,102 +57,153 @@ class Findings:
 
 @dataclass(frozen=True)
 class Checks:
-    """The small checks of one problem.
+    """The small checks of one problem in one direction.
 
     Attributes:
       derivatives: of what.
+      direction: which mode.
       xs: where.
       step: of finite differences.
       tolerance: how closely values that should be the same have to agree.
       nondet_tol: how far apart two runs may be.
-      undefined: whether cotangents may be undefined, one at a time.
+      undefined: whether vectors may be undefined, one at a time.
       samples_autodiff: whether autodiff is to be compared with finite differences in random directions.
-      max_memory: bytes that may be used at a time.
     """
 
     derivatives: Derivatives
+    direction: Direction
     xs: Sequence[Any]
     step: float
     tolerance: Tolerance
     nondet_tol: float
     undefined: bool
     samples_autodiff: bool
-    max_memory: int
 
-    def reverse(self, engine: Engine) -> Findings:
-        """What can be seen in reverse mode."""
-        d = self.derivatives
+    def run(self, sweep: Sweep, later: int) -> Findings:
+        """All of them.
+
+        Args:
+          sweep: runs batches.
+          later: how many vectors the rule will be run for if nothing is wrong.
+        """
+        d = self.direction
         found = Findings()
-        pullback = d.pullback
-        if isinstance(pullback, UnavailableError) or not d.outputs:
-            return found
-        first, second = random_vectors(d.outputs, 1), random_vectors(d.outputs, 2)
-        missing = self._without_one_output(found) if self.undefined and len(d.outputs) > 1 else {}
-        alone = self._with_one_input(found) if len(d.inputs) > 1 else {}
-        sampled, samples = self._sampled(engine)
-        run = ReverseMode(engine, d.forward, pullback, d.retraced, missing, alone, sampled)
-        program = engine.program(run, self.xs, first, second, samples)
-        results, rerun = (jax.tree.map(np.asarray, program(self.xs, first, second, samples)) for _ in range(2))
+        first, second = random_vectors(d.varied, 1), random_vectors(d.varied, 2)
+        missing = self._without_one(first, found) if self.undefined and len(d.varied) > 1 else {}
+        alone = self._with_one_input(first, found) if not d.is_forward and len(d.returned) > 1 else {}
+        of = self.derivatives
+        functions = {
+            "primal": of.primal,
+            "rule": d.rule,
+            "retraced": [] if d.retraced is None else [d.retraced],
+            "missing": list(missing.values()),
+            "alone": list(alone.values()),
+            "measured": [] if of.measured is of.primal else [of.measured],
+            "autodiff": None,
+        }
+        samples = self._samples()
+        if samples:
+            functions["autodiff"] = of.forward.reference
+        results, rerun = self._run_once(sweep.engine, sweep.max_memory, first, samples, functions)
         found.outputs = results["outputs"]
         found.autodiff_agrees = self._autodiff_agrees(results)
         found.problems += self._is_deterministic(results, rerun)
         if found.problems:
             return found
-        found.batches_wrong = not self._is_batched_right(results)
-        if not found.batches_wrong:
-            found.problems += self._has_one_value(results)
-            found.problems += self._is_linear(results)
-            found.problems += self._takes_undefined(results, list(missing))
-            found.problems += self._respects_flags(results, list(alone))
+        a, b = _COMBINATION
+        mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
+        directions = [first, second, mixed, _zeros(first), *(_without(first, i) for i in missing)]
+        (batch, *_) = sweep.along(d.both, listed(d.varied, directions), later)
+        found.batches_wrong = not self._is_batched_right(results, batch)
+        if found.batches_wrong:
+            return found
+        found.problems += self._has_one_value(results)
+        found.problems += self._is_linear(batch)
+        found.problems += self._takes_undefined(results, list(missing), batch)
+        found.problems += self._respects_flags(results, list(alone))
         return found
+
+    def _run_once(
+        self, engine: Engine, max_memory: int, vectors: Arrays, samples: Arrays, functions: dict[str, Any]
+    ) -> list[Any]:
+        """What is computed one by one, or in small batches; twice."""
+        d = self.derivatives
+        xs = list(map(np.asarray, self.xs))
+        near = points(xs, samples, self.step) if samples else [np.zeros((0, *x.shape)) for x in xs]
+        places = [np.concatenate([[x, _ELSEWHERE * x], n]) for x, n in zip(xs, near, strict=True)]
+        if engine.mode is Mode.VECTORIZED and len(places[0]) * bytes_each(d.measured) > max_memory:
+            engine = Engine(Mode.COMPILED_LOOP)
+
+        def run(functions: Any, xs: Arrays, vectors: Arrays, places: Arrays, samples: Arrays) -> Any:
+            outputs, results = functions["rule"](xs, vectors)
+            found = {
+                "outputs": functions["primal"](*xs),
+                "outputs of rule": outputs,
+                "results": results,
+                "results again": [f(xs, vectors)[1] for f in functions["retraced"]],
+                "missing": [f(xs, vectors) for f in functions["missing"]],
+                "alone": [f(xs, vectors) for f in functions["alone"]],
+                "outputs at places": engine.map(functions["primal"], *places),
+            }
+            if samples:
+                found["measured"] = [engine.map(f, *places) for f in functions["measured"]]
+                found["autodiff"] = engine.map(lambda *us: functions["autodiff"](xs, us)[1], *samples)
+            return found
+
+        args = functions, list(self.xs), vectors, places, samples
+        program = engine.program(run, *args)
+        return [tree_map(np.asarray, program(*args)) for _ in range(2)]
 
     def _is_deterministic(self, r: Any, rerun: Any) -> list[str]:
         problems: list[str] = []
+        d = self.direction
         if not self._equal(r["outputs"], rerun["outputs"]):
             problems.append("The function is not deterministic: two runs on the same inputs gave different outputs.")
-        slack = 0.0 if self.derivatives.retraced is None else _RETRACED_TWICE
-        if not (self._equal(r["gradients"], rerun["gradients"]) and self._equal(r["gradients"], r["again"], slack)):
+        others = [(rerun["results"], 0.0), *((again, _RETRACED_TWICE) for again in r["results again"])]
+        if not all(self._equal(r["results"], other, slack) for other, slack in others):
             problems.append(
-                "backward is not deterministic: two runs on the same inputs and cotangents gave different gradients. "
-                f"They may differ by nondet_tol={self.nondet_tol:g}."
+                f"{d.method} is not deterministic: two runs on the same inputs and {d.given}s gave different "
+                f"{d.result}s. They may differ by nondet_tol={self.nondet_tol:g}."
             )
         return problems
 
-    def _is_batched_right(self, r: Any) -> bool:
-        pairs = [*zip(r["batch"], r["gradients"], strict=True), *zip(r["outputs batch"], r["outputs"], strict=True)]
-        return all(self._agree(batched[0], single) for batched, single in pairs)
+    def _is_batched_right(self, r: Any, batch: Arrays) -> bool:
+        batches, singles = (*batch, *r["outputs at places"]), (*map(np.ravel, r["results"]), *r["outputs"])
+        return all(self._agree(b[0], single) for b, single in zip(batches, singles, strict=True))
 
     def _has_one_value(self, r: Any) -> list[str]:
         return [
             f"{leaf.name} has another value when it is differentiated than when it is not."
-            for leaf, a, b in zip(self.derivatives.outputs, r["outputs of fwd"], r["outputs"], strict=True)
+            for leaf, a, b in zip(self.derivatives.outputs, r["outputs of rule"], r["outputs"], strict=True)
             if not self._agree(a, b)
         ]
 
-    def _is_linear(self, r: Any) -> list[str]:
+    def _is_linear(self, batch: Arrays) -> list[str]:
         problems: list[str] = []
-        a, b = COMBINATION
-        for leaf, (u, v, combined, zero, *_) in zip(self.derivatives.inputs, r["batch"], strict=True):
-            scale = float(max(np.max(abs(a * u), initial=0.0), np.max(abs(b * v), initial=0.0)))
+        d = self.direction
+        a, b = _COMBINATION
+        for leaf, (u, v, combined, zero, *_) in zip(d.returned, batch, strict=True):
+            scale = float(max(largest(a * u), largest(b * v)))
             if not self._agree(combined, a * u + b * v, scale):
                 problems.append(
-                    f"backward is not linear: the gradient of {leaf.name} for the cotangent {a:g} u {b:+g} v is not "
-                    "that combination of the gradients for u and for v."
+                    f"{d.method} is not linear: the {d.result} of {leaf.name} for the {d.given} {a:g} u {b:+g} v is "
+                    f"not that combination of the {d.result}s for u and for v."
                 )
             if zero.any():
                 problems.append(
-                    f"backward is not multiplied by grad_output: zero cotangents give {leaf.name} another gradient."
+                    f"{d.method} is not multiplied by {'its tangents' if d.is_forward else 'grad_output'}: zero "
+                    f"{d.given}s give {leaf.name} another {d.result}."
                 )
         return problems
 
-    def _takes_undefined(self, r: Any, missing: Sequence[int]) -> list[str]:
-        d = self.derivatives
+    def _takes_undefined(self, r: Any, missing: Sequence[int], batch: Arrays) -> list[str]:
+        d = self.direction
         return [
-            f"backward takes an undefined cotangent of {d.outputs[i].name} for something else than zeros: it changes "
-            f"the gradient of {leaf.name}. (check_undefined_grad=False leaves this check out.)"
+            f"{d.method} takes an undefined {d.given} of {d.varied[i].name} for something else than zeros: it changes "
+            f"the {d.result} of {leaf.name}. (check_undefined_grad=False leaves this check out.)"
             for position, i in enumerate(missing)
-            for leaf, gradient, batch in zip(d.inputs, r["missing"][position], r["batch"], strict=True)
-            if not self._agree(gradient, batch[DIRECTIONS + position])
+            for leaf, result, zero in zip(d.returned, r["missing"][position], batch, strict=True)
+            if not self._agree(np.ravel(result), zero[_DIRECTIONS + position])
         ]
 
     def _respects_flags(self, r: Any, alone: Sequence[int]) -> list[str]:
@@ -157,173 +211,129 @@ class Checks:
             f"the gradient of {self.derivatives.inputs[j].name} is another one when that input alone is "
             "differentiated: backward does not respect ctx.needs_input_grad."
             for j, gradient in zip(alone, r["alone"], strict=True)
-            if not self._agree(gradient, r["gradients"][j])
+            if not self._agree(gradient, r["results"][j])
         ]
 
-    def forward(self, engine: Engine) -> Findings:
-        """What can be seen in forward mode."""
+    def _samples(self) -> Arrays:
+        """Directions in which autodiff is compared with finite differences; none where that would not be decisive."""
         d = self.derivatives
-        found = Findings()
-        pushforward = d.pushforward
-        if isinstance(pushforward, UnavailableError) or not d.outputs:
-            return found
-        first, second = random_vectors(d.inputs, 4), random_vectors(d.inputs, 5)
-        missing = self._without_one_tangent(found) if self.undefined and len(d.inputs) > 1 else {}
-        sampled, samples = self._sampled(engine)
-        run = ForwardMode(engine, d.forward, pushforward, missing, sampled)
-        program = engine.program(run, self.xs, first, second, samples)
-        results = jax.tree.map(np.asarray, program(self.xs, first, second, samples))
-        found.outputs = results["outputs"]
-        found.autodiff_agrees = self._autodiff_agrees(results)
-        pairs = zip(results["batch"], results["tangents"], strict=True)
-        found.batches_wrong = not all(self._agree(batched[0], single) for batched, single in pairs)
-        found.problems += [
-            f"jvp takes an undefined tangent of {d.inputs[j].name} for something else than zeros: it changes the "
-            f"tangent of {leaf.name}. (check_undefined_grad=False leaves this check out.)"
-            for j, undefined, zero in zip(missing, results["missing"], results["zero"], strict=True)
-            for leaf, a, b in zip(d.outputs, undefined, zero, strict=True)
-            if not self._agree(a, b)
-        ]
-        return found
-
-    def _sampled(self, engine: Engine) -> tuple[AutodiffAndDifferences | None, Arrays]:
-        """What compares autodiff with finite differences, and the directions; none where that would not be decisive."""
-        d = self.derivatives
-        pushforward = d.reference_pushforward
-        is_possible = not isinstance(pushforward, UnavailableError) and self.tolerance.is_double
-        if not (self.samples_autodiff and is_possible):
-            return None, []
-        if engine.mode is Mode.VECTORIZED and _EVALUATIONS * bytes_each(d.measured) > self.max_memory:
-            engine = Engine(Mode.COMPILED_LOOP)
-        basis = Basis(d.inputs, tuple(range(len(d.inputs))))
-        vectors = [random_vectors(d.inputs, 100 + k) for k in range(_SAMPLES)]
-        samples = [np.stack(items) for items in zip(*vectors, strict=True)]
-        return AutodiffAndDifferences(engine, available(pushforward), d.measured, basis, self.step), samples
+        if not (self.samples_autodiff and d.forward.has_reference and self.tolerance.is_double):
+            return []
+        samples = [random_vectors(d.inputs, 100 + k) for k in range(_SAMPLES)]
+        return [np.stack(vectors) for vectors in zip(*samples, strict=True)]
 
     def _autodiff_agrees(self, r: Any) -> bool:
         """A disagreement in one entry of the Jacobian shows in every direction that is not orthogonal to it."""
+        if "autodiff" not in r:
+            return False
+        values = r["measured"][0] if r["measured"] else r["outputs at places"]
+        found = differences([y[2:].reshape(len(y) - 2, -1) for y in values], self.step)
         strict = self.tolerance.strict()
         floors = rounding_of_differences(r["outputs"], self.tolerance.precision, self.step)
-        for (exact, numeric, error), floor in zip(r["samples"], floors, strict=bool(r["samples"])):
-            bound = strict.estimated(numeric, _largest(numeric), SAFETY * abs(error) + floor)
-            if (excess(exact, numeric, bound) > 1).any():
+        for exact, numeric, error, floor in zip(r["autodiff"], *found, floors, strict=True):
+            bound = strict.estimated(numeric, largest(numeric), SAFETY * abs(error) + floor)
+            if (excess(exact.reshape(numeric.shape), numeric, bound) > 1).any():
                 return False
-        return bool(r["samples"])
+        return True
 
-    def batched_tangents(self) -> str | None:
-        """Whether forward mode can be batched as it is, outside of any program; what is wrong otherwise."""
-        d = self.derivatives
-        pushforward = available(d.pushforward)
-        first, second = random_vectors(d.inputs, 4), random_vectors(d.inputs, 5)
-        batch = [jnp.stack(items) for items in zip(first, second, strict=True)]
+    def batches_as_it_is(self) -> str | None:
+        """Whether the rule can be batched as it is, outside of any program; what is wrong otherwise."""
+        d = self.direction
+        first, second = random_vectors(d.varied, 1), random_vectors(d.varied, 2)
+        derivative = d.derivative_of(self.derivatives.call)
+
+        def results(vectors: Arrays) -> Arrays:
+            return derivative(self.xs, vectors)[1]
+
         try:
-            batched = jax.vmap(partial(pushforward, self.xs))(batch)
+            batched = jax.vmap(results)([jnp.stack(items) for items in zip(first, second, strict=True)])
         except Exception as error:
-            return f"forward mode cannot be batched: {type(error).__name__}: {error}"
-        return self._compared(batched, pushforward(self.xs, first), "batched tangents", "jvp")
-
-    def batched_gradients(self) -> str | None:
-        """Whether backward can be batched as it is, outside of any program; what is wrong otherwise."""
-        d = self.derivatives
-        first, second = random_vectors(d.outputs, 1), random_vectors(d.outputs, 2)
-        _, pull = jax.vjp(lambda *xs: list(d.call(*xs)), *self.xs)
-        batch = [jnp.stack(items) for items in zip(first, second, strict=True)]
-        try:
-            batched = jax.vmap(pull)(batch)
-        except Exception as error:
-            return f"backward cannot be batched: {type(error).__name__}: {error}"
-        return self._compared(batched, pull([jnp.asarray(u) for u in first]), "batched gradients", "backward")
-
-    def _compared(self, batched: Sequence[Any], single: Sequence[Any], what: str, rule: str) -> str | None:
-        if all(self._agree(np.asarray(b)[0], np.asarray(s)) for b, s in zip(batched, single, strict=True)):
+            return f"{d.name} cannot be batched: {type(error).__name__}: {error}"
+        singles = results(list(map(jnp.asarray, first)))
+        if all(self._agree(np.asarray(b)[0], np.asarray(s)) for b, s in zip(batched, singles, strict=True)):
             return None
-        return f"{what} are not those computed one by one: {rule} is wrong under jax.vmap."
+        return f"batched {d.result}s are not those computed one by one: {d.method} is wrong under jax.vmap."
 
-    def _without_one_output(self, found: Findings) -> dict[int, Pullback]:
-        """Pullbacks in which one output's cotangent is a symbolic zero."""
-        d = self.derivatives
-        made: dict[int, Pullback] = {}
-        for i, leaf in enumerate(d.outputs):
-            others = tuple(j for j in range(len(d.outputs)) if j != i)
-            directions = random_vectors([d.outputs[j] for j in others], 1)
+    def _without_one(self, vectors: Arrays, found: Findings) -> dict[int, Derivative]:
+        """By position, the derivative in which one vector is a symbolic zero."""
+        d = self.direction
+        made: dict[int, Derivative] = {}
+        for i, leaf in enumerate(d.varied):
+            others = [j for j in range(len(d.varied)) if j != i]
             try:
-                made[i] = self._recorded(pullback_of(Only(d.call, others)), self.xs, directions)
+                made[i] = self._recorded(_undefined(d, self.derivatives.call, others), vectors)
             except Exception as error:
                 found.problems.append(
-                    f"backward fails where the cotangent of {leaf.name} is undefined: {type(error).__name__}: {error} "
-                    "(check_undefined_grad=False leaves this check out.)"
+                    f"{d.method} fails where the {d.given} of {leaf.name} is undefined: {type(error).__name__}: "
+                    f"{error} (check_undefined_grad=False leaves this check out.)"
                 )
         return made
 
-    def _with_one_input(self, found: Findings) -> dict[int, Pullback]:
-        """Pullbacks in which one input alone is differentiated."""
-        d = self.derivatives
-        made: dict[int, Pullback] = {}
-        for j, leaf in enumerate(d.inputs):
+    def _with_one_input(self, vectors: Arrays, found: Findings) -> dict[int, Derivative]:
+        """By position, the gradient of one input that alone is differentiated, where that is computed otherwise."""
+        d = self.direction
+        made: dict[int, Derivative] = {}
+        for j, leaf in enumerate(d.returned):
             try:
-                made[j] = self._recorded(_one_input(d.call, j), self.xs, random_vectors(d.outputs, 1))
+                alone = self._recorded(_one_input(self.derivatives.call, j), vectors)
             except Exception as error:
                 found.problems.append(
                     f"backward fails where {leaf.name} alone is differentiated: {type(error).__name__}: {error}"
                 )
+                continue
+            if not _is_part(alone, d.rule, len(d.varied) + j):
+                made[j] = alone
         return made
 
-    def _without_one_tangent(self, found: Findings) -> dict[int, Callable[..., Any]]:
-        """Pushforwards in which one input's tangent is a symbolic zero."""
-        d = self.derivatives
-        made: dict[int, Callable[..., Any]] = {}
-        for j, leaf in enumerate(d.inputs):
-            try:
-                made[j] = self._recorded(_tangent_missing(d.call, j), self.xs, random_vectors(d.inputs, 4))
-            except Exception as error:
-                found.problems.append(
-                    f"jvp fails where the tangent of {leaf.name} is undefined: {type(error).__name__}: {error} "
-                    "(check_undefined_grad=False leaves this check out.)"
-                )
-        return made
-
-    def _recorded(self, function: Callable[..., Any], *args: Any) -> Any:
-        if self.derivatives.mode is not Mode.PYTHON_LOOP:
-            return Traced(function, *args)
-        function(*args)
-        return function
+    def _recorded(self, derivative: Derivative, vectors: Arrays) -> Derivative:
+        if self.derivatives.is_traced:
+            return Traced(derivative, self.xs, vectors)
+        derivative(self.xs, vectors)
+        return derivative
 
     def _agree(self, value: Any, expected: Any, scale: float | None = None) -> bool:
         if scale is None:
-            scale = float(np.max(abs(expected), initial=0.0))
+            scale = float(largest(expected))
         # Not the last digits matter here; small entries may be what is left of large ones.
         bound = self.tolerance.precise(expected, np.float64(scale)) + _SAME * scale
         return bool((excess(value, expected, bound) <= 1).all())
 
     def _equal(self, first: Arrays, second: Arrays, slack: float = 0.0) -> bool:
         for a, b in zip(first, second, strict=True):
-            bound = self.nondet_tol + slack * np.max(abs(a), initial=0.0)
+            bound = self.nondet_tol + slack * largest(a)
             if not ((abs(a - b) <= bound) | (a == b) | (np.isnan(a) & np.isnan(b))).all():
                 return False
         return True
 
 
-def _largest(array: Any) -> Any:
-    return np.max(abs(array), initial=0.0)
+def _undefined(direction: Direction, call: OfLeaves, others: Sequence[int]) -> Derivative:
+    """What a derivative returns where only some of its vectors are defined; it is given all of them."""
+
+    def results(xs: Sequence[Any], vectors: Sequence[Any]) -> Any:
+        defined = [vectors[i] for i in others]
+        if direction.is_forward:
+            return forward_of(of_some(call, xs, others))([xs[i] for i in others], defined)[1]
+        return rows_of(only(call, others))(xs, defined)[1]
+
+    return results
 
 
-def _one_input(call: OfLeaves, position: int) -> Pullback:
-    def pullback(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        def of_one(x: Any) -> list[Any]:
-            return list(call(*xs[:position], x, *xs[position + 1 :]))
+def _one_input(call: OfLeaves, position: int) -> Derivative:
+    def gradient(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        return rows_of(of_some(call, xs, [position]))([xs[position]], cotangents)[1][0]
 
-        return jax.vjp(of_one, xs[position])[1](list(cotangents))[0]
-
-    return pullback
+    return gradient
 
 
-def _tangent_missing(call: OfLeaves, position: int) -> Callable[..., Any]:
-    def pushforward(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        def of_others(*others: Any) -> list[Any]:
-            return list(call(*others[:position], xs[position], *others[position:]))
+def _is_part(alone: Any, rule: Any, position: int) -> bool:
+    """Whether a derivative recorded the operations that make one of the arrays that the rule returns."""
+    is_traced = isinstance(alone, Traced) and isinstance(rule, Traced)
+    return is_traced and alone.part(0).same_as(rule.part(position))
 
-        others = [x for i, x in enumerate(xs) if i != position]
-        moves = [t for i, t in enumerate(tangents) if i != position]
-        return jax.jvp(of_others, tuple(others), tuple(moves))[1]
 
-    return pushforward
+def _zeros(vectors: Arrays) -> Arrays:
+    return [np.zeros_like(v) for v in vectors]
+
+
+def _without(vectors: Arrays, position: int) -> Arrays:
+    return [np.zeros_like(v) if i == position else v for i, v in enumerate(vectors)]

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck.compare import Comparison, Pair, real_components
-from jaxfn._gradcheck.derivatives import UnavailableError
-from jaxfn._gradcheck.jacobian import Basis
-from jaxfn._gradcheck.kinds import kind_of
-from jaxfn._gradcheck.problem import Leaf
-from jaxfn._gradcheck.report import Entry, Mismatch
+from jaxfn._gradcheck.compare import Comparison, Pair
+from jaxfn._gradcheck.numbers.vectors import Basis
+from jaxfn._gradcheck.problem.derivatives import Direction, UnavailableError
+from jaxfn._gradcheck.problem.problem import Leaf
+from jaxfn._gradcheck.report.kinds import kind_of
+from jaxfn._gradcheck.report.report import Entry, Mismatch
 from jaxfn._gradcheck.tolerance import excess
 
 _DENSE = 1 << 16  # a Jacobian of up to so many entries is looked at whole
@@ -49,13 +49,13 @@ class Diagnosis:
 
     Attributes:
       comparison: what found them.
-      is_forward: whether it is forward mode that was checked.
+      direction: which mode was checked.
       by_autodiff: whether autodiff decides, and not finite differences.
       with_differences: whether finite differences are wanted at all.
     """
 
     comparison: Comparison
-    is_forward: bool
+    direction: Direction
     by_autodiff: bool
     with_differences: bool
 
@@ -82,7 +82,7 @@ class Diagnosis:
         output, input = self._leaves(pair)
         num_rows, num_columns = map(len, self._ranges(pair))
         return Mismatch(
-            check="forward mode" if self.is_forward else "backward",
+            check=self.direction.name,
             output=output.name,
             input=input.name,
             output_shape=output.shape,
@@ -115,7 +115,7 @@ class Diagnosis:
         return Entry(
             output_index=output_index,
             input_index=input_index,
-            part=part_of_input if self.is_forward else part_of_output,
+            part=part_of_input if self.direction.is_forward else part_of_output,
             analytic=analytic,
             numeric=numeric,
             autodiff=autodiff,
@@ -167,7 +167,7 @@ class Diagnosis:
 
     def _ranges(self, pair: Pair) -> tuple[range, range]:
         output, input = self._leaves(pair)
-        if self.is_forward:
+        if self.direction.is_forward:
             return range(output.size), range(input.num_components)
         return range(output.num_components), range(input.size)
 
@@ -176,7 +176,7 @@ class Diagnosis:
         rows, columns = self._ranges(pair)
         if len(rows) * len(columns) <= _DENSE:
             return self._values(pair, rows, columns, self.with_differences)
-        some_rows, some_columns = (rows, pair.worst) if self.is_forward else (pair.worst, columns)
+        some_rows, some_columns = (rows, pair.worst) if self.direction.is_forward else (pair.worst, columns)
         block = self._values(pair, some_rows, some_columns, not self.by_autodiff)
         places = _worst(self._excesses(block))
         worst_rows = sorted({some_rows[i] for i, _ in places})
@@ -185,46 +185,24 @@ class Diagnosis:
 
     def _values(self, pair: Pair, rows: Sequence[int], columns: Sequence[int], with_differences: bool) -> Block:
         """Entries by every means at hand."""
-        d = self.comparison.derivatives
-        if self.is_forward:
-            analytic = self._columns(d.pushforward, pair, rows, columns)
-            autodiff = self._columns(d.reference_pushforward, pair, rows, columns)
-        else:
-            analytic = self._rows(d.pullback, pair, rows, columns)
-            autodiff = self._rows(d.reference_pullback, pair, rows, columns)
-        numeric, errors = self._differences(pair, rows, columns) if with_differences else (None, None)
+        d = self.direction
+        varied, returned = (pair.input, pair.output) if d.is_forward else (pair.output, pair.input)
+        basis = Basis(d.varied, (varied,))
+        which, others = (columns, rows) if d.is_forward else (rows, columns)
+
+        def block(arrays: Any) -> Any:
+            """From vectors and what they give to (outputs, inputs)."""
+            entries = arrays[returned][:, others]
+            return entries.T if d.is_forward else entries
+
+        analytic, autodiff = (
+            None if isinstance(f, UnavailableError) else block(self.comparison.values(f, basis, which))
+            for f in (d.rule, d.reference)
+        )
+        numeric = errors = None
+        if with_differences:
+            numeric, errors = map(block, self.comparison.differences(d, basis, which))
         return Block(rows, columns, analytic, numeric, errors, autodiff)
-
-    def _rows(self, pullback: Any, pair: Pair, rows: Sequence[int], columns: Sequence[int]) -> Any:
-        if isinstance(pullback, UnavailableError):
-            return None
-        basis = Basis(self.comparison.derivatives.outputs, (pair.output,))
-        return self.comparison.rows_of(pullback, basis, rows)[pair.input][:, columns]
-
-    def _columns(self, pushforward: Any, pair: Pair, rows: Sequence[int], columns: Sequence[int]) -> Any:
-        if isinstance(pushforward, UnavailableError):
-            return None
-        basis = Basis(self.comparison.derivatives.inputs, (pair.input,))
-        return self.comparison.columns_of(pushforward, basis, columns)[pair.output].T[rows]
-
-    def _differences(self, pair: Pair, rows: Sequence[int], columns: Sequence[int]) -> tuple[Any, Any]:
-        """Finite differences and their errors."""
-        _, input = self._leaves(pair)
-        basis = Basis(self.comparison.derivatives.inputs, (pair.input,))
-        both_parts = input.is_complex and not self.is_forward
-        numbers = [*columns, *(input.size + j for j in columns)] if both_parts else columns
-        values, errors = (arrays[pair.output] for arrays in self.comparison.difference_columns_of(basis, numbers))
-        if self.is_forward:
-            return values.T[rows], abs(errors.T[rows])
-        values, errors = real_components(values).T[rows], real_components(errors).T[rows]
-        if both_parts:
-            values, errors = _as_complex(values), _as_complex(errors)
-        return values, abs(errors)
-
-
-def _as_complex(halves: Any) -> Any:
-    real, imaginary = np.split(halves, 2, axis=1)
-    return real + 1j * imaginary
 
 
 def _worst(excesses: Any) -> list[tuple[int, int]]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from jaxfn._gradcheck.derivatives import UnavailableError
-from jaxfn._gradcheck.problem import make_problem
-from jaxfn._gradcheck.report import GradcheckError, Report
+from jaxfn._gradcheck.problem.derivatives import UnavailableError
+from jaxfn._gradcheck.problem.problem import make_problem
+from jaxfn._gradcheck.problem.second import second_order
+from jaxfn._gradcheck.report.report import GradcheckError, Report
 from jaxfn._gradcheck.run import Options, run_check
-from jaxfn._gradcheck.second import second_order
 from jaxfn._gradcheck.tolerance import ATOL, RTOL, Default
 
 _EPS = Default(1e-6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,15 @@ import numpy as np
 
 from jaxfn._gradcheck.checks import Checks, Findings
 from jaxfn._gradcheck.compare import Comparison, Pair
-from jaxfn._gradcheck.derivatives import Derivatives, UnavailableError, available, derive
 from jaxfn._gradcheck.diagnosis import Diagnosis
-from jaxfn._gradcheck.problem import Problem
-from jaxfn._gradcheck.programs import Engine, Mode
-from jaxfn._gradcheck.progress import Progress
+from jaxfn._gradcheck.numbers.programs import Engine, Mode
+from jaxfn._gradcheck.numbers.sweep import Sweep
+from jaxfn._gradcheck.numbers.vectors import bases
+from jaxfn._gradcheck.problem.derivatives import Derivatives, UnavailableError, available, derive
+from jaxfn._gradcheck.problem.problem import Problem
 from jaxfn._gradcheck.projections import PROJECTIONS, Projections
-from jaxfn._gradcheck.report import Mismatch, Report
-from jaxfn._gradcheck.sweep import Sweep
+from jaxfn._gradcheck.report.progress import Progress
+from jaxfn._gradcheck.report.report import Mismatch, Report
 from jaxfn._gradcheck.tolerance import Default, Tolerance
 
 REFERENCES = ("both", "finite_differences", "autodiff")
@@ -92,34 +93,37 @@ class _Check:
         is_default = isinstance(options.atol, Default) and isinstance(options.rtol, Default)
         self.tolerance = Tolerance(float(options.atol), float(options.rtol), is_default, precision)
         self.step = _step(options.eps, precision)
-        self.engine = Engine(self.derivatives.mode)
+        d = self.derivatives
+        wanted = ((options.check_backward_ad, d.reverse), (options.check_forward_ad, d.forward))
+        self.directions = [direction for is_wanted, direction in wanted if is_wanted]
+        self.progress = Progress(f"{options.name} of {problem.name}")
+        self.sweep = self._sweep(Mode.VECTORIZED if d.is_traced else Mode.PYTHON_LOOP)
         self.outputs: Sequence[Any] = ()
         self.autodiff_agrees = False
-        self.progress = Progress(f"{options.name} of {problem.name}")
 
     def run(self) -> Report:
         if not self._is_differentiable():
             return self.report
         self._note_how()
-        self._small_checks()
-        if self.report.passed:
-            try:
+        try:
+            self._small_checks()
+            if self.report.passed:
                 self._whole_jacobians()
-            finally:
-                self.progress.close()
+        finally:
+            self.progress.close()
         return self.report
+
+    def _sweep(self, mode: Mode) -> Sweep:
+        return Sweep(Engine(mode), self.problem.values, self.options.max_memory, self.progress)
 
     def _is_differentiable(self) -> bool:
         """Whether there is anything to compare; says what is wrong where there is not."""
         d, say = self.derivatives, self.report.problems.append
         if not (d.outputs or d.stopped):
             raise ValueError(f"{self.problem.name} has no floating or complex output, so it has no derivative to check")
-        for derivative, wanted, name in (
-            (d.pullback, self.options.check_backward_ad, "backward"),
-            (d.pushforward, self.options.check_forward_ad, "forward mode"),
-        ):
-            if wanted and isinstance(derivative, UnavailableError):
-                say(f"{name} raised {derivative}")
+        for direction in self.directions:
+            if isinstance(direction.rule, UnavailableError):
+                say(f"{direction.name} raised {direction.rule}")
         if not d.outputs and self.report.passed:
             self._check_constant()
         return self.report.passed and bool(d.outputs)
@@ -130,8 +134,8 @@ class _Check:
         steps = [self.step * (1 + abs(np.asarray(x))) for x in self.problem.values]
         for leaf, a, b in zip(
             d.stopped,
-            d.forward_stopped(*self.problem.values),
-            d.forward_stopped(*(x + s for x, s in zip(self.problem.values, steps, strict=True))),
+            d.primal(*self.problem.values),
+            d.primal(*(x + s for x, s in zip(self.problem.values, steps, strict=True))),
             strict=True,
         ):
             if (np.asarray(a) != np.asarray(b)).any():
@@ -142,152 +146,101 @@ class _Check:
 
     def _note_how(self) -> None:
         d, note = self.derivatives, self.report.notes.append
-        if d.mode is Mode.PYTHON_LOOP:
+        if not d.is_traced:
             note("the function cannot be traced by JAX, so it ran in a Python loop")
         if d.precision > _DOUBLE_EPS:
             note(f"the function computes in lower precision than double (spacing {d.precision:.1g})")
         if self.options.reference == "autodiff":
-            wanted = (
-                (self.options.check_backward_ad, d.reference_pullback),
-                (self.options.check_forward_ad, d.reference_pushforward),
-            )
-            for is_wanted, derivative in wanted:
-                if is_wanted and isinstance(derivative, UnavailableError):
-                    raise ValueError(f'reference="autodiff" is not possible for {self.problem.name}: {derivative}')
-        elif self.options.reference == "both" and isinstance(d.reference_pullback, UnavailableError):
-            note(f"compared with finite differences only, not with autodiff: {d.reference_pullback}")
+            for direction in self.directions:
+                if isinstance(direction.reference, UnavailableError):
+                    why = direction.reference
+                    raise ValueError(f'reference="autodiff" is not possible for {self.problem.name}: {why}')
+        elif self.options.reference == "both" and isinstance(d.reverse.reference, UnavailableError):
+            note(f"compared with finite differences only, not with autodiff: {d.reverse.reference}")
 
     def _small_checks(self) -> None:
         o, d = self.options, self.derivatives
-        checks = Checks(
-            derivatives=d,
-            xs=self.problem.values,
-            step=self.step,
-            tolerance=self.tolerance,
-            nondet_tol=o.nondet_tol,
-            undefined=o.check_undefined_grad,
-            samples_autodiff=o.reference == "both" and not o.fast_mode,  # fast mode has projections of its own
-            max_memory=o.max_memory,
-        )
         if o.check_grad_dtypes:
             for where, got, wanted in d.casts:
                 self.report.problems.append(f"{where}: backward returned a gradient of dtype {got} for {wanted}.")
-        if o.check_backward_ad:
-            self._in_fastest_mode(checks.reverse)
-        if o.check_forward_ad:
-            self._in_fastest_mode(checks.forward)
-        if self.engine.mode is Mode.VECTORIZED:
-            return  # so it was batched, and rightly
-        if o.check_batched_grad:
-            self._add_problem(checks.batched_gradients())
-        if o.check_batched_forward_grad:
-            self._add_problem(checks.batched_tangents())
+        for direction in self.directions:
+            checks = Checks(
+                derivatives=d,
+                direction=direction,
+                xs=self.problem.values,
+                step=self.step,
+                tolerance=self.tolerance,
+                nondet_tol=o.nondet_tol,
+                undefined=o.check_undefined_grad,
+                samples_autodiff=o.reference == "both" and not o.fast_mode,  # fast mode has projections of its own
+            )
+            found = self._in_fastest_mode(checks)
+            self.report.problems += found.problems
+            self.outputs = found.outputs
+            self.autodiff_agrees = found.autodiff_agrees
+            is_batched = o.check_batched_forward_grad if direction.is_forward else o.check_batched_grad
+            if is_batched and self.sweep.engine.mode is not Mode.VECTORIZED:  # otherwise it was batched, and rightly
+                problem = checks.batches_as_it_is()
+                self.report.problems += [] if problem is None else [problem]
 
-    def _in_fastest_mode(self, check: Callable[[Engine], Findings]) -> None:
+    def _in_fastest_mode(self, checks: Checks) -> Findings:
         """Runs checks in the fastest mode that gives right values, which is also the one for what comes after them."""
-        found: Findings | None = None
-        if self.engine.mode is Mode.VECTORIZED:
+        units = bases(checks.direction.varied)
+        later = units[0].size if len(units) == 1 and not self.options.fast_mode else 0
+        if self.sweep.engine.mode is Mode.VECTORIZED:
             reason = "batching gives other values than computing one by one"
             try:
-                found = check(self.engine)
+                found = checks.run(self.sweep, later)
+                if not found.batches_wrong:
+                    return found
             except Exception as error:
                 reason = f"it cannot be batched ({type(error).__name__}: {error})"
-            if found is None or found.batches_wrong:
-                self.engine, found = Engine(Mode.COMPILED_LOOP), None
-                self.report.notes.append(f"ran in a compiled loop: {reason}")
-        found = found or check(self.engine)
-        self.report.problems += found.problems
-        self.outputs = found.outputs
-        self.autodiff_agrees = found.autodiff_agrees
-
-    def _add_problem(self, problem: str | None) -> None:
-        if problem is not None:
-            self.report.problems.append(problem)
+            self.sweep = self._sweep(Mode.COMPILED_LOOP)
+            self.report.notes.append(f"ran in a compiled loop: {reason}")
+        return checks.run(self.sweep, later)
 
     def _whole_jacobians(self) -> None:
-        sweep = Sweep(self.engine, self.problem.values, self.options.max_memory, self.progress)
-        comparison = Comparison(self.derivatives, self.tolerance, self.step, sweep, self.outputs)
-        mismatches = self._fast(comparison) if self.options.fast_mode else self._full(comparison)
-        self.report.mismatches += mismatches
-        if mismatches and not self.options.has_surrogate:
+        comparison = Comparison(self.derivatives, self.tolerance, self.step, self.sweep, self.outputs)
+        by: Comparison | Projections = comparison
+        if self.options.fast_mode:
+            self.report.notes.append(f"fast mode: {PROJECTIONS} random projections for each output and each input")
+            by = Projections(comparison)
+        is_trusted = self._is_trusted(by)
+        for direction in self.directions:
+            by_autodiff = is_trusted and direction.has_reference
+            if by_autodiff:
+                pairs = by.with_autodiff(direction)
+            else:
+                pairs = by.with_differences(direction, available(direction.rule))
+            diagnosis = Diagnosis(comparison, direction, by_autodiff, self.options.reference != "autodiff")
+            self.report.mismatches += self._explained(diagnosis, pairs)
+        if self.report.mismatches and not self.options.has_surrogate:
             self.report.notes.append(_WAY_OUT)
 
-    def _full(self, comparison: Comparison) -> list[Mismatch]:
-        o, d = self.options, self.derivatives
-        trusted = self._trusted(comparison)
-        found: list[Mismatch] = []
-        if o.check_backward_ad:
-            if trusted and not isinstance(d.reference_pullback, UnavailableError):
-                pairs = comparison.rows_with_autodiff()
-            else:
-                pairs = comparison.rows_with_differences(available(d.pullback))
-            found += self._diagnosis(comparison, False, trusted).mismatches(pairs)
-        if o.check_forward_ad:
-            if trusted and not isinstance(d.reference_pushforward, UnavailableError):
-                pairs = comparison.columns_with_autodiff()
-            else:
-                pairs = comparison.columns_estimated(available(d.pushforward))
-            found += self._diagnosis(comparison, True, trusted).mismatches(pairs)
-        return found
-
-    def _fast(self, comparison: Comparison) -> list[Mismatch]:
-        o, d = self.options, self.derivatives
-        self.report.notes.append(f"fast mode: {PROJECTIONS} random projections for each output and each input")
-        projections = Projections(comparison, reverse=o.check_backward_ad, forward=o.check_forward_ad)
-        trusted = o.reference == "autodiff" or self._trusted_by(projections)
-        found: list[Mismatch] = []
-        if o.check_backward_ad:
-            if trusted and not isinstance(d.reference_pullback, UnavailableError):
-                pairs = projections.rows_with_autodiff()
-            else:
-                pairs = projections.scalars_with_differences("analytic")
-            found += self._explained(comparison, False, trusted, pairs)
-        if o.check_forward_ad:
-            if trusted and not isinstance(d.reference_pushforward, UnavailableError):
-                pairs = projections.columns_with_autodiff()
-            else:
-                pairs = projections.columns_estimated("jvp")
-            found += self._explained(comparison, True, trusted, pairs)
-        return found
-
-    def _explained(
-        self, comparison: Comparison, is_forward: bool, trusted: bool, pairs: Sequence[Pair]
-    ) -> list[Mismatch]:
-        """Mismatches of projections; where that is affordable, with the entries that make them."""
+    def _explained(self, diagnosis: Diagnosis, pairs: Sequence[Pair]) -> list[Mismatch]:
+        """Mismatches with the entries that make them; those of projections only where that is affordable."""
+        if not self.options.fast_mode:
+            return diagnosis.mismatches(pairs)
         d = self.derivatives
         found: list[Mismatch] = []
         for pair in pairs:
-            diagnosis = self._diagnosis(comparison, is_forward, trusted)
             if d.outputs[pair.output].num_components * d.inputs[pair.input].num_components <= _EXPLAINED:
                 explained = diagnosis.whole(pair)
+                found += [explained] if explained else []
             else:
-                explained = diagnosis.named(pair)
-            found += [explained] if explained else []
+                found.append(diagnosis.named(pair))
         return found
 
-    def _trusted(self, comparison: Comparison) -> bool:
+    def _is_trusted(self, by: Comparison | Projections) -> bool:
         """Whether autodiff of the bare function may decide: finite differences agree with it, or are not asked."""
         d = self.derivatives
         if self.options.reference != "both":
             return self.options.reference == "autodiff"
         if self.autodiff_agrees:
             return True
-        if not isinstance(d.reference_pushforward, UnavailableError):
-            pairs = comparison.columns_with_differences(d.reference_pushforward)
-        elif not isinstance(d.reference_pullback, UnavailableError):
-            pairs = comparison.rows_with_differences(d.reference_pullback)
-        else:
-            return False
-        return self._noted(pairs)
-
-    def _trusted_by(self, projections: Projections) -> bool:
-        d = self.derivatives
-        if self.options.reference != "both":
-            return False
-        if not isinstance(d.reference_pushforward, UnavailableError):
-            return self._noted(projections.columns_with_differences("autodiff jvp"))
-        if not isinstance(d.reference_pullback, UnavailableError):
-            return self._noted(projections.scalars_with_differences("autodiff"))
+        for direction in (d.forward, d.reverse):
+            if direction.has_reference:
+                return self._noted(by.with_differences(direction, available(direction.reference), coarsely=True))
         return False
 
     def _noted(self, pairs: Sequence[Pair]) -> bool:
@@ -299,12 +252,6 @@ class _Check:
                 "forward stops a gradient or rounds: finite differences decided"
             )
         return not pairs
-
-    def _diagnosis(self, comparison: Comparison, is_forward: bool, trusted: bool) -> Diagnosis:
-        d = self.derivatives
-        reference = d.reference_pushforward if is_forward else d.reference_pullback
-        by_autodiff = trusted and not isinstance(reference, UnavailableError)
-        return Diagnosis(comparison, is_forward, by_autodiff, self.options.reference != "autodiff")
 
 
 def _step(eps: float, precision: float) -> float:

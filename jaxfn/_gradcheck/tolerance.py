@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 # Against a precise reference the default tolerances are this much smaller.
@@ -95,15 +94,14 @@ class Tolerance:
             return self.plain(reference)
         if not self.is_tight:
             return self.plain(reference) + _COARSE_ROUNDING * self.precision * scale
-        small = self.atol * _module(scale).clip(scale, _TIGHTER, 1.0)
+        small = self.atol * np.clip(scale, _TIGHTER, 1.0)
         return _TIGHTER * (small + self.rtol * abs(reference)) + _ROUNDING * self.precision * scale
 
     def estimated(self, reference: Any, scale: Any, error: Any) -> Any:
         """Of a reference with an estimated error: as tight as that allows, and never looser than `coarse`."""
         if not self.is_default:
             return self.plain(reference)
-        xp = _module(reference)
-        return xp.minimum(xp.maximum(self.precise(reference, scale), error), self.coarse(reference, error))
+        return np.minimum(np.maximum(self.precise(reference, scale), error), self.coarse(reference, error))
 
 
 def rounding_of_differences(outputs: Sequence[Any], precision: float, step: float) -> list[Any]:
@@ -113,11 +111,10 @@ def rounding_of_differences(outputs: Sequence[Any], precision: float, step: floa
 
 def excess(analytic: Any, reference: Any, tolerance: Any) -> Any:
     """How many times the difference exceeds the tolerance; above 1 is a mismatch, and `nan` agrees with nothing."""
-    xp = _module(reference)
-    times = abs(analytic - reference) / xp.maximum(tolerance, _TINY)
-    return xp.where(analytic == reference, 0.0, xp.where(xp.isnan(times), np.inf, times))
+    times = abs(analytic - reference) / np.maximum(tolerance, _TINY)
+    return np.where(analytic == reference, 0.0, np.where(np.isnan(times), np.inf, times))
 
 
-def _module(array: Any) -> Any:
-    """NumPy for what is on the host, `jax.numpy` for the rest."""
-    return np if isinstance(array, (np.ndarray, np.generic)) else jnp
+def largest(array: Any) -> Any:
+    """The largest absolute value; 0 of nothing."""
+    return np.max(abs(array), initial=0.0)

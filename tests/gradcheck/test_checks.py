@@ -488,15 +488,15 @@ def test_blocks_give_the_same_verdict(reference):
 
 
 def test_programs_stay_below_the_memory_that_they_may_use(monkeypatch):
-    from jaxfn._gradcheck import sweep as _sweep
+    from jaxfn._gradcheck.numbers import sweep as _sweep
 
     needed, batches = [], []
     original = _sweep.Sweep._program
 
-    def recorded(self, size, function, costs):
-        batch, program = original(self, size, function, costs)
+    def recorded(self, compute, functions, vectors, make, each, wanted):
+        batch, program = original(self, compute, functions, vectors, make, each, wanted)
         needed.append(program.bytes())
-        batches.append((batch, size))
+        batches.append((batch, wanted))
         return batch, program
 
     monkeypatch.setattr(_sweep.Sweep, "_program", recorded)
@@ -509,7 +509,7 @@ def test_programs_stay_below_the_memory_that_they_may_use(monkeypatch):
 
 
 def test_the_second_check_on_other_values_compiles_nothing(monkeypatch):
-    from jaxfn._gradcheck import programs as _programs
+    from jaxfn._gradcheck.numbers import programs as _programs
 
     compiled = []
     monkeypatch.setattr(_programs, "compile_quickly", lambda lowered: compiled.append(lowered) or lowered.compile())
@@ -552,7 +552,7 @@ def test_callbacks_are_told_apart():
 
 
 def test_kept_programs_are_bounded(monkeypatch):
-    from jaxfn._gradcheck import programs as _programs
+    from jaxfn._gradcheck.numbers import programs as _programs
 
     monkeypatch.setattr(_programs, "_PROGRAMS_KEPT", 2)
     for size in (1, 2, 3):

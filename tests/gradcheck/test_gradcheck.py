@@ -640,7 +640,7 @@ def test_large_jacobians_show_their_worst_entries():
 def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     import sys
 
-    from jaxfn._gradcheck import progress as _progress
+    from jaxfn._gradcheck.report import progress as _progress
 
     monkeypatch.setattr(_progress, "_PATIENCE", -1.0)
     monkeypatch.setattr(_progress, "_INTERVAL", -1.0)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck.derivatives import Only, UnavailableError, derive, pullback_of
-from jaxfn._gradcheck.problem import Leaf, OfLeaves, Problem, as_double
+from jaxfn._gradcheck.problem.derivatives import available, derive, only, reverse_of
+from jaxfn._gradcheck.problem.problem import Leaf, OfLeaves, Problem, as_double
 
 
 def second_order(problem: Problem, grad_outputs: Any) -> Problem:
@@ -24,20 +24,18 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
       UnavailableError: the function has no gradient; the message says why.
     """
     d = derive(problem, reverse=True, forward=False, reference=False)
-    if isinstance(d.pullback, UnavailableError):
-        raise d.pullback
+    available(d.reverse.rule)
     if not d.outputs:
         raise ValueError(f"{problem.name} has no floating or complex output with a derivative")
     names = [f"gradient of {leaf.name}" for leaf in problem.inputs]
     cotangents = [Leaf(f"grad_output of {leaf.name}", leaf.shape, leaf.dtype) for leaf in d.outputs]
     count = len(problem.inputs)
-    kept = d.kept
 
     def gradients(call: OfLeaves) -> OfLeaves:
-        pullback = pullback_of(Only(call, kept))
+        reverse = reverse_of(only(call, d.kept))
 
         def first_order(*values: Any) -> list[Any]:
-            return pullback(values[:count], values[count:])[1]
+            return reverse(values[:count], values[count:])[1]
 
         return first_order
 

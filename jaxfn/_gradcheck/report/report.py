@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck.plot import draw
+from jaxfn._gradcheck.report.plot import draw
 
 Number = float | complex
 

@@ -50,10 +50,6 @@ class Leaf:
     def num_components(self) -> int:
         return self.size * (2 if self.is_complex else 1)
 
-    @property
-    def aval(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
-
     def locate(self, component: int) -> tuple[tuple[int, ...], str]:
         """The index of a component, and for complex arrays which part it is."""
         part, element = divmod(component, max(self.size, 1))

@@ -1,0 +1,156 @@
+"""Compiled programs, kept for the next check, and how a function is run for many directions.
+
+A function is traced and lowered anew for every check, so a check never sees an old version of the code. What is kept
+are compiled programs, by all that XLA gets: lowering takes milliseconds, compiling a hundred.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import tree_flatten, tree_map, tree_unflatten
+
+from jaxfn._compat import compile_quickly, keeps_constants_apart
+from jaxfn._gradcheck.problem.traced import called_back, computed_bytes
+
+_PROGRAMS_KEPT = 256
+_kept: OrderedDict[Hashable, Any] = OrderedDict()
+_lock = Lock()
+
+# Where there is little to compute, compiling would take far longer than running.
+_SMALL_BYTES = 32 << 20
+
+
+class Mode(enum.Enum):
+    """How a function is run for many directions."""
+
+    VECTORIZED = "vectorized"
+    COMPILED_LOOP = "a compiled loop"
+    PYTHON_LOOP = "a Python loop"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Runs functions in one `Mode`."""
+
+    mode: Mode
+
+    def map(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The function of each item along the first axis."""
+        if self.mode is Mode.VECTORIZED:
+            return jax.vmap(function)(*args)
+        if self.mode is Mode.COMPILED_LOOP:
+            return jax.lax.map(partial(_called, function), args)
+        count = len(tree_flatten(args)[0][0])
+        results = [function(*tree_map(partial(_item, i), args)) for i in range(count)]
+        return tree_map(_stacked, *results)
+
+    def program(self, function: Callable[..., Any], *args: Any, runs: int = 1) -> Callable[..., Any]:
+        """The function compiled for arguments like these, or as it is in a Python loop.
+
+        Args:
+          function: of pytrees of arrays. What it calls of the user's is among its arguments, as a `Traced` each.
+          args: such arguments.
+          runs: how often it is going to be called.
+        """
+        return function if self.mode is Mode.PYTHON_LOOP else Program(function, args, runs)
+
+
+class Program:
+    """A compiled function of pytrees of arrays.
+
+    # Note: what may be taken for the same
+
+    XLA gets a text. Where two functions have the same one they compute the same, whatever Python they come from; but
+    four things are not in it. Which arguments are used: JAX leaves the others out of the text, so that `sin(a)` and
+    `sin(b)` of the arguments `a` and `b` would read the same, unless `keep_unused` is set. How results are arranged:
+    that is no part of what is kept here. Python functions that are called back have only numbers in the text, so they
+    are part of the key. And constants, in an option of JAX, with which nothing is kept.
+
+    Args:
+      function: see `Engine.program`.
+      args: arguments like those that it is called with.
+      runs: how often it is going to be called.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], runs: int) -> None:
+        leaves, args_tree = tree_flatten(args)
+        self._tree: Any = None
+
+        def flat(*leaves: Any) -> Sequence[Any]:
+            results, self._tree = tree_flatten(function(*tree_unflatten(args_tree, leaves)))
+            return results
+
+        traced = jax.jit(flat, keep_unused=True).trace(*leaves)
+        is_small = computed_bytes(traced.jaxpr.jaxpr) * runs < _SMALL_BYTES
+        self._compiled = _compiled(traced, is_small, [getattr(leaf, "sharding", None) for leaf in leaves])
+
+    def __call__(self, *args: Any) -> Any:
+        return tree_unflatten(self._tree, self._compiled(*tree_flatten(args)[0]))
+
+    def bytes(self) -> int:
+        """What running it needs, arguments and results included; 0 where the backend does not say."""
+        memory = self._compiled.memory_analysis()
+        if memory is None:
+            return 0
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
+
+
+def _compiled(traced: Any, is_small: bool, places: Sequence[Hashable]) -> Any:
+    """The executable of a program, an earlier one where there is one."""
+    lowered = traced.lower()
+    config: Any = jax.config
+    called = map(_by_value, called_back(traced.jaxpr.jaxpr))
+    key = lowered.as_text(), is_small, jax.default_backend(), config.jax_default_device, *places, *called
+    with _lock:
+        if key in _kept:
+            _kept.move_to_end(key)
+            return _kept[key]
+    compiled = compile_quickly(lowered) if is_small else lowered.compile()
+    if not keeps_constants_apart():
+        with _lock:
+            _kept[key] = compiled
+            while len(_kept) > _PROGRAMS_KEPT:
+                _kept.popitem(last=False)
+    return compiled
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
+
+
+def _item(position: int, array: Any) -> Any:
+    return jnp.asarray(array[position])
+
+
+def _stacked(*items: Any) -> Any:
+    return jnp.stack(items)
+
+
+class _Itself:
+    """What has no hash, equal to itself alone; it is held, so that nothing else takes its place."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _by_value(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return _Itself(value)
+    return value
