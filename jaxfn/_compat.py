@@ -293,7 +293,7 @@ def without_unused(jaxpr: Any, wanted: Sequence[bool]) -> Any:
 
 
 def keeps_constants_apart() -> bool:
-    """Whether JAX hands the constants of a program to its executable at every call (an option, off in 0.10.0 to 0.12.0).
+    """Whether JAX hands a program's constants to its executable at every call (an option, off in 0.10.0 to 0.12.0).
 
     Otherwise they are part of the lowered program.
     """

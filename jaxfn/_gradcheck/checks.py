@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import tree_map
 
 from jaxfn._gradcheck.numbers.programs import Engine, Mode
 from jaxfn._gradcheck.numbers.sweep import Sweep, differences, points
@@ -152,7 +151,7 @@ class Checks:
 
         args = functions, list(self.xs), vectors, places, samples
         program = engine.program(run, *args)
-        return [tree_map(np.asarray, program(*args)) for _ in range(2)]
+        return [program.start(*args)() for _ in range(2)]
 
     def _is_deterministic(self, r: Any, rerun: Any) -> list[str]:
         problems: list[str] = []

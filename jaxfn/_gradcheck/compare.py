@@ -93,11 +93,12 @@ class Comparison:
         return self.tolerance.estimated(numeric, largest(numeric), error)
 
     def _count(self, analytic: Any, reference: Any, bound: Any) -> Any:
-        """How many entries of each row are off; what is not a number is."""
+        """How many entries are off for each vector; what is not a number is."""
         is_right = abs(analytic - reference) <= bound
         if is_right.all():
             return np.zeros(len(is_right), int)
-        return (~(is_right | (analytic == reference))).sum(axis=1)
+        is_wrong = ~(is_right | (analytic == reference))
+        return is_wrong.sum(axis=tuple(range(1, is_wrong.ndim)))
 
     def values(self, derivative: Derivative, basis: Basis, which: Sequence[int]) -> Arrays:
         """Rows or columns of the Jacobian as they are: for everything returned an array of (vectors, size)."""

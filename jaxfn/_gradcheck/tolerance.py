@@ -95,7 +95,7 @@ class Tolerance:
         if not self.is_tight:
             return self.plain(reference) + _COARSE_ROUNDING * self.precision * scale
         small = self.atol * np.clip(scale, _TIGHTER, 1.0)
-        return _TIGHTER * (small + self.rtol * abs(reference)) + _ROUNDING * self.precision * scale
+        return (_TIGHTER * small + _ROUNDING * self.precision * scale) + (_TIGHTER * self.rtol) * abs(reference)
 
     def estimated(self, reference: Any, scale: Any, error: Any) -> Any:
         """Of a reference with an estimated error: as tight as that allows, and never looser than `coarse`."""

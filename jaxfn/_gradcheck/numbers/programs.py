@@ -16,9 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.tree_util import tree_flatten, tree_map, tree_unflatten
 
-from jaxfn._compat import compile_quickly, keeps_constants_apart
+from jaxfn._compat import compile_quickly, equation_of, keeps_constants_apart
 from jaxfn._gradcheck.problem.traced import called_back, computed_bytes
 
 _PROGRAMS_KEPT = 256
@@ -53,7 +55,7 @@ class Engine:
         results = [function(*tree_map(partial(_item, i), args)) for i in range(count)]
         return tree_map(_stacked, *results)
 
-    def program(self, function: Callable[..., Any], *args: Any, runs: int = 1) -> Callable[..., Any]:
+    def program(self, function: Callable[..., Any], *args: Any, runs: int = 1) -> Program | PythonProgram:
         """The function compiled for arguments like these, or as it is in a Python loop.
 
         Args:
@@ -61,7 +63,18 @@ class Engine:
           args: such arguments.
           runs: how often it is going to be called.
         """
-        return function if self.mode is Mode.PYTHON_LOOP else Program(function, args, runs)
+        return PythonProgram(function) if self.mode is Mode.PYTHON_LOOP else Program(function, args, runs)
+
+
+class PythonProgram:
+    """A function of pytrees of arrays that runs as it is."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def start(self, *args: Any) -> Callable[[], Any]:
+        """See `Program.start`."""
+        return partial(tree_map, np.asarray, self._function(*args))
 
 
 class Program:
@@ -84,17 +97,24 @@ class Program:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], runs: int) -> None:
         leaves, args_tree = tree_flatten(args)
         self._tree: Any = None
+        self._axes: Sequence[Sequence[int]] = ()
 
         def flat(*leaves: Any) -> Sequence[Any]:
             results, self._tree = tree_flatten(function(*tree_unflatten(args_tree, leaves)))
+            results, self._axes = zip(*map(_before_transposing, results), strict=True)
             return results
 
         traced = jax.jit(flat, keep_unused=True).trace(*leaves)
         is_small = computed_bytes(traced.jaxpr.jaxpr) * runs < _SMALL_BYTES
         self._compiled = _compiled(traced, is_small, [getattr(leaf, "sharding", None) for leaf in leaves])
 
-    def __call__(self, *args: Any) -> Any:
-        return tree_unflatten(self._tree, self._compiled(*tree_flatten(args)[0]))
+    def start(self, *args: Any) -> Callable[[], Any]:
+        """Begins to compute; what is returned waits for the results, which are NumPy's."""
+        return partial(self._on_host, self._compiled(*tree_flatten(args)[0]))
+
+    def _on_host(self, results: Sequence[Any]) -> Any:
+        arrays = [np.asarray(r) for r in results]
+        return tree_unflatten(self._tree, [a.transpose(axes) for a, axes in zip(arrays, self._axes, strict=True)])
 
     def bytes(self) -> int:
         """What running it needs, arguments and results included; 0 where the backend does not say."""
@@ -102,6 +122,17 @@ class Program:
         if memory is None:
             return 0
         return memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
+
+
+def _before_transposing(result: Any) -> tuple[Any, Sequence[int]]:
+    """A result as it was before its axes were put in order at the end, and their order.
+
+    XLA copies to do that, which takes as long as multiplying matrices of a hundred rows; NumPy makes a view.
+    """
+    made = equation_of(result) if isinstance(result, Tracer) else None
+    if made is None or made[0].primitive.name != "transpose":
+        return result, range(jnp.ndim(result))
+    return made[1][0], made[0].params["permutation"]
 
 
 def _compiled(traced: Any, is_small: bool, places: Sequence[Hashable]) -> Any:

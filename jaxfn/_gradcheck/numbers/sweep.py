@@ -76,7 +76,7 @@ class Sweep:
         self.xs = list(xs)
         self.max_memory = max_memory
         self.progress = progress
-        self._programs: dict[Any, list[tuple[int, int, Callable[..., Any]]]] = {}
+        self._programs: dict[Any, list[tuple[int, int, Any]]] = {}
 
     def at(self, xs: Sequence[Any]) -> Sweep:
         """A sweep of the same programs at other inputs."""
@@ -92,10 +92,10 @@ class Sweep:
           vectors: of that.
           later: how many other vectors will follow, so that the same program will do for them.
         """
-        return _joined(list(self.batches(derivatives, vectors, later)))
+        return _flat(self.batches(derivatives, vectors, later))
 
     def batches(self, derivatives: Sequence[Derivative], vectors: Vectors, later: int = 0) -> Iterator[list[Arrays]]:
-        """The same, for one batch of the vectors after the other."""
+        """The same, for one batch of the vectors after the other, and in the shapes of what is returned."""
 
         def compute(derivatives: Sequence[Derivative], xs: Arrays, given: Arrays) -> list[Arrays]:
             every = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in vectors.leaves]
@@ -113,7 +113,7 @@ class Sweep:
         def make(numbers: Any) -> Arrays:
             return points(chosen_xs, vectors.make(numbers), step)
 
-        (outputs,) = _joined(list(self._batches(compute, [function], vectors, make, len(_STEPS), 0)))
+        (outputs,) = _flat(self._batches(compute, [function], vectors, make, len(_STEPS), 0))
         return differences(outputs, step)
 
     def _batches(
@@ -132,21 +132,22 @@ class Sweep:
         wanted = max(vectors.count, later)
         batch, program = self._program(compute, functions, vectors, make, each, wanted)
         self.progress.expect(vectors.count)
-        before: tuple[int, Any] | None = None
+        before: tuple[int, Callable[[], list[Arrays]]] | None = None
         for start in range(0, vectors.count, batch):
             numbers = np.arange(start, min(start + batch, vectors.count))
             # The last batch is filled up, so that one program serves all.
             padded = np.concatenate([numbers, np.repeat(numbers[-1:], batch - len(numbers))])
-            computed = len(numbers), program(functions, self.xs, make(padded))
+            computing = len(numbers), program.start(functions, self.xs, make(padded))
             if before:
-                yield self._on_host(*before, each)
-            before = computed
+                yield self._finished(*before, each)
+            before = computing
         if before:
-            yield self._on_host(*before, each)
+            yield self._finished(*before, each)
 
-    def _on_host(self, count: int, results: list[Arrays], each: int) -> list[Arrays]:
+    def _finished(self, count: int, results: Callable[[], list[Arrays]], each: int) -> list[Arrays]:
+        computed = [[array[: count * each] for array in arrays] for arrays in results()]
         self.progress.advance(count)
-        return [[np.asarray(r).reshape(len(r), -1)[: count * each] for r in arrays] for arrays in results]
+        return computed
 
     def _program(
         self,
@@ -156,7 +157,7 @@ class Sweep:
         make: Callable[[Any], Arrays],
         each: int,
         wanted: int,
-    ) -> tuple[int, Callable[..., Any]]:
+    ) -> tuple[int, Any]:
         """How many vectors at a time, and what to run for so many."""
         batch = min(wanted, self._fitting(each * sum(map(bytes_each, functions))))
         key = *map(id, functions), vectors.chosen, each  # the functions live as long as the check
@@ -189,9 +190,10 @@ def _replaced(arrays: Sequence[Any], positions: Sequence[int], given: Sequence[A
     return replaced
 
 
-def _joined(parts: list[list[Arrays]]) -> list[Arrays]:
-    return parts[0] if len(parts) == 1 else tree_map(_concatenated, *parts)
+def _flat(batches: Iterator[list[Arrays]]) -> list[Arrays]:
+    """All batches in one, each item in a row."""
+    return tree_map(_rows, *batches)
 
 
-def _concatenated(*arrays: Any) -> Any:
-    return np.concatenate(arrays)
+def _rows(*arrays: Any) -> Any:
+    return np.concatenate([a.reshape(len(a), -1) if a.size else a.reshape(len(a), 0) for a in arrays])

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import eval_jaxpr
 from jax.tree_util import register_pytree_node_class, tree_flatten, tree_structure, tree_unflatten
 
@@ -148,4 +150,9 @@ def _all_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     if not (hasattr(a, "dtype") and hasattr(b, "dtype")):
         return a is b or (type(a) is type(b) and bool(a == b))
-    return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(jnp.result_type(a), jnp.inexact)))
+    if a.dtype != b.dtype:
+        return False
+    if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    a, b = np.asarray(a), np.asarray(b)  # not by jax.numpy, which would compile something
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
