@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck.numbers.programs import Engine, Mode
-from jaxfn._gradcheck.numbers.sweep import Sweep, differences, points
-from jaxfn._gradcheck.numbers.vectors import Arrays, listed, random_vectors
+from jaxfn._gradcheck.numbers.sweep import differences, points
+from jaxfn._gradcheck.numbers.vectors import Arrays, random_vectors
 from jaxfn._gradcheck.problem.derivatives import (
     Derivative,
     Derivatives,
@@ -67,6 +68,7 @@ class Checks:
       nondet_tol: how far apart two runs may be.
       undefined: whether vectors may be undefined, one at a time.
       samples_autodiff: whether autodiff is to be compared with finite differences in random directions.
+      max_memory: bytes that may be used at a time.
     """
 
     derivatives: Derivatives
@@ -77,79 +79,72 @@ class Checks:
     nondet_tol: float
     undefined: bool
     samples_autodiff: bool
+    max_memory: int
 
-    def run(self, sweep: Sweep, later: int) -> Findings:
-        """All of them.
-
-        Args:
-          sweep: runs batches.
-          later: how many vectors the rule will be run for if nothing is wrong.
-        """
+    def run(self, engine: Engine) -> Findings:
+        """All of them."""
         d = self.direction
         found = Findings()
         first, second = random_vectors(d.varied, 1), random_vectors(d.varied, 2)
         missing = self._without_one(first, found) if self.undefined and len(d.varied) > 1 else {}
         alone = self._with_one_input(first, found) if not d.is_forward and len(d.returned) > 1 else {}
-        of = self.derivatives
-        functions = {
-            "primal": of.primal,
-            "rule": d.rule,
-            "retraced": [] if d.retraced is None else [d.retraced],
-            "missing": list(missing.values()),
-            "alone": list(alone.values()),
-            "measured": [] if of.measured is of.primal else [of.measured],
-            "autodiff": None,
-        }
-        samples = self._samples()
-        if samples:
-            functions["autodiff"] = of.forward.reference
-        results, rerun = self._run_once(sweep.engine, sweep.max_memory, first, samples, functions)
+        a, b = _COMBINATION
+        mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
+        directions = [first, second, mixed, _zeros(first), *(_without(first, i) for i in missing)]
+        results, rerun = self._run_twice(engine, directions, list(missing.values()), list(alone.values()))
         found.outputs = results["outputs"]
         found.autodiff_agrees = self._autodiff_agrees(results)
         found.problems += self._is_deterministic(results, rerun)
         if found.problems:
             return found
-        a, b = _COMBINATION
-        mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
-        directions = [first, second, mixed, _zeros(first), *(_without(first, i) for i in missing)]
-        (batch, *_) = sweep.along(d.both, listed(d.varied, directions), later)
-        found.batches_wrong = not self._is_batched_right(results, batch)
+        found.batches_wrong = not self._is_batched_right(results)
         if found.batches_wrong:
             return found
         found.problems += self._has_one_value(results)
-        found.problems += self._is_linear(batch)
-        found.problems += self._takes_undefined(results, list(missing), batch)
+        found.problems += self._is_linear(results)
+        found.problems += self._takes_undefined(results, list(missing))
         found.problems += self._respects_flags(results, list(alone))
         return found
 
-    def _run_once(
-        self, engine: Engine, max_memory: int, vectors: Arrays, samples: Arrays, functions: dict[str, Any]
-    ) -> list[Any]:
-        """What is computed one by one, or in small batches; twice."""
+    def _run_twice(
+        self, engine: Engine, directions: Sequence[Arrays], missing: list[Derivative], alone: list[Derivative]
+    ) -> list[dict[str, Any]]:
+        """What is computed for all checks, in one program."""
         d = self.derivatives
+        samples = self._samples()
         xs = list(map(np.asarray, self.xs))
         near = points(xs, samples, self.step) if samples else [np.zeros((0, *x.shape)) for x in xs]
         places = [np.concatenate([[x, _ELSEWHERE * x], n]) for x, n in zip(xs, near, strict=True)]
-        if engine.mode is Mode.VECTORIZED and len(places[0]) * bytes_each(d.measured) > max_memory:
-            engine = Engine(Mode.COMPILED_LOOP)
+        functions = {
+            "primal": d.primal,
+            "measured": [] if d.measured is d.primal else [d.measured],
+            "autodiff": [d.forward.reference] if samples else [],
+            "rule": self.direction.rule,
+            "retraced": [] if self.direction.retraced is None else [self.direction.retraced],
+            "missing": missing,
+            "alone": alone,
+        }
+        at_places = engine
+        if engine.mode is Mode.VECTORIZED and len(places[0]) * bytes_each(d.measured) > self.max_memory:
+            at_places = Engine(Mode.COMPILED_LOOP)
 
-        def run(functions: Any, xs: Arrays, vectors: Arrays, places: Arrays, samples: Arrays) -> Any:
+        def run(functions: Any, xs: Arrays, vectors: Arrays, batch: Arrays, places: Arrays, samples: Arrays) -> Any:
             outputs, results = functions["rule"](xs, vectors)
-            found = {
+            return {
                 "outputs": functions["primal"](*xs),
                 "outputs of rule": outputs,
                 "results": results,
                 "results again": [f(xs, vectors)[1] for f in functions["retraced"]],
                 "missing": [f(xs, vectors) for f in functions["missing"]],
                 "alone": [f(xs, vectors) for f in functions["alone"]],
-                "outputs at places": engine.map(functions["primal"], *places),
+                "batch": engine.map(partial(_results, functions["rule"], xs), *batch),
+                "at places": at_places.map(functions["primal"], *places),
+                "measured": [at_places.map(f, *places) for f in functions["measured"]],
+                "autodiff": [engine.map(partial(_results, f, xs), *samples) for f in functions["autodiff"]],
             }
-            if samples:
-                found["measured"] = [engine.map(f, *places) for f in functions["measured"]]
-                found["autodiff"] = engine.map(lambda *us: functions["autodiff"](xs, us)[1], *samples)
-            return found
 
-        args = functions, list(self.xs), vectors, places, samples
+        batch = [np.stack(items) for items in zip(*directions, strict=True)]
+        args = functions, list(self.xs), directions[0], batch, places, samples
         program = engine.program(run, *args)
         return [program.start(*args)() for _ in range(2)]
 
@@ -166,9 +161,9 @@ class Checks:
             )
         return problems
 
-    def _is_batched_right(self, r: Any, batch: Arrays) -> bool:
-        batches, singles = (*batch, *r["outputs at places"]), (*map(np.ravel, r["results"]), *r["outputs"])
-        return all(self._agree(b[0], single) for b, single in zip(batches, singles, strict=True))
+    def _is_batched_right(self, r: Any) -> bool:
+        batches, singles = (*r["batch"], *r["at places"]), (*r["results"], *r["outputs"])
+        return all(self._agree(batched[0], single) for batched, single in zip(batches, singles, strict=True))
 
     def _has_one_value(self, r: Any) -> list[str]:
         return [
@@ -177,11 +172,11 @@ class Checks:
             if not self._agree(a, b)
         ]
 
-    def _is_linear(self, batch: Arrays) -> list[str]:
+    def _is_linear(self, r: Any) -> list[str]:
         problems: list[str] = []
         d = self.direction
         a, b = _COMBINATION
-        for leaf, (u, v, combined, zero, *_) in zip(d.returned, batch, strict=True):
+        for leaf, (u, v, combined, zero, *_) in zip(d.returned, r["batch"], strict=True):
             scale = float(max(largest(a * u), largest(b * v)))
             if not self._agree(combined, a * u + b * v, scale):
                 problems.append(
@@ -195,14 +190,14 @@ class Checks:
                 )
         return problems
 
-    def _takes_undefined(self, r: Any, missing: Sequence[int], batch: Arrays) -> list[str]:
+    def _takes_undefined(self, r: Any, missing: Sequence[int]) -> list[str]:
         d = self.direction
         return [
             f"{d.method} takes an undefined {d.given} of {d.varied[i].name} for something else than zeros: it changes "
             f"the {d.result} of {leaf.name}. (check_undefined_grad=False leaves this check out.)"
             for position, i in enumerate(missing)
-            for leaf, result, zero in zip(d.returned, r["missing"][position], batch, strict=True)
-            if not self._agree(np.ravel(result), zero[_DIRECTIONS + position])
+            for leaf, result, batch in zip(d.returned, r["missing"][position], r["batch"], strict=True)
+            if not self._agree(result, batch[_DIRECTIONS + position])
         ]
 
     def _respects_flags(self, r: Any, alone: Sequence[int]) -> list[str]:
@@ -223,17 +218,16 @@ class Checks:
 
     def _autodiff_agrees(self, r: Any) -> bool:
         """A disagreement in one entry of the Jacobian shows in every direction that is not orthogonal to it."""
-        if "autodiff" not in r:
-            return False
-        values = r["measured"][0] if r["measured"] else r["outputs at places"]
-        found = differences([y[2:].reshape(len(y) - 2, -1) for y in values], self.step)
+        values = r["measured"][0] if r["measured"] else r["at places"]
+        found = differences([y[2:] for y in values], self.step)
         strict = self.tolerance.strict()
         floors = rounding_of_differences(r["outputs"], self.tolerance.precision, self.step)
-        for exact, numeric, error, floor in zip(r["autodiff"], *found, floors, strict=True):
-            bound = strict.estimated(numeric, largest(numeric), SAFETY * abs(error) + floor)
-            if (excess(exact.reshape(numeric.shape), numeric, bound) > 1).any():
-                return False
-        return True
+        for autodiff in r["autodiff"]:
+            for exact, numeric, error, floor in zip(autodiff, *found, floors, strict=True):
+                bound = strict.estimated(numeric, largest(numeric), SAFETY * abs(error) + floor)
+                if (excess(exact.reshape(numeric.shape), numeric, bound) > 1).any():
+                    return False
+        return bool(r["autodiff"])
 
     def batches_as_it_is(self) -> str | None:
         """Whether the rule can be batched as it is, outside of any program; what is wrong otherwise."""
@@ -303,6 +297,10 @@ class Checks:
             if not ((abs(a - b) <= bound) | (a == b) | (np.isnan(a) & np.isnan(b))).all():
                 return False
         return True
+
+
+def _results(derivative: Derivative, xs: Arrays, *vectors: Any) -> Arrays:
+    return derivative(xs, vectors)[1]
 
 
 def _undefined(direction: Direction, call: OfLeaves, others: Sequence[int]) -> Derivative:

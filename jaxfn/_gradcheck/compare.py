@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxfn._gradcheck.numbers.sweep import Sweep
 from jaxfn._gradcheck.numbers.vectors import Arrays, Basis, bases
-from jaxfn._gradcheck.problem.derivatives import Derivative, Derivatives, Direction, available
+from jaxfn._gradcheck.problem.derivatives import Derivative, Derivatives, Direction
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, largest, rounding_of_differences
 
@@ -54,15 +54,32 @@ class Comparison:
     outputs: Sequence[Any]
 
     def with_autodiff(self, direction: Direction) -> list[Pair]:
-        """The function's rule against autodiff of the bare function."""
-        both = [available(direction.rule), available(direction.reference)]
+        """The function's rule against autodiff of the bare function.
+
+        All of both is computed where functions run, and one number comes back for two: how far they are apart, beyond
+        what their size allows. Only what exceeds the least that is allowed besides is looked at again.
+        """
+        slope, least = self.tolerance.slope, self.tolerance.precise(0.0, 0.0)
+
+        def beyond(analytic: Arrays, reference: Arrays) -> list[Arrays]:
+            return [[abs(a - r) - slope * abs(r) for a, r in zip(analytic, reference, strict=True)]]
+
+        def precisely(basis: Basis, part: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
+            for a, r in zip(*self.sweep.along(direction.both, basis.vectors(part)), strict=True):
+                yield a, r, self.tolerance.precise(r, largest(r))
+
         pairs: list[Pair] = []
         for basis in bases(direction.varied):
-            counts = [
-                [self._count(a, r, self.tolerance.precise(r, largest(r))) for a, r in zip(*batch, strict=True)]
-                for batch in self.sweep.batches(both, basis.vectors())
-            ]
-            pairs += _pairs(direction, basis, map(np.concatenate, zip(*counts, strict=True)))
+            suspects: list[int] = []
+            done = 0
+            for (arrays,) in self.sweep.batches(direction.both, basis.vectors(), beyond):
+                batch = range(done, done := done + len(arrays[0]))
+                if not all(a.max(initial=0.0) <= least for a in arrays):  # nor is what is not a number
+                    suspects += batch
+                    if not batch.start:  # probably all are
+                        suspects = list(range(basis.size))
+                        break
+            pairs += self._wrong(direction, basis, suspects, precisely)
         return pairs
 
     def with_differences(self, direction: Direction, derivative: Derivative, *, coarsely: bool = False) -> list[Pair]:
@@ -73,17 +90,50 @@ class Comparison:
           derivative: which.
           coarsely: whether it need not come as close as the differences' estimated errors allow.
         """
+
+        def estimated(basis: Basis, part: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
+            numeric = self.differences(direction, basis, part)
+            for a, n, error in zip(self.values(derivative, basis, part), *numeric, strict=True):
+                yield a, n, self.bound(n, error, coarsely)
+
+        return [
+            pair
+            for basis in bases(direction.varied)
+            for pair in self._wrong(direction, basis, range(basis.size), estimated)
+        ]
+
+    def _wrong(
+        self,
+        direction: Direction,
+        basis: Basis,
+        which: Sequence[int],
+        compute: Callable[[Basis, Sequence[int]], Iterable[tuple[Any, Any, Any]]],
+    ) -> list[Pair]:
+        """The pairs of leaves with mismatches.
+
+        Args:
+          direction: of what.
+          basis: the unit vectors.
+          which: which of them to look at.
+          compute: for some of them, for everything returned its values, a reference, and how far these may be apart.
+        """
+        counts = [np.zeros(basis.size, int) for _ in direction.returned]
         width = sum(leaf.num_components for leaf in direction.returned)
         held = max(1, self.sweep.max_memory // (_ARRAYS_HELD * _DOUBLE_BYTES * max(width, 1)))
+        for start in range(0, len(which), held):
+            part = which[start : start + held]
+            for count, (value, reference, bound) in zip(counts, compute(basis, part), strict=True):
+                is_right = (abs(value - reference) <= bound) | (value == reference)  # what is not a number is not
+                count[part] = (~is_right).sum(axis=1)
         pairs: list[Pair] = []
-        for basis in bases(direction.varied):
-            counts: list[list[Any]] = []
-            for start in range(0, basis.size, held):
-                part = range(start, min(start + held, basis.size))
-                analytic = self.values(derivative, basis, part)
-                found = zip(analytic, *self.differences(direction, basis, part), strict=True)
-                counts.append([self._count(a, n, self.bound(n, error, coarsely)) for a, n, error in found])
-            pairs += _pairs(direction, basis, map(np.concatenate, zip(*counts, strict=True)))
+        for returned, count in enumerate(counts):
+            for varied in basis.chosen:
+                offset = basis.offsets[varied]
+                own = count[offset : offset + basis.leaves[varied].num_components]
+                if own.any():
+                    order = np.argsort(-own, kind="stable")[:_WORST_KEPT]
+                    worst = [int(i) for i in order if own[i]]
+                    pairs.append(Pair(*direction.leaves(varied, returned), int(own.sum()), worst))
         return pairs
 
     def bound(self, numeric: Any, error: Any, coarsely: bool) -> Any:
@@ -91,14 +141,6 @@ class Comparison:
         if coarsely:
             return self.tolerance.coarse(numeric, error)
         return self.tolerance.estimated(numeric, largest(numeric), error)
-
-    def _count(self, analytic: Any, reference: Any, bound: Any) -> Any:
-        """How many entries are off for each vector; what is not a number is."""
-        is_right = abs(analytic - reference) <= bound
-        if is_right.all():
-            return np.zeros(len(is_right), int)
-        is_wrong = ~(is_right | (analytic == reference))
-        return is_wrong.sum(axis=tuple(range(1, is_wrong.ndim)))
 
     def values(self, derivative: Derivative, basis: Basis, which: Sequence[int]) -> Arrays:
         """Rows or columns of the Jacobian as they are: for everything returned an array of (vectors, size)."""
@@ -149,17 +191,3 @@ def _real_components(columns: Any) -> Any:
 def _complex_entries(array: Any, leaf: Leaf) -> Any:
     """Real components of an input side by side, as the rows' complex entries."""
     return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array
-
-
-def _pairs(direction: Direction, basis: Basis, found: Any) -> list[Pair]:
-    """The pairs of leaves with mismatches; `found` has the counts, for everything returned by unit vector."""
-    pairs: list[Pair] = []
-    for returned, counts in enumerate(found):
-        for varied in basis.chosen:
-            offset = basis.offsets[varied]
-            own = counts[offset : offset + basis.leaves[varied].num_components]
-            if own.any():
-                order = np.argsort(-own, kind="stable")[:_WORST_KEPT]
-                worst = [int(i) for i in order if own[i]]
-                pairs.append(Pair(*direction.leaves(varied, returned), int(own.sum()), worst))
-    return pairs

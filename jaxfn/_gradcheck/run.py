@@ -15,7 +15,6 @@ from jaxfn._gradcheck.compare import Comparison, Pair
 from jaxfn._gradcheck.diagnosis import Diagnosis
 from jaxfn._gradcheck.numbers.programs import Engine, Mode
 from jaxfn._gradcheck.numbers.sweep import Sweep
-from jaxfn._gradcheck.numbers.vectors import bases
 from jaxfn._gradcheck.problem.derivatives import Derivatives, UnavailableError, available, derive
 from jaxfn._gradcheck.problem.problem import Problem
 from jaxfn._gradcheck.projections import PROJECTIONS, Projections
@@ -173,6 +172,7 @@ class _Check:
                 nondet_tol=o.nondet_tol,
                 undefined=o.check_undefined_grad,
                 samples_autodiff=o.reference == "both" and not o.fast_mode,  # fast mode has projections of its own
+                max_memory=o.max_memory,
             )
             found = self._in_fastest_mode(checks)
             self.report.problems += found.problems
@@ -185,19 +185,17 @@ class _Check:
 
     def _in_fastest_mode(self, checks: Checks) -> Findings:
         """Runs checks in the fastest mode that gives right values, which is also the one for what comes after them."""
-        units = bases(checks.direction.varied)
-        later = units[0].size if len(units) == 1 and not self.options.fast_mode else 0
         if self.sweep.engine.mode is Mode.VECTORIZED:
             reason = "batching gives other values than computing one by one"
             try:
-                found = checks.run(self.sweep, later)
+                found = checks.run(self.sweep.engine)
                 if not found.batches_wrong:
                     return found
             except Exception as error:
                 reason = f"it cannot be batched ({type(error).__name__}: {error})"
             self.sweep = self._sweep(Mode.COMPILED_LOOP)
             self.report.notes.append(f"ran in a compiled loop: {reason}")
-        return checks.run(self.sweep, later)
+        return checks.run(self.sweep.engine)
 
     def _whole_jacobians(self) -> None:
         comparison = Comparison(self.derivatives, self.tolerance, self.step, self.sweep, self.outputs)

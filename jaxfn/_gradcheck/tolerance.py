@@ -92,10 +92,16 @@ class Tolerance:
         """
         if not self.is_default:
             return self.plain(reference)
-        if not self.is_tight:
-            return self.plain(reference) + _COARSE_ROUNDING * self.precision * scale
-        small = self.atol * np.clip(scale, _TIGHTER, 1.0)
-        return (_TIGHTER * small + _ROUNDING * self.precision * scale) + (_TIGHTER * self.rtol) * abs(reference)
+        if self.is_tight:
+            small = _TIGHTER * self.atol * np.clip(scale, _TIGHTER, 1.0) + _ROUNDING * self.precision * scale
+        else:
+            small = self.atol + _COARSE_ROUNDING * self.precision * scale
+        return small + self.slope * abs(reference)
+
+    @property
+    def slope(self) -> float:
+        """How much more may be a precise reference's tolerance where the reference is larger by 1."""
+        return _TIGHTER * self.rtol if self.is_tight else self.rtol
 
     def estimated(self, reference: Any, scale: Any, error: Any) -> Any:
         """Of a reference with an estimated error: as tight as that allows, and never looser than `coarse`."""

@@ -493,10 +493,10 @@ def test_programs_stay_below_the_memory_that_they_may_use(monkeypatch):
     needed, batches = [], []
     original = _sweep.Sweep._program
 
-    def recorded(self, compute, functions, vectors, make, each, wanted):
-        batch, program = original(self, compute, functions, vectors, make, each, wanted)
+    def recorded(self, compute, functions, count, make, each):
+        batch, program = original(self, compute, functions, count, make, each)
         needed.append(program.bytes())
-        batches.append((batch, wanted))
+        batches.append((batch, count))
         return batch, program
 
     monkeypatch.setattr(_sweep.Sweep, "_program", recorded)

@@ -6,6 +6,7 @@ longer to compile such arithmetic than NumPy to do it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,13 +53,16 @@ def differences(outputs: Arrays, step: float) -> Differences:
     """Derivatives of values at `points`: exact to the fourth order of the step, with an estimated error."""
     found = Differences([], [])
     for y in outputs:
-        above, below, far_above, far_below = np.moveaxis(
-            y.reshape(len(y) // len(_STEPS), len(_STEPS), y.shape[-1]), 1, 0
-        )
+        rows = y.reshape(len(y) // len(_STEPS), len(_STEPS), math.prod(y.shape[1:]))
+        above, below, far_above, far_below = np.moveaxis(rows, 1, 0)
         near, far = (above - below) / (2 * step), (far_above - far_below) / (4 * step)
         found.values.append((4 * near - far) / 3)
         found.errors.append(near - far)
     return found
+
+
+def _listed(*results: Arrays) -> list[Arrays]:
+    return list(results)
 
 
 class Sweep:
@@ -76,7 +80,7 @@ class Sweep:
         self.xs = list(xs)
         self.max_memory = max_memory
         self.progress = progress
-        self._programs: dict[Any, list[tuple[int, int, Any]]] = {}
+        self._programs: dict[Any, tuple[int, Any]] = {}
 
     def at(self, xs: Sequence[Any]) -> Sweep:
         """A sweep of the same programs at other inputs."""
@@ -84,24 +88,27 @@ class Sweep:
         sweep._programs = self._programs
         return sweep
 
-    def along(self, derivatives: Sequence[Derivative], vectors: Vectors, later: int = 0) -> list[Arrays]:
-        """What each of some derivatives gives: for everything returned an array of (vectors, size).
+    def along(self, derivatives: Sequence[Derivative], vectors: Vectors) -> list[Arrays]:
+        """What each of some derivatives gives: for everything returned an array of (vectors, size)."""
+        return _flat(self.batches(derivatives, vectors))
+
+    def batches(
+        self, derivatives: Sequence[Derivative], vectors: Vectors, combine: Callable[..., list[Arrays]] = _listed
+    ) -> Iterator[list[Arrays]]:
+        """The same, for one batch of the vectors after the other, and in the shapes of what is returned.
 
         Args:
           derivatives: in the same direction.
           vectors: of that.
-          later: how many other vectors will follow, so that the same program will do for them.
+          combine: what to compute from all that they give for one vector.
         """
-        return _flat(self.batches(derivatives, vectors, later))
-
-    def batches(self, derivatives: Sequence[Derivative], vectors: Vectors, later: int = 0) -> Iterator[list[Arrays]]:
-        """The same, for one batch of the vectors after the other, and in the shapes of what is returned."""
 
         def compute(derivatives: Sequence[Derivative], xs: Arrays, given: Arrays) -> list[Arrays]:
             every = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in vectors.leaves]
-            return [derivative(xs, _replaced(every, vectors.chosen, given))[1] for derivative in derivatives]
+            return combine(*(f(xs, _replaced(every, vectors.chosen, given))[1] for f in derivatives))
 
-        return self._batches(compute, derivatives, vectors, vectors.make, 1, later)
+        key = *map(id, derivatives), combine  # the derivatives live as long as the check
+        return self._batches(key, compute, derivatives, vectors, vectors.make)
 
     def differences(self, function: OfLeaves, vectors: Vectors, step: float) -> Differences:
         """Finite differences of a function along vectors of inputs."""
@@ -113,24 +120,26 @@ class Sweep:
         def make(numbers: Any) -> Arrays:
             return points(chosen_xs, vectors.make(numbers), step)
 
-        (outputs,) = _flat(self._batches(compute, [function], vectors, make, len(_STEPS), 0))
+        (outputs,) = _flat(self._batches((id(function),), compute, [function], vectors, make, len(_STEPS)))
         return differences(outputs, step)
 
     def _batches(
         self,
+        key: tuple[Any, ...],
         compute: Callable[..., list[Arrays]],
         functions: Sequence[Any],
         vectors: Vectors,
         make: Callable[[Any], Arrays],
-        each: int,
-        later: int,
+        each: int = 1,
     ) -> Iterator[list[Arrays]]:
         """What `compute` makes of what `make` makes of the numbers of vectors, `each` for every number.
 
         While one batch is looked at, the next one is computed.
         """
-        wanted = max(vectors.count, later)
-        batch, program = self._program(compute, functions, vectors, make, each, wanted)
+        key = *key, vectors.chosen, vectors.count
+        if key not in self._programs:
+            self._programs[key] = self._program(compute, functions, vectors.count, make, each)
+        batch, program = self._programs[key]
         self.progress.expect(vectors.count)
         before: tuple[int, Callable[[], list[Arrays]]] | None = None
         for start in range(0, vectors.count, batch):
@@ -153,27 +162,20 @@ class Sweep:
         self,
         compute: Callable[..., list[Arrays]],
         functions: Sequence[Any],
-        vectors: Vectors,
+        count: int,
         make: Callable[[Any], Arrays],
         each: int,
-        wanted: int,
     ) -> tuple[int, Any]:
-        """How many vectors at a time, and what to run for so many."""
-        batch = min(wanted, self._fitting(each * sum(map(bytes_each, functions))))
-        key = *map(id, functions), vectors.chosen, each  # the functions live as long as the check
-        for known in self._programs.get(key, ()):
-            if known[0] >= batch:
-                return known[1:]
+        """How many of so many vectors at a time, and what to run for them."""
+        batch = min(count, self._fitting(each * sum(map(bytes_each, functions))))
 
         def run(functions: Sequence[Any], xs: Arrays, given: Arrays) -> list[Arrays]:
             return self.engine.map(lambda *given: compute(functions, xs, given), *given)
 
-        asked = batch
         while True:
             args = functions, self.xs, make(np.zeros(batch, int))
-            program = self.engine.program(run, *args, runs=-(-wanted // batch))
+            program = self.engine.program(run, *args, runs=-(-count // batch))
             if batch == 1 or not isinstance(program, Program) or program.bytes() <= self.max_memory:
-                self._programs.setdefault(key, []).append((asked, batch, program))
                 return batch, program
             batch = (batch + 1) // 2
 
@@ -196,4 +198,4 @@ def _flat(batches: Iterator[list[Arrays]]) -> list[Arrays]:
 
 
 def _rows(*arrays: Any) -> Any:
-    return np.concatenate([a.reshape(len(a), -1) if a.size else a.reshape(len(a), 0) for a in arrays])
+    return np.concatenate([a.reshape(len(a), math.prod(a.shape[1:])) for a in arrays])

@@ -47,12 +47,6 @@ class Vectors:
     make: Callable[[Any], Arrays]
 
 
-def listed(leaves: Sequence[Leaf], vectors: Sequence[Arrays]) -> Vectors:
-    """Vectors that are given, each with an array for every leaf."""
-    stacked = [np.stack(arrays) for arrays in zip(*vectors, strict=True)]
-    return Vectors(leaves, tuple(range(len(leaves))), len(vectors), lambda numbers: [v[numbers] for v in stacked])
-
-
 @dataclass(frozen=True)
 class Basis:
     """The unit vectors of some of the leaves.
