@@ -32,7 +32,6 @@ from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, largest, round
 
 _COMBINATION = (2.0, -3.0)
 _DIRECTIONS = 4  # that every rule is tried in: two random ones, their combination, zero
-_SAME = 1e-8
 _RETRACED_TWICE = 1e-13  # what compiling the same operations in another program may change, relatively
 _SAMPLES = 4  # directions in which autodiff is compared with finite differences
 _ELSEWHERE = 1.001  # times the inputs: another place, so that batches are not of equal items
@@ -163,13 +162,13 @@ class Checks:
 
     def _is_batched_right(self, r: Any) -> bool:
         batches, singles = (*r["batch"], *r["at places"]), (*r["results"], *r["outputs"])
-        return all(self._agree(batched[0], single) for batched, single in zip(batches, singles, strict=True))
+        return all(self.tolerance.agrees(batched[0], single) for batched, single in zip(batches, singles, strict=True))
 
     def _has_one_value(self, r: Any) -> list[str]:
         return [
             f"{leaf.name} has another value when it is differentiated than when it is not."
             for leaf, a, b in zip(self.derivatives.outputs, r["outputs of rule"], r["outputs"], strict=True)
-            if not self._agree(a, b)
+            if not self.tolerance.agrees(a, b)
         ]
 
     def _is_linear(self, r: Any) -> list[str]:
@@ -178,7 +177,7 @@ class Checks:
         a, b = _COMBINATION
         for leaf, (u, v, combined, zero, *_) in zip(d.returned, r["batch"], strict=True):
             scale = float(max(largest(a * u), largest(b * v)))
-            if not self._agree(combined, a * u + b * v, scale):
+            if not self.tolerance.agrees(combined, a * u + b * v, scale):
                 problems.append(
                     f"{d.method} is not linear: the {d.result} of {leaf.name} for the {d.given} {a:g} u {b:+g} v is "
                     f"not that combination of the {d.result}s for u and for v."
@@ -197,7 +196,7 @@ class Checks:
             f"the {d.result} of {leaf.name}. (check_undefined_grad=False leaves this check out.)"
             for position, i in enumerate(missing)
             for leaf, result, batch in zip(d.returned, r["missing"][position], r["batch"], strict=True)
-            if not self._agree(result, batch[_DIRECTIONS + position])
+            if not self.tolerance.agrees(result, batch[_DIRECTIONS + position])
         ]
 
     def _respects_flags(self, r: Any, alone: Sequence[int]) -> list[str]:
@@ -205,7 +204,7 @@ class Checks:
             f"the gradient of {self.derivatives.inputs[j].name} is another one when that input alone is "
             "differentiated: backward does not respect ctx.needs_input_grad."
             for j, gradient in zip(alone, r["alone"], strict=True)
-            if not self._agree(gradient, r["results"][j])
+            if not self.tolerance.agrees(gradient, r["results"][j])
         ]
 
     def _samples(self) -> Arrays:
@@ -243,7 +242,7 @@ class Checks:
         except Exception as error:
             return f"{d.name} cannot be batched: {type(error).__name__}: {error}"
         singles = results(list(map(jnp.asarray, first)))
-        if all(self._agree(np.asarray(b)[0], np.asarray(s)) for b, s in zip(batched, singles, strict=True)):
+        if all(self.tolerance.agrees(np.asarray(b)[0], np.asarray(s)) for b, s in zip(batched, singles, strict=True)):
             return None
         return f"batched {d.result}s are not those computed one by one: {d.method} is wrong under jax.vmap."
 
@@ -284,16 +283,9 @@ class Checks:
         derivative(self.xs, vectors)
         return derivative
 
-    def _agree(self, value: Any, expected: Any, scale: float | None = None) -> bool:
-        if scale is None:
-            scale = float(largest(expected))
-        # Not the last digits matter here; small entries may be what is left of large ones.
-        bound = self.tolerance.precise(expected, np.float64(scale)) + _SAME * scale
-        return bool((excess(value, expected, bound) <= 1).all())
-
     def _equal(self, first: Arrays, second: Arrays, slack: float = 0.0) -> bool:
         for a, b in zip(first, second, strict=True):
-            bound = self.nondet_tol + slack * largest(a)
+            bound = self.nondet_tol + (slack * largest(a) if slack else 0.0)
             if not ((abs(a - b) <= bound) | (a == b) | (np.isnan(a) & np.isnan(b))).all():
                 return False
         return True

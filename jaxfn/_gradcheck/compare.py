@@ -79,7 +79,8 @@ class Comparison:
                     if not batch.start:  # probably all are
                         suspects = list(range(basis.size))
                         break
-            pairs += self._wrong(direction, basis, suspects, precisely)
+            if suspects:
+                pairs += self._wrong(direction, basis, suspects, precisely)
         return pairs
 
     def with_differences(self, direction: Direction, derivative: Derivative, *, coarsely: bool = False) -> list[Pair]:

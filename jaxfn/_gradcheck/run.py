@@ -210,8 +210,9 @@ class _Check:
                 pairs = by.with_autodiff(direction)
             else:
                 pairs = by.with_differences(direction, available(direction.rule))
-            diagnosis = Diagnosis(comparison, direction, by_autodiff, self.options.reference != "autodiff")
-            self.report.mismatches += self._explained(diagnosis, pairs)
+            if pairs:
+                diagnosis = Diagnosis(comparison, direction, by_autodiff, self.options.reference != "autodiff")
+                self.report.mismatches += self._explained(diagnosis, pairs)
         if self.report.mismatches and not self.options.has_surrogate:
             self.report.notes.append(_WAY_OUT)
 

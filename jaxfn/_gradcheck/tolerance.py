@@ -28,6 +28,8 @@ _TIGHTER = 1e-3
 # What a sum of many rounded terms may lose, in units of the largest entry's last digit.
 _ROUNDING = 1e3
 _COARSE_ROUNDING = 30
+# How far apart two ways to compute the same thing may be, relative to the largest entry.
+_SAME = 1e-8
 _DOUBLE = 2.220446049250313e-16
 _DIFFERENCE = 4  # what a difference of two values may be wrong by, in units of their last digits
 SAFETY = 4  # how far beyond its estimate an error of finite differences may be
@@ -102,6 +104,20 @@ class Tolerance:
     def slope(self) -> float:
         """How much more may be a precise reference's tolerance where the reference is larger by 1."""
         return _TIGHTER * self.rtol if self.is_tight else self.rtol
+
+    def agrees(self, value: Any, expected: Any, scale: float | None = None) -> bool:
+        """Whether two values are what two ways to compute the same thing give.
+
+        Not the last digits matter here; small entries may be what is left of large ones.
+
+        Args:
+          value, expected: the two.
+          scale: of the terms that these are sums of; by default the largest expected value.
+        """
+        if scale is None:
+            scale = float(largest(expected))
+        bound = self.precise(expected, np.float64(scale)) + _SAME * scale
+        return bool((excess(value, expected, bound) <= 1).all())
 
     def estimated(self, reference: Any, scale: Any, error: Any) -> Any:
         """Of a reference with an estimated error: as tight as that allows, and never looser than `coarse`."""

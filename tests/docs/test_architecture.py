@@ -28,6 +28,8 @@ FLOORS = [
     ("jaxfn._torch.trace",),
     ("jaxfn._torch.adopt",),
     ("jaxfn._torch",),
+    ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report"),
+    ("jaxfn._gradcheck.numbers",),
     ("jaxfn._gradcheck", "jaxfn._parity"),
     ("jaxfn",),
 ]

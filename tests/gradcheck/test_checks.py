@@ -272,6 +272,47 @@ def test_no_forward_mode_is_reported_as_a_failure():
 
 
 @row("G5")
+def test_a_forward_mode_that_is_not_linear():
+    """Unit tangents do not show it either."""
+
+    @jax.custom_jvp
+    def square(x):
+        return x * x
+
+    square.defjvp(lambda primals, tangents: (primals[0] ** 2, 2 * primals[0] * tangents[0] * abs(tangents[0])))
+    options = {"check_forward_ad": True, "check_backward_ad": False}
+    problems = failure(square, normal(3), **options).problems
+    assert "jvp is not linear: the tangent of output 0 for the tangent 2 u -3 v" in problems[0]
+
+
+@row("G5")
+def test_a_forward_mode_with_another_value():
+    @jax.custom_jvp
+    def square(x):
+        return x * x
+
+    square.defjvp(lambda primals, tangents: (primals[0] ** 2 + 1, 2 * primals[0] * tangents[0]))
+    options = {"check_forward_ad": True, "check_backward_ad": False}
+    assert "another value when it is differentiated" in failure(square, normal(3), **options).problems[0]
+
+
+@row("G5")
+def test_trace_time_randomness_in_forward_mode():
+    generator = np.random.default_rng(0)
+
+    @jax.custom_jvp
+    def square(x):
+        return x * x
+
+    def noisy(primals, tangents):
+        return primals[0] ** 2, 2 * primals[0] * tangents[0] * (1 + 1e-4 * generator.standard_normal())
+
+    square.defjvp(noisy)
+    options = {"check_forward_ad": True, "check_backward_ad": False}
+    assert "jvp is not deterministic" in failure(square, normal(3), **options).problems[0]
+
+
+@row("G5")
 def test_undefined_tangents():
     @jax.custom_jvp
     def product(x, y):
@@ -487,6 +528,14 @@ def test_blocks_give_the_same_verdict(reference):
         assert all(entry.input_index == (29, 8) and entry.output_index[1] == 29 for entry in mismatch.entries)
 
 
+@pytest.mark.parametrize("place", [0, 41, 1199])
+def test_one_wrong_row_in_any_batch_is_found(place):
+    wrong = rule(saved_square, lambda ctx, g: (2 * ctx.saved_tensors[0] * g).at[3].add(1e-6 * g[place]))
+    (mismatch,) = failure(wrong, normal(1200), max_memory=1 << 20, reference="autodiff").mismatches
+    assert mismatch.count == 1 and mismatch.entries[0].output_index == (place,)
+    assert mismatch.entries[0].input_index == (3,)
+
+
 def test_programs_stay_below_the_memory_that_they_may_use(monkeypatch):
     from jaxfn._gradcheck.numbers import sweep as _sweep
 
@@ -549,6 +598,58 @@ def test_callbacks_are_told_apart():
 
     passes(on_the_host(np.sin), normal(3))
     failure(on_the_host(np.cos), normal(3))
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_constants_of_functions_inside_are_told_apart(array):
+    """A jaxpr shows them neither in its text nor among its own constants."""
+
+    def scaled(constant):
+        scale = jax.jit(lambda g: g * constant)
+        return rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * scale(g))
+
+    with jax.enable_x64(True):
+        for constant, is_right in (([1.0, 1, 1], True), ([1.0, 2, 1], False), ([1.0, 1, 1], True)):
+            assert gradcheck(scaled(array(constant)), normal(3), raise_exception=False) is is_right
+
+
+def test_rules_that_read_other_inputs_are_told_apart():
+    """What a program does not use is in no text: the gradient `g * x` of either input could be the other's."""
+
+    def product(choose):
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x * y
+
+        def backward(ctx, g):
+            x, y = ctx.saved_tensors
+            return g * choose(x, y), g * x
+
+        return rule(forward, backward)
+
+    inputs = normal(3), normal(3, seed=1)
+    passes(product(lambda x, y: y), inputs)
+    failure(product(lambda x, y: x), inputs)
+    passes(product(lambda x, y: y), inputs)
+
+
+def test_programs_differ_in_what_they_use_and_in_how_it_is_arranged():
+    from jaxfn._gradcheck.numbers.programs import Engine, Mode
+
+    a, b = np.ones(3), np.full(3, 2.0)
+    functions = {
+        "first": (lambda a, b: [jnp.sin(a)], [np.sin(a)]),
+        "second": (lambda a, b: [jnp.sin(b)], [np.sin(b)]),
+        "itself": (lambda a, b: [a], [a]),
+        "the other": (lambda a, b: [b], [b]),
+        "turned": (lambda a, b: [jnp.stack([a, b], axis=1)], [np.stack([a, b], axis=1)]),
+        "not turned": (lambda a, b: [jnp.stack([a, b])], [np.stack([a, b])]),
+    }
+    for function, expected in functions.values():
+        (found,) = Engine(Mode.VECTORIZED).program(function, a, b).start(a, b)()
+        np.testing.assert_allclose(found, expected[0], rtol=1e-6)
+    keyed = Engine(Mode.VECTORIZED).program(lambda a, b: {"a": jnp.sin(a)}, a, b).start(a, b)()
+    np.testing.assert_allclose(keyed["a"], np.sin(a), rtol=1e-6)
 
 
 def test_kept_programs_are_bounded(monkeypatch):

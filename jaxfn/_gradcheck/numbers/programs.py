@@ -27,8 +27,8 @@ _PROGRAMS_KEPT = 256
 _kept: OrderedDict[Hashable, Any] = OrderedDict()
 _lock = Lock()
 
-# Where there is little to compute, compiling would take far longer than running.
-_SMALL_BYTES = 32 << 20
+# Below this much to compute, optimizing a program takes longer than that saves.
+_SMALL_BYTES = 256 << 20
 
 
 class Mode(enum.Enum):
@@ -139,7 +139,7 @@ def _compiled(traced: Any, is_small: bool, places: Sequence[Hashable]) -> Any:
     """The executable of a program, an earlier one where there is one."""
     lowered = traced.lower()
     config: Any = jax.config
-    called = map(_by_value, called_back(traced.jaxpr.jaxpr))
+    called = [_by_value(item) for item in called_back(traced.jaxpr.jaxpr)]
     key = lowered.as_text(), is_small, jax.default_backend(), config.jax_default_device, *places, *called
     with _lock:
         if key in _kept:

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -38,15 +39,15 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    @property
+    @cached_property
     def is_complex(self) -> bool:
         return self.dtype.kind == "c"
 
-    @property
+    @cached_property
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=int))
 
-    @property
+    @cached_property
     def num_components(self) -> int:
         return self.size * (2 if self.is_complex else 1)
 

@@ -102,20 +102,24 @@ def computed_bytes(jaxpr: Any) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "dtype"))
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> list[Any]:
     """All equations, those of inner programs included."""
+    found: list[Any] = []
     for equation in jaxpr.eqns:
-        yield equation
-        yield from _inside(equation)
+        found += [equation, *_inside(equation)]
+    return found
 
 
-def called_back(jaxpr: Any) -> Iterator[Any]:
+def called_back(jaxpr: Any) -> list[Any]:
     """Python functions that a program calls when it runs, and whatever else only equals itself."""
-    for equation in equations(jaxpr):
-        if equation.primitive.name not in _HAVE_RULES:
-            for item in _parameters(equation):
-                if not _is_program(item) and (callable(item) or type(item).__eq__ is object.__eq__):
-                    yield item
+    return [
+        item
+        for equation in equations(jaxpr)
+        if equation.primitive.name not in _HAVE_RULES
+        for item in _parameters(equation)
+        if item is not None and not _is_program(item)
+        if callable(item) or type(item).__eq__ is object.__eq__
+    ]
 
 
 def _not_in_text(jaxpr: Any) -> Iterator[Any]:
@@ -126,21 +130,23 @@ def _not_in_text(jaxpr: Any) -> Iterator[Any]:
     yield from called_back(jaxpr)
 
 
-def _inside(equation: Any) -> Iterator[Any]:
+def _inside(equation: Any) -> list[Any]:
     """The equations of the programs that one equation runs."""
-    for item in _parameters(equation):
-        if _is_program(item):
-            yield from equations(getattr(item, "jaxpr", item))
+    return [inner for item in _parameters(equation) if _is_program(item) for inner in equations(_opened(item))]
 
 
-def _parameters(equation: Any) -> Iterator[Any]:
+def _parameters(equation: Any) -> list[Any]:
     """The parameters of one equation, those in tuples and lists one by one."""
-    for value in equation.params.values():
-        yield from value if isinstance(value, (tuple, list)) else (value,)
+    values = equation.params.values()
+    return [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
 
 
 def _is_program(parameter: Any) -> bool:
-    return hasattr(getattr(parameter, "jaxpr", parameter), "eqns")
+    return hasattr(_opened(parameter), "eqns")
+
+
+def _opened(parameter: Any) -> Any:
+    return getattr(parameter, "jaxpr", parameter)
 
 
 def _all_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
