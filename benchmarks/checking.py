@@ -1,7 +1,7 @@
 """How long gradcheck and gradgradcheck take beside torch's, compilation included, and how much memory.
 
-Every run is in a process of its own, so that nothing is compiled yet; JAX itself is warm. What is reported is the median
-of five runs (of one, where that takes minutes), each library's in turn.
+Every run is in a process of its own, so that nothing is compiled yet; JAX itself is warm. What is reported is the
+median of five runs (of one, where that takes minutes), taken in turns by the libraries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Derivatives along many vectors, by rules and by finite differences, as many at a time as fit into memory.
 
-Only functions of the user's run in compiled programs. Vectors are made, and results judged, on the host: XLA takes
-longer to compile such arithmetic than NumPy to do it.
+Results are judged on the host, and little is computed in programs but functions of the user's: XLA takes longer to
+compile such arithmetic than NumPy to do it.
 """
 
 from __future__ import annotations
@@ -105,20 +105,25 @@ class Sweep:
 
         def compute(derivatives: Sequence[Derivative], xs: Arrays, given: Arrays) -> list[Arrays]:
             every = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in vectors.leaves]
-            return combine(*(f(xs, _replaced(every, vectors.chosen, given))[1] for f in derivatives))
+            every = _replaced(every, vectors.chosen, vectors.expand(given))
+            return combine(*(f(xs, every)[1] for f in derivatives))
 
         key = *map(id, derivatives), combine  # the derivatives live as long as the check
         return self._batches(key, compute, derivatives, vectors, vectors.make)
 
     def differences(self, function: OfLeaves, vectors: Vectors, step: float) -> Differences:
         """Finite differences of a function along vectors of inputs."""
-        chosen_xs = [self.xs[i] for i in vectors.chosen]
+        steps = step * np.asarray(_STEPS, float)
 
         def compute(functions: Sequence[OfLeaves], xs: Arrays, given: Arrays) -> list[Arrays]:
-            return [list(function(*_replaced(xs, vectors.chosen, given))) for function in functions]
+            moved = list(xs)
+            for i, vector in zip(vectors.chosen, vectors.expand(given[1:]), strict=True):
+                moved[i] = xs[i] + given[0] * vector
+            return [list(function(*moved)) for function in functions]
 
         def make(numbers: Any) -> Arrays:
-            return points(chosen_xs, vectors.make(numbers), step)
+            every = (np.repeat(array, len(steps), axis=0) for array in vectors.make(numbers))
+            return [np.tile(steps, len(numbers)), *every]
 
         (outputs,) = _flat(self._batches((id(function),), compute, [function], vectors, make, len(_STEPS)))
         return differences(outputs, step)

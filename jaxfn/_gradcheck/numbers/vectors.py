@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck.problem.problem import Leaf
@@ -38,13 +39,15 @@ class Vectors:
       leaves: what they are for.
       chosen: the positions of the leaves for which they are not zero.
       count: how many there are.
-      make: some of them, by their numbers: for each chosen leaf an array with one more axis in front.
+      make: what stands for some of them, by their numbers: for each chosen leaf an array with one more axis in front.
+      expand: one vector, for each chosen leaf an array, from what stands for it.
     """
 
     leaves: Sequence[Leaf]
     chosen: tuple[int, ...]
     count: int
     make: Callable[[Any], Arrays]
+    expand: Callable[[Sequence[Any]], Sequence[Any]] = tuple
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,12 @@ class Basis:
         every = np.arange(self.size) if which is None else np.asarray(which, int)
 
         def make(numbers: Any) -> Arrays:
-            return [_unit(self.leaves[i], every[numbers] - self.offsets[i]) for i in self.chosen]
+            return [every[numbers] - self.offsets[i] for i in self.chosen]
 
-        return Vectors(self.leaves, self.chosen, len(every), make)
+        def expand(components: Sequence[Any]) -> Arrays:
+            return [_unit(self.leaves[i], c) for i, c in zip(self.chosen, components, strict=True)]
+
+        return Vectors(self.leaves, self.chosen, len(every), make, expand)
 
 
 def bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
@@ -88,10 +94,10 @@ def bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
     return [Basis(leaves, (i,)) for i in filled]
 
 
-def _unit(leaf: Leaf, components: Any) -> Any:
-    """The unit vectors for components of a leaf; zeros for those that it does not have."""
-    vectors = np.zeros((len(components), leaf.size), leaf.dtype)
-    (has,) = np.nonzero((components >= 0) & (components < leaf.num_components))
-    part, element = np.divmod(components[has], max(leaf.size, 1))
-    vectors[has, element] = np.where(part == 0, 1, 1j) if leaf.is_complex else 1
-    return vectors.reshape(len(components), *leaf.shape)
+def _unit(leaf: Leaf, component: Any) -> Any:
+    """The unit vector for a component of a leaf; zero for one that it does not have."""
+    elements = jnp.arange(leaf.size)
+    vector = elements == component
+    if leaf.is_complex:
+        vector = vector + 1j * (elements + leaf.size == component)
+    return vector.astype(leaf.dtype).reshape(leaf.shape)
