@@ -21,7 +21,7 @@ functional = torch.nn.functional
 
 from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
 from jaxfn._torch.values.arrays import to_jax  # noqa: E402
-from tests.operation_samples import trace  # noqa: E402
+from tests.support.operation_samples import trace  # noqa: E402
 
 X = np.linspace(-2, 2.3, 5).astype(np.float32)
 OUTSIDE = torch.ones(5)
