@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import threading
 from collections import OrderedDict, namedtuple
 
@@ -417,11 +418,10 @@ def test_further_recurrent_layers():
 
 @row("I2")
 def test_a_recurrent_layer_is_one_loop():
-    for length in (5, 50):
-        net = jaxfn.from_torch(nn.LSTM(3, 4))
-        jaxpr = jax.make_jaxpr(lambda x, net=net: net(x)[0])(jnp.ones((length, 2, 3)))
-        names = [equation.primitive.name for equation in jaxpr.eqns]
-        assert names.count("scan") == 1 and len(names) < 60
+    net = jaxfn.from_torch(nn.LSTM(3, 4))
+    short, long = (str(jax.make_jaxpr(lambda x: net(x)[0])(jnp.ones((length, 2, 3)))) for length in (5, 50))
+    assert len(re.findall(r"\bscan\[", long)) == 1
+    assert long.count("\n") == short.count("\n")
 
 
 @row("I2")
@@ -452,8 +452,7 @@ def test_checkpoints_compute_again_by_the_same_draws():
         lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=False),
     ):
         parameters, f = called(checkpoint)
-        names = [equation.primitive.name for equation in jax.make_jaxpr(f)(parameters).eqns]
-        assert len([name for name in names if "checkpoint" in name or "remat" in name]) == 2
+        assert len(re.findall(r"\b(remat\d?|checkpoint)\[", str(jax.make_jaxpr(f)(parameters)))) == 2
         np.testing.assert_allclose(jax.grad(f)(parameters)["w"], expected, rtol=1e-5, atol=1e-6)
 
 
