@@ -453,7 +453,7 @@ def test_checkpoints_compute_again_by_the_same_draws():
     ):
         parameters, f = called(checkpoint)
         assert len(re.findall(r"\b(remat\d?|checkpoint)\[", str(jax.make_jaxpr(f)(parameters)))) == 2
-        np.testing.assert_allclose(jax.grad(f)(parameters)["w"], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jax.grad(f)(parameters)["w"], expected, rtol=1e-4, atol=1e-5)
 
 
 @row("I2")
