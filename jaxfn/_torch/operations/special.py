@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -132,27 +132,38 @@ def bessel_j1(x: Array) -> Array:
 
 
 def _bessel_j(order: int, x: Array) -> Array:
-    """By Bessel's integral up to 25, with as many points as make it exact, and by Hankel's expansion above."""
+    """By Bessel's integral up to 25, and by Hankel's expansion above."""
     size = jnp.abs(x)
     is_large = size > 25
-    near = jnp.where(is_large, 0, size)
-    angles = np.pi * (np.arange(48) + 0.5) / 48
-    total = sum(jnp.cos(order * angle - near * math.sin(angle)) for angle in angles)
-    far = _hankel(order, jnp.where(is_large, size, 25))[0]
-    value = jnp.where(is_large, far, jnp.asarray(total) / 48)
+    near = _bessel_integral(order, jnp.where(is_large, 0, size))
+    value = jnp.where(is_large, _hankel(order, jnp.where(is_large, size, 25))[0], near)
     return jnp.where(x < 0, -value, value) if order % 2 else value
 
 
+def _bessel_integral(order: int, x: Array) -> Array:
+    """The function of the first kind up to 25, with as many points as make the integral exact."""
+    angles = (np.pi * (np.arange(48) + 0.5) / 48).astype(x.dtype)
+    return jnp.cos(order * angles - x[..., None] * np.sin(angles)).mean(-1)
+
+
 def _hankel(order: int, x: Array) -> tuple[Array, Array]:
-    """The Bessel functions of the first and the second kind, of large arguments."""
-    cosines, sines, term = jnp.ones_like(x), jnp.zeros_like(x), jnp.ones_like(x)
-    for k in range(1, 16):
-        term = term * (4 * order**2 - (2 * k - 1) ** 2) / (8 * k * x)
-        sign = 1 if k % 4 < 2 else -1
-        cosines, sines = (cosines, sines + sign * term) if k % 2 else (cosines + sign * term, sines)
+    """The functions of the first and the second kind, of large arguments."""
+    k = np.arange(1, 16)
+    terms = np.cumprod(np.concatenate([[1], (4 * order**2 - (2 * k - 1) ** 2) / (8 * k)]))
+    terms[2::4], terms[3::4] = -terms[2::4], -terms[3::4]
+    square = 1 / (x * x)
+    cosines = _polynomial(terms[0::2].tolist(), square)
+    sines = _polynomial(terms[1::2].tolist(), square) / x
     phase = x - (order / 2 + 0.25) * math.pi
     size, cosine, sine = jnp.sqrt(2 / (math.pi * x)), jnp.cos(phase), jnp.sin(phase)
     return size * (cosines * cosine - sines * sine), size * (cosines * sine + sines * cosine)
+
+
+def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
+    total = jnp.full_like(x, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        total = total * x + coefficient
+    return total
 
 
 @operation("aten.special_bessel_y0")
@@ -173,13 +184,13 @@ def _bessel_y(order: int, x: Array) -> Array:
     numbers = np.arange(1, 33)
     weights = ((-1.0) ** numbers * np.cos(2 * numbers * angles[:, None]) / numbers).sum(1)
     logarithm = jnp.log(near / 2) + np.euler_gamma
-    pairs = zip(weights.tolist(), np.sin(angles).tolist(), strict=True)
+    weights, sines = weights.astype(x.dtype), np.sin(angles).astype(x.dtype)
+    waves = near[..., None] * sines
     if order == 0:
-        series = sum(weight * jnp.cos(near * sine) for weight, sine in pairs)
-        close = logarithm * _bessel_j(0, near) - jnp.asarray(series) / 48
+        close = logarithm * _bessel_integral(0, near) - (weights * jnp.cos(waves)).sum(-1) / 48
     else:
-        series = sum(weight * sine * jnp.sin(near * sine) for weight, sine in pairs)
-        close = logarithm * _bessel_j(1, near) - _bessel_j(0, near) / near - jnp.asarray(series) / 48
+        series = (weights * sines * jnp.sin(waves)).sum(-1) / 48
+        close = logarithm * _bessel_integral(1, near) - _bessel_integral(0, near) / near - series
     far = _hankel(order, jnp.where(is_large, x, 25))[1]
     value = jnp.where(is_large, far, close * (2 / np.pi))
     return jnp.where(x < 0, np.nan, jnp.where(x == 0, -np.inf, value))
@@ -212,9 +223,9 @@ def _scaled_bessel_k(order: int, x: Array) -> Array:
     series = (_series_k0 if order == 0 else _series_k1)(near) * jnp.exp(near)
     far = jnp.where(is_small, 2, x)
     width = 0.25
-    points = [width * k / jnp.sqrt(far) for k in range(40)]
-    heights = [jnp.exp(-2 * far * jnp.sinh(t / 2) ** 2) * jnp.cosh(order * t) for t in points]
-    integral = (sum(heights[1:], heights[0] / 2)) * width / jnp.sqrt(far)
+    points = width * np.arange(40, dtype=x.dtype) / jnp.sqrt(far)[..., None]
+    heights = jnp.exp(-2 * far[..., None] * jnp.sinh(points / 2) ** 2) * jnp.cosh(order * points)
+    integral = (heights.sum(-1) - heights[..., 0] / 2) * width / jnp.sqrt(far)
     value = jnp.where(is_small, series, integral)
     return jnp.where(x < 0, np.nan, jnp.where(x == 0, np.inf, jnp.where(jnp.isinf(x), 0, value)))
 
