@@ -63,7 +63,7 @@ def _carried(value: jax.Array, carrier: jax.Array) -> jax.Array:
 
 @_carried.defjvp
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return primals[0], tangents[1]
+    return _carried(*primals), tangents[1]  # which carries derivatives of higher orders, too
 
 
 _CARRIED = JaxCall(_carried, "carried")
