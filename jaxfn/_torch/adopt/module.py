@@ -147,7 +147,7 @@ class AdoptedModule(NoArrays):
         _refuse_backward_hooks(module)
         tensors = {**parameters, **buffers}
         for name, own in _tensors(module).items():
-            for hook in gradient_hooks(own):
+            for hook in reversed(gradient_hooks(own)):  # the outermost one is called first
                 tensors[name] = hooked(tensors[name], hook)
         with _holding(module, tensors):
             output = module(*args, **kwargs)

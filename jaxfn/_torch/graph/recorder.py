@@ -117,6 +117,9 @@ class Recorder(TorchDispatchMode):
     def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return tensor
+        return self._like(tensor)
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         with plain_torch():
             meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             return FakeTensor(self._fake, meta, torch.device("cpu"))
@@ -185,11 +188,20 @@ class Recorder(TorchDispatchMode):
         """Whether anything was computed from a tensor."""
         return bool(self.node(tensor).users)
 
-    def carry_gradient(self, tensor: torch.Tensor, before: torch.Tensor) -> None:
-        """Gives a tensor that was written to without gradients the derivative that it had before."""
-        node = self._new_node(_CARRIED, (self.node(tensor), self.node(before)))
-        node.meta["val"] = self._without_values(tensor)
-        self._nodes[id(tensor)] = node
+    def without_gradient(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor with the values of another one and without its derivative."""
+        return self._name(self._like(value), self._new_node(_STOP_GRADIENT, (self.node(value),)))
+
+    def carried(self, value: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
+        """A tensor with the values of one and the derivative of another."""
+        if not self.varies(carrier):
+            return self.without_gradient(value) if self.varies(value) else value
+        return self._name(self._like(value), self._new_node(_CARRIED, (self.node(value), self.node(carrier))))
+
+    def varies(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a derivative by an input."""
+        node = self._nodes.get(id(tensor))
+        return node is not None and node.meta["varies"]
 
     def reaches(self, tensor: torch.Tensor) -> set[int]:
         """The inputs that a tensor has a derivative by, as far as the graph shows."""
@@ -200,7 +212,7 @@ class Recorder(TorchDispatchMode):
             if node in found or node.target is _STOP_GRADIENT or not _has_derivative(node.meta.get("val")):
                 continue
             found.add(node)
-            waiting += node.all_input_nodes[1:] if node.target is _CARRIED else node.all_input_nodes
+            waiting += [cast(torch.fx.Node, node.args[1])] if node.target is _CARRIED else node.all_input_nodes
         return {i for i, node in enumerate(self._inputs) if node in found}
 
     def continue_gradient(self, tensor: torch.Tensor) -> None:
@@ -253,6 +265,7 @@ class Recorder(TorchDispatchMode):
     def _name(self, value: Any, node: torch.fx.Node) -> Any:
         """`value`, a tensor or a tuple or list of them, known as `node`'s from now on."""
         node.meta["val"] = torch_tree.tree_map_only(torch.Tensor, self._without_values, value)
+        node.meta["varies"] = _has_derivative(node.meta["val"]) and (node.op == "placeholder" or _varies(node))
         if isinstance(value, torch.Tensor):
             self._nodes[id(value)] = node
             self._alive.append(value)
@@ -267,6 +280,10 @@ class Recorder(TorchDispatchMode):
     def call(self, target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], value: Any) -> Any:
         """Records a call of a Python function of arrays, which gives `value` (tensors from `fake`)."""
         self._record(target, (args, kwargs), value)
+        if self.is_without_gradients:
+            for part in torch_tree.tree_leaves(value):
+                if isinstance(part, torch.Tensor) and self.varies(part):
+                    self.stop_gradient(part)
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -308,12 +325,7 @@ class Recorder(TorchDispatchMode):
         kwargs.pop("generator", None)
         node = self._new_node(target, _plain(args), _plain(kwargs))
         node.meta["line"] = running_line()
-        named = self._name(value, node)
-        if self.is_without_gradients:
-            for part in torch_tree.tree_leaves(value):
-                if isinstance(part, torch.Tensor) and _has_derivative(part):
-                    self.stop_gradient(part)
-        return named
+        return self._name(value, node)
 
     def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation on traced tensors gives: shapes and dtypes."""
@@ -437,6 +449,14 @@ _NEEDS_VALUE = (
     "and while JAX traces there is none. Use torch.where, or pass the number as a Python number"
 )
 _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
+
+
+def _varies(node: torch.fx.Node) -> bool:
+    """Whether what a node computes has a derivative by an input."""
+    operands = node.all_input_nodes
+    if node.target is _CARRIED:
+        operands = [cast(torch.fx.Node, node.args[1])]
+    return node.target is not _STOP_GRADIENT and any(operand.meta["varies"] for operand in operands)
 
 
 def _has_derivative(value: Any) -> bool:

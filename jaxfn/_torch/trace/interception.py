@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import PACK, PAD, plain_torch
+from jaxfn._torch._compat import PACK, PAD, FunctionalTensor, plain_torch
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, lstsq
 from jaxfn._torch.trace.hooks import hooked
@@ -23,6 +23,7 @@ from jaxfn._torch.trace.leftovers import exchange
 from jaxfn._torch.trace.recurrent import pack, pad, recurrent
 from jaxfn._torch.trace.selecting import call
 from jaxfn._torch.trace.selection import Selection
+from jaxfn._torch.trace.silent import detach
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
 
@@ -137,6 +138,25 @@ def _tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     dtype = kwargs.get("dtype")
     tensor = tensor if dtype is None else tensor.to(dtype)
     return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
+
+
+@_answers(torch.Tensor.new_tensor)
+def _new_tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    data = args[1] if len(args) > 1 else kwargs["data"]
+    if not isinstance(data, torch.Tensor):
+        return func(*args, **kwargs)
+    with mode:
+        copy = data.detach().to(kwargs.get("dtype")).clone()
+        return copy.requires_grad_() if kwargs.get("requires_grad") else copy
+
+
+@_answers(torch.Tensor.__reduce_ex__)
+def _copy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    """`copy.copy`, which gives a leaf in the same memory."""
+    if not mode.tracing.is_traced(args[0]):
+        return func(*args, **kwargs)
+    with mode:
+        return torch.Tensor.requires_grad_, (args[0].detach(), args[0].requires_grad)
 
 
 @_answers(torch.Tensor.__deepcopy__)
@@ -265,12 +285,16 @@ def _requires_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # pyright: ignore
 def _detach(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if mode.tracing.recorder.follows_grad_mode:
+        return detach(func(*args, **kwargs))
     with mode.tracing.recorder.stopping_gradients():
         return func(*args, **kwargs)
 
 
 @_answers(torch.Tensor.detach_, torch.detach_)
 def _detach_in_place(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if mode.tracing.recorder.follows_grad_mode:
+        return detach(func(*args, **kwargs))
     mode.tracing.recorder.stop_gradient(mode.tracing.lower(args[0]))
     return func(*args, **kwargs)
 
@@ -293,8 +317,17 @@ def _register_hook(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
             f"{mode.tracing.owner} registers a hook on a tensor that was used before, and jaxfn calls hooks with the "
             f"gradient of later uses only. Register it where the tensor is made{source_line()}"
         )
-    mode.tracing.recorder.alias(mode.tracing.lower(tensor), mode.tracing.lower(hooked(tensor, hook)))
-    func(tensor, hook)  # for autograd inside
+    earlier = vars(tensor).setdefault("jaxfn_hooks", [])
+    if earlier:
+        raise TranslationError(
+            f"{mode.tracing.owner} registers another hook on a tensor that has one. Register one that does what both "
+            f"do{source_line()}"
+        )
+    earlier.append(hook)
+    with torch.enable_grad():
+        mode.tracing.recorder.alias(mode.tracing.lower(tensor), mode.tracing.lower(hooked(tensor, hook)))
+    if tensor.requires_grad:
+        func(tensor, hook)  # for autograd inside
     return _Handle(mode.tracing.owner)
 
 
@@ -318,8 +351,10 @@ def _set_data(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
                 f"{mode.tracing.owner}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or "
                 f"dtype, {tuple(value.shape)}. Make a new tensor{source_line()}"
             )
-        with torch.no_grad():
-            tensor.copy_(value)
+        if isinstance(tensor, FunctionalTensor):
+            mode.tracing.exchange_memory(tensor, value)
+        else:
+            tensor.detach().copy_(value)
         return None
     return func(*args, **kwargs)
 

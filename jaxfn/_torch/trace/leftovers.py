@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import FakeTensor, FunctionalTensor, without_functions, without_modes
+from jaxfn._torch._compat import FakeTensor, FunctionalTensor, memory, without_functions, without_modes
 from jaxfn._torch.values.errors import TranslationError
 
 _THREAD = threading.local()
@@ -42,6 +42,13 @@ def exchange(a: torch.Tensor, b: torch.Tensor) -> None:
     noted[:] = [reference for reference in noted if reference() is not a and reference() is not b]
     torch.utils.swap_tensors(a, b)
     note([a, b])
+
+
+def sharing_memory(tensor: FunctionalTensor) -> list[FunctionalTensor]:
+    """The tensors of the trace that lie in the memory of one of them, which is among them."""
+    noted: list[weakref.ref[Any]] = getattr(_THREAD, "noted", None) or []
+    place = memory(tensor.elem)
+    return [x for x in _alive(noted) if memory(x.elem) == place]
 
 
 @contextlib.contextmanager
@@ -90,7 +97,7 @@ def _release(noted: list[weakref.ref[Any]]) -> list[str]:
     return places
 
 
-def _alive(noted: list[weakref.ref[Any]]) -> list[torch.Tensor]:
+def _alive(noted: list[weakref.ref[Any]]) -> list[FunctionalTensor]:
     """The tensors that are still there, each once."""
     tensors = (reference() for reference in noted)
     return list({id(tensor): tensor for tensor in tensors if type(tensor) is FunctionalTensor}.values())

@@ -17,6 +17,7 @@ other, `Tracing.lift` back. What depends on no input has values all the way down
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import traceback
 from collections.abc import Generator
@@ -34,8 +35,9 @@ from jaxfn._torch._compat import (
     without_functions,
     without_modes,
 )
-from jaxfn._torch.graph.recorder import WRITES_OUTSIDE, Recorder, written_by
+from jaxfn._torch.graph.recorder import WRITES_OUTSIDE, Recorder
 from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.trace import silent
 from jaxfn._torch.trace.interception import PythonLevel
 from jaxfn._torch.trace.leftovers import note
 from jaxfn._torch.trace.patches import patched
@@ -124,21 +126,10 @@ class _Functionalization(FunctionalTensorMode):
         if func in _CHECKS:
             return None
         with without_functions():
-            written = self._written_without_gradients(func, args, kwargs or {})
-            value = super().__torch_dispatch__(func, types, args, kwargs)
-            for tensor, before in written:
-                self._recorder.carry_gradient(tensor.from_functional(), before)
+            call = functools.partial(super().__torch_dispatch__, func, types, args, kwargs or {})
+            follows = self._recorder.follows_grad_mode
+            value = silent.run(self._recorder, func, args, kwargs or {}, call) if follows else call()
             return note(torch_tree.tree_map_only(torch.Tensor, self._lifted, value))
-
-    def _written_without_gradients(self, func: Any, args: Any, kwargs: Any) -> list[tuple[Any, torch.Tensor]]:
-        """Tensors that have a derivative, which torch leaves as it is where `torch.no_grad()` code writes to them.
-
-        And their values before.
-        """
-        if not (self._recorder.is_without_gradients and func._schema.is_mutable):
-            return []
-        tensors = [x for x in written_by(func, args, kwargs) if isinstance(x, FunctionalTensor) and x.requires_grad]
-        return [(x, x.from_functional()) for x in tensors]
 
     def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor made outside, so that writes to it are seen; any other tensor as it is."""

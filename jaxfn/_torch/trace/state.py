@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils import _pytree as torch_tree
@@ -17,6 +17,7 @@ from jaxfn._torch._compat import (
 )
 from jaxfn._torch.graph.recorder import Recorder
 from jaxfn._torch.trace.leftovers import note
+from jaxfn._torch.trace.silent import stop_if_detached
 from jaxfn._torch.trace.selection import Selection, refuse
 
 
@@ -118,6 +119,7 @@ class Tracing:
         if not isinstance(tensor, FunctionalTensor):
             return tensor
         with without_functions():
+            stop_if_detached(self.recorder, tensor)
             return tensor.from_functional()
 
     def is_traced(self, value: object) -> bool:
@@ -127,6 +129,12 @@ class Tracing:
     def is_same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether two tensors have the same values, as far as it can be seen from how they were computed."""
         return self.recorder.is_same(self.recorder.node(self.lower(a)), self.recorder.node(self.lower(b)))
+
+    def exchange_memory(self, tensor: Any, value: torch.Tensor) -> None:
+        """Puts a tensor with its gradient into memory of its own, with other values."""
+        with without_functions():
+            carried = self.recorder.carried(self.lower(value), self.lower(tensor))
+            tensor.elem = cast(FunctionalTensor, FunctionalTensor.to_functional(carried)).elem
 
     def call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
         """Records a call of a function of JAX arrays, which gives `value` (of `Recorder.fake` tensors)."""
