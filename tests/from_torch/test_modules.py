@@ -251,6 +251,7 @@ def rows_written_without_gradients(module, x):
     with torch.no_grad():
         module.w[0].mul_(3)
         module.w[:, 1] = 0.5
+    y = x @ module.w
     with torch.no_grad():
         y.view(-1)[2:7].mul_(2)
         y[y > 1] = 0.25
@@ -271,7 +272,7 @@ def data_exchanged_and_kept(module, x):
     module.w.data = module.w.data.sign()
     y = x @ module.w
     module.w.data = original
-    return y * original
+    return y @ original
 
 
 def detached_and_grown(module, x):
@@ -338,15 +339,52 @@ def hook_removed(module, x):
     return y
 
 
+def two_hooks(module, x):
+    y = x @ module.w
+    y.register_hook(lambda gradient: gradient * 7)
+    y.register_hook(lambda gradient: gradient + 1)
+    return y
+
+
+def a_parameter_in_a_closure(module, x):
+    if not hasattr(module, "closure"):
+        module.closure = functools.partial(torch.mul, next(iter(ADOPTED[-1].parameters())))
+    return module.closure((x @ module.w)[:3])
+
+
+def a_parameter_in_backward(module, x):
+    y = x @ module.w
+    y.register_hook(lambda gradient: gradient * module.w.sum())
+    return y
+
+
+ADOPTED = []
+
+
 @row("I2")
 @pytest.mark.parametrize(
     "forward, message",
-    [(hook_afterwards, "was used before"), (hook_removed, "removes a hook")],
+    [
+        (hook_afterwards, "was used before"), (hook_removed, "removes a hook"), (two_hooks, "another hook"),
+        (a_parameter_in_a_closure, "parameter or buffer 'w'"), (a_parameter_in_backward, "another call"),
+    ],  # fmt: skip
 )
 def test_gradients_that_would_be_others_are_refused(forward, message):
-    net = jaxfn.from_torch(Weighted(forward))
-    with pytest.raises(TranslationError, match=f"Weighted.*{message}"):
-        net(jnp.asarray(X.numpy()))
+    module = Weighted(forward)
+    ADOPTED.append(module)
+    net = jaxfn.from_torch(module)
+    with pytest.raises(TranslationError, match=message):
+        jax.grad(lambda parameters: net.apply(parameters, net.buffers, jnp.asarray(X.numpy()))[0].sum())(net.parameters)
+
+
+@row("I2")
+def test_parameters_kept_in_containers_are_those_of_the_call():
+    def make():
+        module = Weighted(lambda module, x: x @ module.kept["w"][0] + module.kept["mean"])
+        module.kept = {"w": [module.w], "mean": module.mean}
+        return module
+
+    check(make, X)
 
 
 def hooked_module(kind):

@@ -22,7 +22,7 @@ from jaxfn._torch.adopt.program import BatchedForward, Forward, Spec, known_or_m
 from jaxfn._torch.trace.inside import CalledFunction, as_key, new_key
 from jaxfn._torch.trace.state import Nested, Replacements, Tracing
 from jaxfn._torch.values.arrays import torch_dtype
-from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.errors import OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import Flat, Slot, put_in, slots, take_out
 from jaxfn._torch.values.statics import Recent
 from jaxfn._values.arrays import as_array, is_array_leaf, is_none
@@ -223,6 +223,9 @@ class Adapter:
         being_looked_at.add(self)
         try:
             backward = program.whole_backward()
+        except OtherTraceError as error:  # later the code would find something else in that place
+            program.refusal = error
+            return False
         except Exception:
             return False
         finally:

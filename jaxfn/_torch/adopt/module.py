@@ -11,12 +11,13 @@ from typing import Any, cast
 import jax
 import torch
 
-from jaxfn._torch._compat import backward_hooks, gradient_hooks, held_by
+from jaxfn._torch._compat import backward_hooks, gradient_hooks, held_by, memory
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation
 from jaxfn._torch.adopt.whole import Whole
 from jaxfn._torch.trace.hooks import hooked
-from jaxfn._torch.trace.state import Nested, Replacements
+from jaxfn._torch.trace.silent import refuse_writes
+from jaxfn._torch.trace.state import Nested, Replacements, current
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._values.hidden import NoArrays
@@ -149,6 +150,11 @@ class AdoptedModule(NoArrays):
         for name, own in _tensors(module).items():
             for hook in reversed(gradient_hooks(own)):  # the outermost one is called first
                 tensors[name] = hooked(tensors[name], hook)
+        tracing = current()
+        assert tracing is not None
+        for name, own in _tensors(module).items():
+            tracing.recorder.stand_in(own, name)
+        _refuse_writes_to_shared(tensors, _tensors(module))
         with _holding(module, tensors):
             output = module(*args, **kwargs)
             return output, {name: _held(module, name) for name in buffers}
@@ -204,6 +210,19 @@ def _refuse_backward_hooks(module: torch.nn.Module) -> None:
             )
 
 
+def _refuse_writes_to_shared(tensors: _Tensors, own: _Tensors) -> None:
+    """Marks tensors whose own ones lie in each other's memory, where what is written to one is seen in the other."""
+    last_end, last = (None, 0), ""
+    for name in sorted(own, key=lambda name: (memory(own[name]) or 0, own[name].data_ptr())):
+        x = own[name]
+        size = (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+        place, begin = memory(x), x.data_ptr()
+        if place is not None and place == last_end[0] and begin < last_end[1]:
+            refuse_writes(tensors[name], f"{name} lies in the memory of {last}")
+            refuse_writes(tensors[last], f"{name} lies in the memory of {last}")
+        last_end, last = (place, begin + size), name
+
+
 @contextlib.contextmanager
 def _holding(module: torch.nn.Module, tensors: _Tensors) -> Generator[None]:
     """Puts tensors in the places of a module's own; whatever the module's attributes are inside, is put back."""
@@ -216,6 +235,8 @@ def _holding(module: torch.nn.Module, tensors: _Tensors) -> Generator[None]:
                 for name, tensor in held.items():
                     if tensor is not None:
                         held[name] = replaced[id(tensor)]
+        for _, attributes in before:
+            _replace(attributes, replaced)
         yield
     finally:
         for part, attributes in before:
@@ -227,6 +248,17 @@ def _copied(value: Any) -> Any:
     if type(value) in (dict, OrderedDict):
         return _Container(value, {name: _copied(item) for name, item in value.items()})
     return _Container(value, list(map(_copied, value))) if type(value) in (list, set) else value
+
+
+def _replace(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
+    """Puts tensors in the places of others in a container that was copied, and in those that it holds."""
+    if isinstance(saved.container, set):
+        return
+    for place, part in saved.parts.items() if isinstance(saved.parts, dict) else enumerate(saved.parts):
+        if isinstance(part, _Container):
+            _replace(part, replaced)
+        elif id(part) in replaced:
+            saved.container[place] = replaced[id(part)]
 
 
 class _Container:

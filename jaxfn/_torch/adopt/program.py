@@ -160,6 +160,7 @@ class Forward(Trace):
             self._input_of = {slot: places[id(x)] for slot, x in enumerate(made.leaves) if id(x) in places}
             values = [tracing.lower(tensor) for tensor in made.leaves]
             written = [i for i, x in enumerate(inputs) if tracing.recorder.input_index(tracing.lower(x)) != i]
+        self.refusal: TranslationError | None = None  # why backward is not traced
         self.output, to_save, for_forward, self._attributes = made.template
         self._saved = {"backward": to_save, "jvp": for_forward}
         self.specs = [spec_of(value) for value in values]
@@ -234,6 +235,8 @@ class Forward(Trace):
         self, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
     ) -> Derivative:
         """`backward` or `jvp`, traced for a template of gradients or tangents."""
+        if self.refusal is not None and method == "backward":
+            raise self.refusal
         return known_or_made(
             f"{self.definition.name}.{method}",
             self._derivatives,

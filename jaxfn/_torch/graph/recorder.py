@@ -42,7 +42,7 @@ from jaxfn._torch.graph.names import by_name
 from jaxfn._torch.graph.source_lines import running_line, source_line
 from jaxfn._torch.operations import entry_name, refusal
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
-from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.errors import OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import put_in, take_out
 from jaxfn._values.arrays import is_array_leaf
 
@@ -96,6 +96,7 @@ class Recorder(TorchDispatchMode):
         self._outside: set[int] = set()  # the constants that depend on a tensor made outside
         self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
+        self._stood_in: dict[int, str] = {}  # the names of tensors made outside that have a stand-in, by their memory
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
         self._recomputed: int | None = None  # which part is being recorded that is computed again; see `recomputing`
@@ -227,17 +228,37 @@ class Recorder(TorchDispatchMode):
         if node is not None:
             return node
         if isinstance(tensor, FakeTensor):
-            raise TranslationError(
+            raise OtherTraceError(
                 f"{self.owner} uses a tensor of another call of forward, which an object or a closure kept. Keep it by "
                 "ctx.save_for_backward(tensor), or as an attribute ctx.name = tensor."
             )
         if tensor.layout is not torch.strided:
             raise TranslationError(f"{self.owner} uses a tensor of layout {tensor.layout}: {_NO_SPARSE}{source_line()}")
+        self._check_stands_in(tensor)
         self._put_gradient_aside(tensor)
         name = f"constant_{len(self.constants)}"
         with plain_torch():
             self.constants[name] = tensor.detach() if id(tensor) in self._made else tensor
         return self.node(self._name(tensor, self.graph.get_attr(name)))
+
+    def stand_in(self, tensor: torch.Tensor, name: str) -> None:
+        """Notes that the code is given a traced tensor for one made outside, a parameter or buffer."""
+        place = memory(tensor)
+        if place is not None:
+            self._stood_in[place] = name
+
+    def _check_stands_in(self, tensor: torch.Tensor) -> None:
+        """Raises where code comes by another way to a tensor that has a stand-in, or to what depends on one."""
+        if not self.follows_grad_mode or id(tensor) in self._made:
+            return
+        name = self._stood_in.get(memory(tensor) or 0)
+        if name is None and (tensor.grad_fn is None or not self._stood_in):
+            return
+        what = f"its parameter or buffer {name!r} by another tensor than its own" if name else "a tensor with a graph"
+        raise TranslationError(
+            f"{self.owner} uses {what}, kept in an object, a tuple, a closure or a partial: it would be a constant, "
+            f"with the values that it has in torch and no gradient. Use the module's attribute{source_line()}"
+        )
 
     def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         """`tensor`, whose value is from now on that of `of`."""

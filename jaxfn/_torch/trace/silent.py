@@ -30,6 +30,7 @@ from jaxfn._torch.values.errors import TranslationError
 
 _MARK = "jaxfn_is_detached"
 _UNREADABLE = object()
+_SHARED = "jaxfn_shares_memory"
 
 
 def detach(tensor: Any) -> Any:
@@ -42,6 +43,20 @@ def detach(tensor: Any) -> Any:
 def is_detached(tensor: object) -> bool:
     """Whether a tensor is marked."""
     return isinstance(tensor, FunctionalTensor) and _MARK in vars(tensor)
+
+
+def refuse_writes(tensor: torch.Tensor, reason: str) -> None:
+    """Notes that others, which would not see it, are in a tensor's memory."""
+    vars(tensor)[_SHARED] = reason
+
+
+def _check_shared(recorder: Recorder, tensor: FunctionalTensor) -> None:
+    for x in sharing_memory(tensor):
+        if _SHARED in vars(x):
+            raise TranslationError(
+                f"{recorder.owner} writes to a tensor that shares its memory: {vars(x)[_SHARED]}, and JAX's arrays "
+                f"share none. Write to a copy{source_line()}"
+            )
 
 
 def stop_if_detached(recorder: Recorder, tensor: object) -> None:
@@ -67,6 +82,9 @@ def run(recorder: Recorder, func: Any, args: Any, kwargs: Any, call: Callable[[]
             torch_tree.tree_map_only(torch.Tensor, detach, value)
         return value
     written = [x for x in written_by(func, args, kwargs) if isinstance(x, FunctionalTensor) and _is_inexact(x)]
+    for x in written_by(func, args, kwargs):
+        if isinstance(x, FunctionalTensor):
+            _check_shared(recorder, x)
     others = [x for x in operands if not any(x is y for y in written)]
     gets_gradient = not is_silent and any(not is_detached(x) and _varies(recorder, x) for x in others)
     lost = [x for x in written if gets_gradient and is_detached(x) and not _attach(recorder, x)]

@@ -8,3 +8,7 @@ class TranslationError(RuntimeError):
 
     The message says which operation, where in the torch code, and what to do about it.
     """
+
+
+class OtherTraceError(TranslationError):
+    """A tensor of one trace is used in another one."""
