@@ -329,6 +329,11 @@ class Recorder(TorchDispatchMode):
             return self.call(func, args, kwargs, self.shapes_of(replacement, args, kwargs))
         if not traced and not draws:
             return self._run(func, args, kwargs, operands)
+        if func in _FILLED:
+            faked = self._faked(func, args, kwargs)
+            if _has_derivative(faked):
+                return self._record(func, (args, kwargs), faked)
+            return self._filled(faked, _FILLED[func](args))
         if func._schema.is_mutable:  # below functionalization: in a decomposition of torch's own
             raise TranslationError(
                 f"{self.owner}: torch carries an operation out by {func}, which writes to memory, and a graph has "
@@ -409,6 +414,15 @@ class Recorder(TorchDispatchMode):
             self._record(func, (args, kwargs), value)
         return value
 
+    def _filled(self, like: torch.Tensor, value: Any) -> torch.Tensor:
+        """A constant: whole numbers made after the shape of a traced tensor, where Python code looks at values."""
+        with plain_torch():
+            filled = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).fill_(value)
+            self.own(filled)
+            if filled.numel() > _LARGE:
+                self._record(aten.full.default, ((like.shape, value), {"dtype": like.dtype}), filled)
+        return filled
+
     @property
     def shape_env(self) -> Any:
         """Asked for by torch's other ways to trace, which do not work inside of this one."""
@@ -487,6 +501,15 @@ def _has_derivative(value: Any) -> bool:
 
 
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+# Tensors filled with one number, which depend on the shape alone of a tensor: which number, by the arguments.
+_FILLED: dict[Any, Callable[[Any], Any]] = {
+    aten.zeros_like.default: lambda args: 0,
+    aten.ones_like.default: lambda args: 1,
+    aten.full_like.default: lambda args: args[1],
+    aten.new_zeros.default: lambda args: 0,
+    aten.new_ones.default: lambda args: 1,
+    aten.new_full.default: lambda args: args[2],
+}
 _DYNAMIC_SHAPE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 

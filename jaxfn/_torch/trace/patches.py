@@ -128,6 +128,15 @@ def _enabling(original: Callable[[], bool]) -> Callable[[], bool]:
     return is_grad_enabled
 
 
+def _compiling(original: Callable[[], bool]) -> Callable[[], bool]:
+    def is_compiling() -> bool:
+        """To the user's code this is what it asks: it leaves out checks that need values, which are not there."""
+        asks = current() is not None and is_users(sys._getframe(1).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
+        return asks or original()
+
+    return is_compiling
+
+
 def _seeding(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def seeding(*args: Any, **kwargs: Any) -> Any:
@@ -196,6 +205,7 @@ _NAMES = [
     _Name(_compat.APPLYING_CLASS, "apply", _applying),
     _Name(_compat.FunctionalTensor, "cuda", _staying),  # torch's asks the driver first
     _Name(torch, "is_grad_enabled", _enabling),
+    _Name(torch.compiler, "is_compiling", _compiling),
     _Name(torch.utils.checkpoint, "checkpoint", _recomputing),
     _Name(torch.distributions.Distribution, "_validate_args", _Validating),
     *(
