@@ -287,7 +287,39 @@ def data_of_a_buffer_written(module, x):
     return x @ module.w + module.mean
 
 
+LIBRARY = torch.library.Library("jaxfn_test_modules", "FRAGMENT")
+for kind, detached in {
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "detach_": lambda x: x.clone().detach_(),
+    "function": torch.detach,
+}.items():
+    LIBRARY.define(f"times_{kind}(Tensor x) -> Tensor")
+    LIBRARY.impl(f"times_{kind}", lambda x, detached=detached: x * detached(x), "CompositeImplicitAutograd")
+
+
+def library_operations_that_detach(module, x):
+    ops = torch.ops.jaxfn_test_modules
+    y = x @ module.w
+    return ops.times_detach(y) + ops.times_data(y) * 2 + ops.times_detach_(y) * 3 + ops.times_function(y) * 5
+
+
+def whole_numbers_looked_at(module, x):
+    ones = torch.ones_like((x @ module.w).argmax(-1))
+    assert ones.all() and int(ones.new_full((5000,), 3).max()) == 3
+    places = torch.zeros_like(ones)
+    places[1] = 2
+    return x @ module.w[places]
+
+
+def checks_left_out_of_a_trace(module, x):
+    if not torch.compiler.is_compiling():
+        assert not x.isnan().any()
+    return x @ module.w
+
+
 WHAT_CODE_DOES = [
+    library_operations_that_detach, whole_numbers_looked_at, checks_left_out_of_a_trace,
     plain, with_a_function, straight_through, without_gradients, a_function_without_gradients, weights_clamped,
     weights_exchanged, data_read, detached_leaf, detached_in_place, state_in_an_attribute, state_in_a_list, lazily_made,
     buffer_assigned, gradient_inside, gradient_inside_that_is_a_constant, step_inside, hook_of_an_output,
@@ -324,6 +356,23 @@ def test_what_autograd_does_not_see_has_torchs_second_derivatives(forward):
         np.testing.assert_allclose(ours, numbers(theirs), rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(jax.grad(squares, (0, 1))(*arrays), expected, strict=True):
         np.testing.assert_allclose(ours, numbers(theirs), rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+@row("I2")
+def test_straight_through_in_a_function_of_torchs_own():
+    def loss(logits, weights, hard):
+        return (F.gumbel_softmax(logits, hard=hard) * weights).sum()
+
+    arguments = jnp.array([0.3, -0.2, 0.9]), jnp.array([1.0, 2.0, -3.0])
+    grad = jax.grad(jaxfn.from_torch(loss))
+    soft = grad(*arguments, False, key=jax.random.key(3))
+    np.testing.assert_allclose(grad(*arguments, True, key=jax.random.key(3)), soft, rtol=1e-6)
+    assert np.abs(soft).max() > 1e-3
+
+
+def data_written(module, x):
+    module.w.data.clamp_(-0.5, 0.5)
+    return (x @ module.w) ** 2
 
 
 def hook_afterwards(module, x):
@@ -365,8 +414,11 @@ ADOPTED = []
 @pytest.mark.parametrize(
     "forward, message",
     [
-        (hook_afterwards, "was used before"), (hook_removed, "removes a hook"), (two_hooks, "another hook"),
-        (a_parameter_in_a_closure, "parameter or buffer 'w'"), (a_parameter_in_backward, "another call"),
+        (hook_afterwards, "was used before"),
+        (hook_removed, "removes a hook"),
+        (two_hooks, "another hook"),
+        (a_parameter_in_a_closure, "parameter or buffer 'w'"),
+        (a_parameter_in_backward, "another call"),
     ],  # fmt: skip
 )
 def test_gradients_that_would_be_others_are_refused(forward, message):

@@ -118,6 +118,33 @@ def _staying(original: Callable[..., Any]) -> Callable[..., Any]:
     return cuda
 
 
+def _detaching(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`detach`, which no mode sees in the Python code of an operation of `torch.library`."""
+
+    def detach(tensor: torch.Tensor) -> torch.Tensor:
+        tracing = current()
+        if tracing is None:
+            return original(tensor)
+        with tracing.recorder.stopping_gradients():
+            return original(tensor)
+
+    return detach
+
+
+def _detaching_in_place(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def detach_(tensor: torch.Tensor) -> torch.Tensor:
+        tracing = current()
+        if tracing is not None:
+            tracing.recorder.stop_gradient(tracing.lower(tensor))
+        return original(tensor)
+
+    return detach_
+
+
+def _detaching_data(original: Any) -> property:
+    return property(_detaching(original.__get__), original.__set__)
+
+
 def _enabling(original: Callable[[], bool]) -> Callable[[], bool]:
     def is_grad_enabled() -> bool:
         """To the user's code gradients are on in backward, where code asks whether it may be differentiated again."""
@@ -204,6 +231,10 @@ def _references(owner: str, function: Any) -> list[_Name]:
 _NAMES = [
     _Name(_compat.APPLYING_CLASS, "apply", _applying),
     _Name(_compat.FunctionalTensor, "cuda", _staying),  # torch's asks the driver first
+    _Name(_compat.FunctionalTensor, "detach", _detaching),
+    _Name(_compat.FunctionalTensor, "detach_", _detaching_in_place),
+    _Name(_compat.FunctionalTensor, "data", _detaching_data),
+    _Name(torch, "detach", _detaching),
     _Name(torch, "is_grad_enabled", _enabling),
     _Name(torch.compiler, "is_compiling", _compiling),
     _Name(torch.utils.checkpoint, "checkpoint", _recomputing),
