@@ -125,7 +125,7 @@ def _exchange(tensor: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, plain)
 
 
-def _place(tensor: torch.Tensor, ours: list[torch.Tensor]) -> str:
+def _place(tensor: torch.Tensor, ours: list[FunctionalTensor]) -> str:
     """Where a tensor is kept, as part of a message."""
     for holder in gc.get_referrers(tensor):
         if holder is ours or isinstance(holder, types.FrameType):

@@ -22,6 +22,7 @@ from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users
 from jaxfn._torch.trace.applications import apply, apply_taken_before
 from jaxfn._torch.trace.inside import call_replacement
+from jaxfn._torch.trace.silent import detach as mark_detached
 from jaxfn._torch.trace.state import current
 from jaxfn._torch.values.errors import TranslationError
 
@@ -125,6 +126,8 @@ def _detaching(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         tracing = current()
         if tracing is None:
             return original(tensor)
+        if tracing.recorder.follows_grad_mode:
+            return mark_detached(original(tensor))
         with tracing.recorder.stopping_gradients():
             return original(tensor)
 
@@ -134,6 +137,8 @@ def _detaching(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 def _detaching_in_place(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def detach_(tensor: torch.Tensor) -> torch.Tensor:
         tracing = current()
+        if tracing is not None and tracing.recorder.follows_grad_mode:
+            return mark_detached(original(tensor))
         if tracing is not None:
             tracing.recorder.stop_gradient(tracing.lower(tensor))
         return original(tensor)

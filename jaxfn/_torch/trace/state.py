@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as torch_tree
@@ -17,8 +17,8 @@ from jaxfn._torch._compat import (
 )
 from jaxfn._torch.graph.recorder import Recorder
 from jaxfn._torch.trace.leftovers import note
-from jaxfn._torch.trace.silent import stop_if_detached
 from jaxfn._torch.trace.selection import Selection, refuse
+from jaxfn._torch.trace.silent import stop_if_detached
 
 
 class Replacements(NamedTuple):
@@ -134,7 +134,7 @@ class Tracing:
         """Puts a tensor with its gradient into memory of its own, with other values."""
         with without_functions():
             carried = self.recorder.carried(self.lower(value), self.lower(tensor))
-            tensor.elem = cast(FunctionalTensor, FunctionalTensor.to_functional(carried)).elem
+            tensor.elem = FunctionalTensor.to_functional(carried).elem
 
     def call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
         """Records a call of a function of JAX arrays, which gives `value` (of `Recorder.fake` tensors)."""
