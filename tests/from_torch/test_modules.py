@@ -292,7 +292,7 @@ for kind, detached in {
     "detach": lambda x: x.detach(),
     "data": lambda x: x.data,
     "detach_": lambda x: x.clone().detach_(),
-    "function": torch.detach,
+    "function": lambda x: torch.detach(x),
 }.items():
     LIBRARY.define(f"times_{kind}(Tensor x) -> Tensor")
     LIBRARY.impl(f"times_{kind}", lambda x, detached=detached: x * detached(x), "CompositeImplicitAutograd")

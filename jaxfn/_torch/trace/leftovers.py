@@ -65,36 +65,39 @@ def cleaned_up(owner: str) -> Generator[None]:
         yield
     except BaseException:
         _THREAD.noted = before
-        _release(noted)
+        _release(noted, is_named=False)
         raise
     _THREAD.noted = before
-    traced = _release(noted)
-    if traced:
+    place = _release(noted, is_named=True)
+    if place is not None:
         raise TranslationError(
-            f"{owner} keeps a tensor that depends on its inputs{traced[0]}, and while JAX traces it has no value: what "
+            f"{owner} keeps a tensor that depends on its inputs{place}, and while JAX traces it has no value: what "
             "uses it later would not get that of this call. Pass it on by ctx.save_for_backward(tensor) or as an "
             "attribute ctx.name = tensor, or return it as an output"
         )
 
 
-def _release(noted: list[weakref.ref[Any]]) -> list[str]:
-    """Makes plain tensors of those that are still there; returns where those are kept that have no values."""
+def _release(noted: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
+    """Makes plain tensors of those that are still there; returns where one is kept that has no values.
+
+    To find where takes time, by the number of objects that Python has: `is_named` says whether it is wanted.
+    """
     tensors = _alive(noted)
     if any(map(_is_traced, tensors)):
         del tensors
         gc.collect()  # cycles of autograd's, and of frames of exceptions, keep tensors for a while
         tensors = _alive(noted)
     noted.clear()  # tensors with weak references are not exchanged
-    places: list[str] = []
+    place: str | None = None
     while tensors:
         tensor = tensors.pop()
-        if _is_traced(tensor):
-            places.append(_place(tensor, tensors))
+        if is_named and place is None and _is_traced(tensor):
+            place = _place(tensor, tensors)
         try:
             _exchange(tensor)
         except RuntimeError:  # torch holds it itself, in a cache or in autograd's graph, where nobody finds it
             continue
-    return places
+    return place
 
 
 def _alive(noted: list[weakref.ref[Any]]) -> list[FunctionalTensor]:
