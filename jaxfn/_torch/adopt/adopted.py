@@ -224,7 +224,7 @@ class Adapter:
         try:
             backward = program.whole_backward()
         except OtherTraceError as error:  # later the code would find something else in that place
-            program.refusal = error
+            program.refusal = OtherTraceError(str(error))  # not the one that holds the frames
             return False
         except Exception:
             return False

@@ -15,6 +15,7 @@ from jaxfn._torch._compat import backward_hooks, gradient_hooks, held_by, memory
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation
 from jaxfn._torch.adopt.whole import Whole
+from jaxfn._torch.graph.recorder import Recorder
 from jaxfn._torch.trace.hooks import hooked
 from jaxfn._torch.trace.silent import refuse_writes
 from jaxfn._torch.trace.state import Nested, Replacements, current
@@ -154,7 +155,7 @@ class AdoptedModule(NoArrays):
         assert tracing is not None
         for name, own in _tensors(module).items():
             tracing.recorder.stand_in(own, name)
-        _refuse_writes_to_shared(tensors, _tensors(module))
+        _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
         with _holding(module, tensors):
             output = module(*args, **kwargs)
             return output, {name: _held(module, name) for name in buffers}
@@ -210,7 +211,7 @@ def _refuse_backward_hooks(module: torch.nn.Module) -> None:
             )
 
 
-def _refuse_writes_to_shared(tensors: _Tensors, own: _Tensors) -> None:
+def _refuse_writes_to_shared(recorder: Recorder, tensors: _Tensors, own: _Tensors) -> None:
     """Marks tensors whose own ones lie in each other's memory, where what is written to one is seen in the other."""
     last_end, last = (None, 0), ""
     for name in sorted(own, key=lambda name: (memory(own[name]) or 0, own[name].data_ptr())):
@@ -218,8 +219,8 @@ def _refuse_writes_to_shared(tensors: _Tensors, own: _Tensors) -> None:
         size = (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
         place, begin = memory(x), x.data_ptr()
         if place is not None and place == last_end[0] and begin < last_end[1]:
-            refuse_writes(tensors[name], f"{name} lies in the memory of {last}")
-            refuse_writes(tensors[last], f"{name} lies in the memory of {last}")
+            refuse_writes(recorder, tensors[name], f"{name} lies in the memory of {last}")
+            refuse_writes(recorder, tensors[last], f"{name} lies in the memory of {last}")
         last_end, last = (place, begin + size), name
 
 

@@ -88,6 +88,7 @@ class Recorder(TorchDispatchMode):
         self.reads_outside = False  # whether Python code looked at the values of a tensor made outside
         self.is_seeded = False  # whether the code set torch's random state
         self.loses_gradients = False  # whether autograd inside gave a gradient to a tensor made outside
+        self.has_shared_inputs = False  # whether inputs stand for tensors that lie in each other's memory
         self.follows_grad_mode = False  # whether what is computed under `torch.no_grad()` has no derivative
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity

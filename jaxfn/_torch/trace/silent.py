@@ -45,13 +45,14 @@ def is_detached(tensor: object) -> bool:
     return isinstance(tensor, FunctionalTensor) and _MARK in vars(tensor)
 
 
-def refuse_writes(tensor: torch.Tensor, reason: str) -> None:
+def refuse_writes(recorder: Recorder, tensor: torch.Tensor, reason: str) -> None:
     """Notes that others, which would not see it, are in a tensor's memory."""
+    recorder.has_shared_inputs = True
     vars(tensor)[_SHARED] = reason
 
 
 def _check_shared(recorder: Recorder, tensor: FunctionalTensor) -> None:
-    for x in sharing_memory(tensor):
+    for x in sharing_memory(tensor) if recorder.has_shared_inputs else []:
         if _SHARED in vars(x):
             raise TranslationError(
                 f"{recorder.owner} writes to a tensor that shares its memory: {vars(x)[_SHARED]}, and JAX's arrays "
