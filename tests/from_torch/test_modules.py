@@ -399,6 +399,13 @@ def a_parameter_in_a_closure(module, x):
     return module.closure((x @ module.w)[:3])
 
 
+def frozen_inside(module, x):
+    module.w.requires_grad = False
+    y = x @ module.w
+    module.w.requires_grad = True
+    return y + x @ module.w
+
+
 def a_parameter_in_backward(module, x):
     y = x @ module.w
     y.register_hook(lambda gradient: gradient * module.w.sum())
@@ -414,6 +421,7 @@ def a_parameter_in_backward(module, x):
         (two_hooks, "another hook"),
         (a_parameter_in_a_closure, "parameter or buffer 'w'"),
         (a_parameter_in_backward, "another call"),
+        (frozen_inside, "freeze it before"),
     ],
 )
 def test_gradients_that_would_be_others_are_refused(forward, message):

@@ -301,7 +301,14 @@ def _detach_in_place(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> An
 
 @_answers(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # pyright: ignore
 def _require_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    if not mode.tracing.recorder.follows_grad_mode:
+    flag = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    is_whole = mode.tracing.recorder.follows_grad_mode
+    if is_whole and not flag and mode.tracing.requires_grad(args[0]):
+        raise TranslationError(
+            f"{mode.tracing.owner} sets `requires_grad` of a parameter to False while it runs, and to JAX a parameter "
+            f"has one derivative. Use `.detach()`, or freeze it before the module is called{source_line()}"
+        )
+    if not is_whole:
         # Detached to be a leaf of autograd inside, not to have no derivative in the whole.
         mode.tracing.recorder.continue_gradient(mode.tracing.lower(args[0]))
     return func(*args, **kwargs)
