@@ -412,12 +412,18 @@ def a_parameter_in_backward(module, x):
     return y
 
 
+def hooks_of_saved_tensors(module, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+        return (x @ module.w) ** 2
+
+
 @row("I2")
 @pytest.mark.parametrize(
     "forward, message",
     [
         (hook_afterwards, "was used before"),
         (hook_removed, "removes a hook"),
+        (hooks_of_saved_tensors, "saved_tensors_hooks"),
         (two_hooks, "another hook"),
         (a_parameter_in_a_closure, "parameter or buffer 'w'"),
         (a_parameter_in_backward, "another call"),

@@ -19,7 +19,7 @@ import torch
 import torch.utils.checkpoint
 
 from jaxfn._torch import _compat
-from jaxfn._torch.graph.source_lines import is_users
+from jaxfn._torch.graph.source_lines import is_users, source_line
 from jaxfn._torch.trace.applications import apply, apply_taken_before
 from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.silent import detach as mark_detached
@@ -150,6 +150,22 @@ def _detaching_data(original: Any) -> property:
     return property(_detaching(original.__get__), original.__set__)
 
 
+def _entering_hooks(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Hooks of saved tensors, which change gradients where they change values; torch's own do not."""
+
+    def enter(hooks: Any) -> Any:
+        tracing = current()
+        module: str = getattr(hooks.pack_hook, "__module__", "")
+        if tracing is not None and tracing.recorder.follows_grad_mode and module.partition(".")[0] != "torch":
+            raise TranslationError(
+                f"{tracing.owner} runs under saved_tensors_hooks, which torch's autograd calls and JAX does not. "
+                f"Use jax.checkpoint with a policy around what is differentiated{source_line()}"
+            )
+        return original(hooks)
+
+    return enter
+
+
 def _enabling(original: Callable[[], bool]) -> Callable[[], bool]:
     def is_grad_enabled() -> bool:
         """To the user's code gradients are on in backward, where code asks whether it may be differentiated again."""
@@ -241,6 +257,7 @@ _NAMES = [
     _Name(_compat.FunctionalTensor, "data", _detaching_data),
     _Name(torch, "detach", _detaching),
     _Name(torch, "is_grad_enabled", _enabling),
+    _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _entering_hooks),
     _Name(torch.compiler, "is_compiling", _compiling),
     _Name(torch.utils.checkpoint, "checkpoint", _recomputing),
     _Name(torch.distributions.Distribution, "_validate_args", _Validating),
