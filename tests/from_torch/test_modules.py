@@ -880,18 +880,23 @@ def test_the_code_runs_once_for_the_same_shapes():
 
 @row("I2")
 def test_threads_trace_one_module():
-    net = jaxfn.from_torch(module_of_all())
     x = jnp.asarray(X.numpy())
-    expected, found = net(x), []
-    nets = [jaxfn.from_torch(module_of_all()) for _ in range(4)]
-    threads = [threading.Thread(target=lambda net=net: found.append(net(x))) for net in nets]
+    expected, found = jaxfn.from_torch(module_of_all())(x), []
+    net = jaxfn.from_torch(module_of_all())
+    together = threading.Barrier(4)
+
+    def call(length):
+        together.wait()
+        found.append(net(jnp.concatenate([x] * length))[:4])
+
+    threads = [threading.Thread(target=call, args=(length,)) for length in (1, 1, 2, 3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(found) == 4
-    for output in found:
-        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+    for output in found:  # the statistics of a batch are those of its copies
+        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ back into torch

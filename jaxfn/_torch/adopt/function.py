@@ -29,7 +29,8 @@ def adopted_function(function: Callable[..., Any], replacements: Replacements, n
     def adopted(*args: Any, **kwargs: Any) -> Any:
         key = kwargs.pop(code.key_name, None)
         signature.bind(*args, **kwargs)
-        return whole.call((args, kwargs), key, state=_state_key(function))
+        program, arrays = whole.traced((args, kwargs), 0, _state_key(function))
+        return program.run(arrays, key)
 
     parameters = list(with_key(list(signature.parameters.values()), code.key_name))
     vars(adopted)["__signature__"] = signature.replace(parameters=parameters)

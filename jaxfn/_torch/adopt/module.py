@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Generator, Mapping
 from typing import Any, cast
@@ -23,12 +24,18 @@ from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._values.hidden import NoArrays
 
+# While one thread traces a module, which holds other tensors then, no other thread may look at it, or at one that it
+# shares parts with.
+_LOCK = threading.RLock()
+
 Arrays = dict[str, jax.Array]
 _Tensors = dict[str, torch.Tensor]
 
 
 class AdoptedModule(NoArrays):
     """A torch module on JAX.
+
+    While a call is traced, once for its shapes, no other thread may use the torch module itself.
 
     Attributes:
       torch_module: the module itself.
@@ -54,12 +61,14 @@ class AdoptedModule(NoArrays):
     @property
     def parameters(self) -> Arrays:
         """What requires a gradient, by the names of `state_dict`, a tied one once: new JAX arrays of its values."""
-        return {name: to_jax(x) for name, x in self.torch_module.named_parameters() if x.requires_grad}
+        with _LOCK:
+            return {name: to_jax(x) for name, x in self.torch_module.named_parameters() if x.requires_grad}
 
     @property
     def buffers(self) -> Arrays:
         """The buffers, and the parameters that require no gradient, by their names: new JAX arrays of their values."""
-        return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trained(x)}
+        with _LOCK:
+            return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trained(x)}
 
     def apply(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], *args: Any, **kwargs: Any
@@ -90,10 +99,12 @@ class AdoptedModule(NoArrays):
 
         Torch counterpart: `torch.func.functional_call`, which does not return the buffers.
         """
-        self._check(parameters, buffers)
         key = kwargs.pop(self._whole.code.key_name, None)
         arguments = (dict(parameters), dict(buffers), args, kwargs)
-        output, moved = self._whole.call(arguments, key, num_trained=1, state=_state_key(self.torch_module))
+        with _LOCK:
+            self._check(parameters, buffers)
+            program, arrays = self._whole.traced(arguments, 1, _state_key(self.torch_module))
+        output, moved = program.run(arrays, key)
         return output, {**dict(buffers), **moved}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,10 +131,10 @@ class AdoptedModule(NoArrays):
 
         Torch counterpart: `Module.load_state_dict`.
         """
-        tensors = _tensors(self.torch_module)
         arrays = {**parameters, **(buffers or {})}
-        self._check_known(arrays, tensors)
-        with torch.no_grad():
+        with _LOCK, torch.no_grad():
+            tensors = _tensors(self.torch_module)
+            self._check_known(arrays, tensors)
             for name, array in arrays.items():
                 tensors[name].copy_(to_torch(array))
 
@@ -141,7 +152,8 @@ class AdoptedModule(NoArrays):
         Torch counterpart: none.
         """
         kwargs.pop(self._whole.code.key_name, None)
-        return self._whole.explain((self.parameters, self.buffers, args, kwargs), 1)
+        with _LOCK:
+            return self._whole.explain((self.parameters, self.buffers, args, kwargs), 1)
 
     def _called(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
         """The module called with these tensors for its own, and its buffers afterwards."""

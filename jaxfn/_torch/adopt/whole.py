@@ -72,20 +72,14 @@ class Whole:
         self.function = function
         self._programs = Recent[Program](_PROGRAMS_KEPT)
 
-    def call(self, arguments: tuple[Any, ...], key: Any, *, num_trained: int = 0, state: Any = None) -> Any:
-        """What the code returns.
+    def traced(self, arguments: tuple[Any, ...], num_trained: int, state: Any) -> tuple[Program, Sequence[Any]]:
+        """The trace for these arguments, and the arrays in them.
 
         Args:
           arguments: `function`'s, any pytrees of arrays and other values.
-          key: a random key, or `None`.
-          num_trained: in how many of the arguments, the first ones, arrays require a gradient.
+          num_trained: in how many of them, the first ones, arrays require a gradient.
           state: what the code's behaviour depends on besides.
         """
-        program, arrays = self.traced(arguments, num_trained, state)
-        return program.run(arrays, key)
-
-    def traced(self, arguments: tuple[Any, ...], num_trained: int, state: Any) -> tuple[Program, Sequence[Any]]:
-        """The trace for these arguments, and the arrays in them."""
         flat = take_out(arguments, is_array_leaf)
         trained = len(take_out(arguments[:num_trained], is_array_leaf).leaves)
         specs = [Spec(tuple(x.shape), torch_dtype(x.dtype)) for x in map(as_array, flat.leaves)]
