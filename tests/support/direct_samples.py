@@ -149,6 +149,10 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "normal.float_Tensor": (lambda x: aten.normal.float_Tensor(2.0, x.abs()), [X]),
     "rand": (lambda: aten.rand.default([3, 4]), []),
     "rand_like": (aten.rand_like.default, [X]),
+    "_histogramdd_from_bin_tensors": (
+        lambda x, a, b: aten._histogramdd_from_bin_tensors(x, [a, b]),
+        [numbers(9, 2), torch.tensor([-2.0, 0.5, 2.0], dtype=torch.float64), torch.linspace(-1, 1, 4).double()],
+    ),
     "histogram.bins_tensor": (
         lambda x, ends: aten.histogram.bins_tensor(x, ends.to(x.dtype)),
         [X, torch.tensor([-1.0, 0.2, 0.5, 3.0])],

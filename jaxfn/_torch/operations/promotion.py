@@ -76,7 +76,8 @@ def as_dtype(x: Any, dtype: Any) -> jax.Array:
         bits = 8 * dtype.itemsize
         x %= 1 << bits
         x -= (x >> bits - 1 << bits) if jnp.issubdtype(dtype, jnp.signedinteger) else 0
-    return jnp.asarray(x, dtype)
+    with np.errstate(over="ignore"):  # of a number that half precision has not, inf
+        return jnp.asarray(x, dtype)
 
 
 def widened(dtype: Any) -> np.dtype[Any]:

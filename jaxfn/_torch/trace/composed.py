@@ -170,11 +170,11 @@ def lstsq(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     values = torch.linalg.svdvals(a)
     rank = (values > rcond * values[..., :1]).sum(-1)
     has_residuals = a.shape[-2] > a.shape[-1] and driver != "gelsy"
-    residuals = a.new_empty(0)
+    residuals = a.real.new_empty(0)
     if has_residuals:
         squares = (a @ solution - columns).abs().square().sum(-2)
         residuals = torch.where((rank == a.shape[-1])[..., None], squares, torch.nan)
-    values = values if driver in ("gelsd", "gelss") else a.new_empty(0)
+    values = values if driver in ("gelsd", "gelss") else a.real.new_empty(0)
     rank = torch.empty(0, dtype=torch.int64) if driver == "gels" else rank  # which takes it for the largest
     found: Sequence[torch.Tensor] = (solution[..., 0] if is_vector else solution, residuals, rank, values)
     return lstsq_result(found)
