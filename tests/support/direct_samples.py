@@ -149,6 +149,7 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "normal.float_Tensor": (lambda x: aten.normal.float_Tensor(2.0, x.abs()), [X]),
     "rand": (lambda: aten.rand.default([3, 4]), []),
     "rand_like": (aten.rand_like.default, [X]),
+    "convert_element_type": (lambda x: torch.ops.prims.convert_element_type.default(x, torch.float32), [X]),
     "_histogramdd_from_bin_tensors": (
         lambda x, a, b: aten._histogramdd_from_bin_tensors(x, [a, b]),
         [numbers(9, 2), torch.tensor([-2.0, 0.5, 2.0], dtype=torch.float64), torch.linspace(-1, 1, 4).double()],
