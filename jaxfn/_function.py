@@ -201,10 +201,11 @@ class _Entry(Opaque):
             # A forward that reaches somebody's tracer in a way that is not seen goes the full way, to JAX's own error.
             if not any(map(is_traced, returned.arrays)):
                 return returned.value
-        if closed_over:
-            rule = differentiable(CallRule(call, closed_over))
+        closed_over_by_rules = [] if is_eager() else call.operands_of_rules()
+        if closed_over or closed_over_by_rules:
+            rule = differentiable(CallRule(call, closed_over, closed_over_by_rules))
         try:
-            outputs = rule(Site(hooks_in_force()), *arrays, *closed_over)
+            outputs = rule(Site(hooks_in_force()), *arrays, *closed_over, *closed_over_by_rules)
         except NotImplementedError as error:
             if refuses_symbolic_zeros(error):
                 return undecorated(call, arrays)

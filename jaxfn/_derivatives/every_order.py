@@ -44,18 +44,24 @@ class CallRule(Rule):
         says whether they are being differentiated, and so that forward has their values wherever JAX runs it: in
         `jit`, `checkpoint` and `scan` the tracers in its closure belong to another program than the one that its
         derivative is written into. (With a custom_vjp by hand JAX 0.10.0 to 0.12.0 raises there, or gives zero.)
+      closed_over_by_rules: those that `backward` or `jvp` closes over, operands for the same reason. They are kept with
+        the residuals. (By hand JAX raises in `jit`, `scan` and `cond`.)
     """
 
-    def __init__(self, call: Call, closed_over: Sequence[Any] = ()) -> None:
+    def __init__(self, call: Call, closed_over: Sequence[Any] = (), closed_over_by_rules: Sequence[Any] = ()) -> None:
         self.call = call
         self._num_inputs = len(call.are_refs)
+        self._num_forward = self._num_inputs + len(closed_over)
         self._closed_over = closed_over
+        self._closed_over_by_rules = closed_over_by_rules
 
     @property
     def operand_names(self) -> tuple[str, ...]:
         names = zip(self.call.form.names, self.call.layouts, strict=True)
         inputs = tuple(name for name, layout in names for _ in range(layout.num_arrays))
-        return inputs + tuple(f"closed over {i}" for i in range(len(self._closed_over)))
+        return inputs + tuple(
+            f"closed over {i}" for i in range(len(self._closed_over) + len(self._closed_over_by_rules))
+        )
 
     def primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         inputs, stand_ins = operands[: self._num_inputs], self._stand_ins(operands)
@@ -67,21 +73,28 @@ class CallRule(Rule):
 
     def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         inputs = operands[: self._num_inputs]
-        done = run_once(self.call, inputs, self.call.unperturbed, site.hooks, self._stand_ins(operands))
+        done = self._run_once(operands, self.call.unperturbed, site.hooks)
         return Outputs(_settled(done.run, _attached(done, inputs), inputs, site), done.run.outputs)
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
         inputs, perturbed_inputs = operands[: self._num_inputs], perturbed[: self._num_inputs]
         self.call.refuse_perturbed_refs(perturbed_inputs)
-        self._refuse_perturbed_closed_over(inputs, perturbed[self._num_inputs :])
-        done = run_once(self.call, inputs, perturbed_inputs, hooks, self._stand_ins(operands))
-        return _linearized(done, inputs)
+        self._refuse_perturbed_closed_over(inputs, perturbed[self._num_inputs : self._num_forward])
+        return _linearized(self._run_once(operands, perturbed_inputs, hooks), inputs)
 
     def inputs_among(self, operands: Sequence[Any]) -> Sequence[Any]:
         return operands[: self._num_inputs]
 
     def operands_with(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        return [*inputs, *[None] * len(self._closed_over)]
+        return [*inputs, *[None] * (len(self._closed_over) + len(self._closed_over_by_rules))]
+
+    def _run_once(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Done:
+        """A run of forward, with what its rules need of what they close over."""
+        done = run_once(self.call, operands[: self._num_inputs], perturbed, hooks, self._stand_ins(operands))
+        if not self._closed_over_by_rules:
+            return done
+        run = done.run.closing_over(self._closed_over_by_rules)
+        return done._replace(run=run, intermediates=[*done.intermediates, *operands[self._num_forward :]])
 
     def _refuse_perturbed_closed_over(self, inputs: Sequence[Any], perturbed: Sequence[bool]) -> None:
         """Raises where an output depends on a closed-over value that is being differentiated."""
@@ -98,7 +111,7 @@ class CallRule(Rule):
             raise NotImplementedError(_CLOSED_OVER.format(name=self.call.name))
 
     def _stand_ins(self, operands: Sequence[Any]) -> StandIns:
-        return list(zip(self._closed_over, operands[self._num_inputs :], strict=True))
+        return list(zip(self._closed_over, operands[self._num_inputs : self._num_forward], strict=True))
 
 
 _CLOSED_OVER = (
@@ -209,7 +222,7 @@ def _widened(
         )
     if run.call.closes_over_tracers():
         raise NotImplementedError(_CLOSED_OVER_FURTHER_OUT.format(name=name, what="what ctx.needs_input_grad asks for"))
-    again, outputs_again, intermediates, _ = run_once(run.call, inputs, union, run.hooks, ())
+    again, outputs_again, intermediates_again, _ = run_once(run.call, inputs, union, run.hooks, ())
     if again.outputs != run.outputs:
         raise RuntimeError(
             f"{name}.forward returned outputs of another structure when ctx.needs_input_grad was "
@@ -218,7 +231,9 @@ def _widened(
         )
     if not _computed_the_same(run, again, outputs, outputs_again):
         raise NotImplementedError(CHANGED.format(name=name, why=", as it looks at ctx.needs_input_grad"))
-    return again, intermediates
+    closed_over = run.closed_over_by_rules
+    values = intermediates[len(intermediates) - len(closed_over) :]
+    return again.closing_over(closed_over), [*intermediates_again, *values]
 
 
 def _computed_the_same(run: Run, again: Run, outputs: Sequence[Any], outputs_again: Sequence[Any]) -> bool:

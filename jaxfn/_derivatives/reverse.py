@@ -39,7 +39,8 @@ def reverse_mode(rule: Rule) -> Differentiable:
         perturbed = tuple(p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, operands, strict=True))
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
         site.check_outputs(run)
-        return outputs, _kept(site, with_mappings(site, run, outputs.arrays, rule.inputs_among(operands)), residuals)
+        depended_on = [*rule.inputs_among(operands), *residuals[: len(run.closed_over_by_rules)]]
+        return outputs, _kept(site, with_mappings(site, run, outputs.arrays, depended_on), residuals)
 
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
         run = residuals.run

@@ -17,11 +17,18 @@ from jaxfn._run.run import Run
 from jaxfn._values.arrays import is_inexact
 
 
-def with_mappings(site: Site, run: Run, outputs: Sequence[Any], inputs: Sequence[Any]) -> Run:
-    """The run, knowing which outputs lack a batch that an input has, where a mapped call is differentiated."""
-    if not any(map(is_batched, inputs)):
+def with_mappings(site: Site, run: Run, outputs: Sequence[Any], depended_on: Sequence[Any]) -> Run:
+    """The run, knowing which outputs lack a batch, where a mapped call is differentiated.
+
+    Args:
+      site: where it was called.
+      run: the run.
+      outputs: its array leaves.
+      depended_on: the array leaves of the inputs, then what its rules close over.
+    """
+    if not any(map(is_batched, depended_on)):
         return run
-    batches_of_inputs, batches_of_outputs = list(map(batches_of, inputs)), list(map(batches_of, outputs))
+    batches_of_inputs, batches_of_outputs = list(map(batches_of, depended_on)), list(map(batches_of, outputs))
     mappings: list[Mapping] = []
     here, num_around = enclosing_batches()
     for operations in here[: max(len(here) + num_around - site.num_around, 0)]:

@@ -72,6 +72,11 @@ class Call:
         tracers = {id(x): x for x in self.closed_over_tracers() if is_traced(x)}
         return [x for x in tracers.values() if not _compat.is_ref(x)]
 
+    def operands_of_rules(self) -> list[Any]:
+        """The arrays that JAX traces and that `backward` or `jvp` sees beside what it is given, each once."""
+        tracers = {id(x): x for x in self.methods.tracers_of_rules() if is_traced(x)}
+        return [x for x in tracers.values() if not _compat.is_ref(x)]
+
     def needs_input_grad(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""
         if self._is_flat:

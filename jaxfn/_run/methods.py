@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from jaxfn._run.source import place_without_return
 from jaxfn._values.arguments import Form, Parameters
 from jaxfn._values.arrays import is_traced
 from jaxfn._values.hidden import hidden_tracers, is_plain_function
+from jaxfn._values.rebound import rebound
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MARK = "_jaxfn_undefined"
@@ -69,6 +70,8 @@ class Methods:
         methods = (self._forward, self._setup_context) if self._is_separate else (self._forward,)
         self._with_closures = [method for method in methods if not is_plain_function(method)]
         self.may_close_over = bool(self._with_closures)
+        rules = [rule for rule in (function.backward, function.vjp, function.jvp) if _is_defined(rule)]
+        self._rules_with_closures = [rule for rule in rules if not is_plain_function(rule)]
         self._warned_of_dirty = False
         self._warned_of_no_return = False
         if not _is_defined(self._forward):
@@ -93,6 +96,10 @@ class Methods:
     def closed_over_tracers(self) -> Iterator[object]:
         """The arrays that JAX traces and that `forward` sees beside its arguments."""
         return chain.from_iterable(map(hidden_tracers, self._with_closures))
+
+    def tracers_of_rules(self) -> Iterator[object]:
+        """The arrays that JAX traces and that `backward` and `jvp` see beside what they are given."""
+        return chain.from_iterable(map(hidden_tracers, self._rules_with_closures))
 
     def why_vmap_is_refused(self) -> str | None:
         """What is wrong with the class's `vmap`, if anything; said where a call is batched."""
@@ -128,8 +135,14 @@ class Methods:
         self._setup_context(ctx, inputs, returned.value)
         return returned
 
-    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any]) -> Any:
-        """Calls `backward`, or `vjp`, its other name."""
+    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], stand_ins: Mapping[int, Any]) -> Any:
+        """Calls `backward`, or `vjp`, its other name.
+
+        Args:
+          ctx: the ctx as `forward` left it.
+          grad_outputs: one for each output.
+          stand_ins: by `id`, what to use in the place of traced values that it closes over.
+        """
         if not self.has_backward:
             raise NotImplementedError(
                 f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
@@ -142,14 +155,14 @@ class Methods:
                 "only implement one of them."
             )
         backward = self._function.vjp if has_vjp else self._function.backward
-        returned = self._within_reach("backward", backward, ctx, grad_outputs)
+        returned = self._within_reach("backward", backward, ctx, grad_outputs, stand_ins)
         if returned is None and not self._warned_of_no_return:
             self._warn_of_no_return(backward)
         return returned
 
-    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
-        """Calls `jvp`."""
-        return self._within_reach("jvp", self._function.jvp, ctx, tangents)
+    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any], stand_ins: Mapping[int, Any]) -> Any:
+        """Calls `jvp`; see `backward`."""
+        return self._within_reach("jvp", self._function.jvp, ctx, tangents, stand_ins)
 
     def out_of_reach(self, method: str) -> Exception:
         """What is raised where a method uses a traced value that does not belong to the program at hand."""
@@ -170,11 +183,19 @@ class Methods:
                 stacklevel=2,
             )
 
-    def _within_reach(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, given: Sequence[Any]) -> Any:
+    def _within_reach(
+        self,
+        method: str,
+        rule: Callable[..., Any],
+        ctx: FunctionCtx,
+        given: Sequence[Any],
+        stand_ins: Mapping[int, Any],
+    ) -> Any:
         """What a rule returns, refused where it depends on a traced value that does not belong to this program."""
         arguments = (list(given),) if method == "backward" and self._function.boxed_grads_call else given
         if is_plain_function(rule):
             return rule(ctx, *arguments)
+        rule = rebound(rule, stand_ins)
         closed_over = list(filter(is_traced, hidden_tracers(rule)))
         lost = [x for x in closed_over if is_out_of_reach(x)]
         try:

@@ -48,6 +48,8 @@ class Run:
         self.materialize_grads = state.materialize_grads
         self.hooks = hooks
         self.saved = saved
+        # Traced values that `backward` or `jvp` closes over. The first residuals stand in for them, one for each.
+        self.closed_over_by_rules: Sequence[Any] = ()
         self._packed: list[tuple[slice, Layout]] = []  # under hooks, for each residual, where what is kept of it is
         # An array inside a closure or an object is an intermediate too, though no residual.
         self.hides_arrays = any(map(Layout.hides_arrays, saved.layouts))
@@ -94,7 +96,17 @@ class Run:
         """The arrays to keep for `backward` and `jvp`, and the run that knows them."""
         arrays = {"input": inputs, "output": outputs, "intermediate": intermediates}
         residuals = [arrays[source.kind][source.place] for source in self.saved.sources]
-        return (self, residuals) if self.hooks is None else self._pack(self.hooks, residuals)
+        run, kept = (self, residuals) if self.hooks is None else self._pack(self.hooks, residuals)
+        return run, [*self._values_for_rules(intermediates), *kept]
+
+    def closing_over(self, tracers: Sequence[Any]) -> Run:
+        """The same run, where the rules close over these, whose values are the last of the intermediates."""
+        run = copy.copy(self)
+        run.closed_over_by_rules = tracers
+        return run
+
+    def _values_for_rules(self, intermediates: Sequence[Any]) -> Sequence[Any]:
+        return intermediates[len(intermediates) - len(self.closed_over_by_rules) :]
 
     def _pack(self, hooks: Hooks, residuals: Sequence[Any]) -> tuple[Run, list[Any]]:
         run = copy.copy(self)
@@ -112,19 +124,22 @@ class Run:
             for source, (where, layout) in zip(self.saved.sources, self._packed, strict=True)
         ]
 
-    def _ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx]:
-        """The ctx as `forward` left it."""
+    def _ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx, dict[int, Any]]:
+        """The ctx as `forward` left it, and what stands in for tracers that a rule closes over, by their `id`."""
         if self._program is not None and self._program != current_trace():
             raise self.hidden_elsewhere()
         if self.hides_arrays and any(map(is_out_of_reach, self._hidden_tracers())):
             raise self.hidden_elsewhere()
+        stand_ins = {id(x): value for x, value in zip(self.closed_over_by_rules, residuals, strict=False)}
+        residuals = residuals[len(stand_ins) :]
         if self.hooks is not None:
             residuals = self._unpack(self.hooks, residuals)
         state = ContextState(self.call.form, self.needs_input_grad)
         state.num_outputs = len(self.outputs.layouts)
         state.materialize_grads = self.materialize_grads
         arrays = iter([residuals[i] for i in self.saved.order])
-        return state, restored(state, self.saved.names, [layout.merge(arrays) for layout in self.saved.layouts])
+        ctx = restored(state, self.saved.names, [layout.merge(arrays) for layout in self.saved.layouts])
+        return state, ctx, stand_ins
 
     def hidden_elsewhere(self) -> Exception:
         """What to raise where a hidden array belongs to another program than the one that needs it."""
@@ -157,9 +172,9 @@ class Run:
         grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
         if grad_outputs is None:
             return [None] * len(self.input_avals)
-        _, ctx = self._ctx(residuals)
+        _, ctx, stand_ins = self._ctx(residuals)
         with self._hidden_arrays_named():
-            returned = self.call.methods.backward(ctx, grad_outputs)
+            returned = self.call.methods.backward(ctx, grad_outputs, stand_ins)
         return input_cotangents(
             self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
         )
@@ -174,11 +189,11 @@ class Run:
         Returns:
           A tangent for each array leaf of the outputs, `None` for zero.
         """
-        state, ctx = self._ctx(residuals)
+        state, ctx, stand_ins = self._ctx(residuals)
         show_saved_for_forward(state)
         given = input_tangents(tangents, self.call.layouts, self.input_avals, self.materialize_grads)
         with self._hidden_arrays_named():
-            returned = self.call.methods.jvp(ctx, given)
+            returned = self.call.methods.jvp(ctx, given, stand_ins)
         return output_tangents(self.call.name, returned, self.outputs, self.output_avals)
 
 
