@@ -406,12 +406,6 @@ def frozen_inside(module, x):
     return y + x @ module.w
 
 
-def a_parameter_in_backward(module, x):
-    y = x @ module.w
-    y.register_hook(lambda gradient: gradient * module.w.sum())
-    return y
-
-
 def hooks_of_saved_tensors(module, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
         return (x @ module.w) ** 2
@@ -426,7 +420,6 @@ def hooks_of_saved_tensors(module, x):
         (hooks_of_saved_tensors, "saved_tensors_hooks"),
         (two_hooks, "another hook"),
         (a_parameter_in_a_closure, "parameter or buffer 'w'"),
-        (a_parameter_in_backward, "another call"),
         (frozen_inside, "freeze it before"),
     ],
 )

@@ -16,11 +16,12 @@ from jaxfn._function import Function
 from jaxfn._protocol.context import FunctionCtx, state_of
 from jaxfn._protocol.once_differentiable import once_differentiable
 from jaxfn._run.methods import Methods
+from jaxfn._torch.adopt.captured import TakingTensors
 from jaxfn._torch.adopt.definition import Definition
 from jaxfn._torch.adopt.explain import Explanation, Part
 from jaxfn._torch.adopt.program import BatchedForward, Forward, Spec, known_or_made, spec_of
 from jaxfn._torch.trace.inside import CalledFunction, as_key, new_key
-from jaxfn._torch.trace.state import Nested, Replacements, Tracing
+from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, Tracing
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import Flat, Slot, put_in, slots, take_out
@@ -204,7 +205,7 @@ class Adapter:
             self._forwards,
             arguments,
             specs,
-            lambda known: not known.reads_flags or known.needs_input_grad == flags,
+            lambda known: known.fits(flags),
             lambda: Forward(self.definition, arguments, specs, flags),
         )
 
@@ -400,9 +401,35 @@ def can_be_repeated(tracing: Tracing, function: Any, args: Sequence[Any], kwargs
     return not draws and not program.dirty
 
 
+def _taking_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any, args: Sequence[Any]) -> TakingTensors:
+    """The call, of a Function that takes what this one uses of a module's tensors."""
+    taking_all = TakingTensors(function, args, held, [*held.tensors])
+    _, arguments, program, _ = _previewed(tracing, taking_all.function, taking_all.args, {})
+    places = {id(x): i for i, x in enumerate(arguments.leaves)}
+    used, written = program.used_inputs(), set(program.written)
+    names = [name for name, x in held.tensors.items() if places[id(x)] in used]
+    moved = [name for name in names if places[id(held.tensors[name])] in written]
+    return TakingTensors(function, args, held, names, moved)
+
+
 def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a torch Function returns that the code being traced applies: a call of its own jaxfn Function."""
-    adopted, arguments, program, draws = _previewed(tracing, function, args, kwargs)
+    try:
+        previewed = _previewed(tracing, function, args, kwargs)
+        if previewed.program.refusal is not None:
+            raise previewed.program.refusal
+    except OtherTraceError:
+        if tracing.held is None or kwargs:
+            raise
+        taking = _taking_tensors_of_module(tracing, tracing.held, function, args)
+        previewed = _previewed(tracing, taking.function, taking.args, kwargs)
+        return taking.outputs(_recorded(tracing, previewed))
+    return _recorded(tracing, previewed)
+
+
+def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
+    """Records the call; what it returns."""
+    adopted, arguments, program, draws = previewed
     adapter = adopted.adapter
     places = slots(program.output)
     template = arguments.template  # all that the graph keeps of the arguments
@@ -412,7 +439,7 @@ def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs:
         args, kwargs = put_in(template, arrays)
         return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
-    called = CalledFunction(tracing, of_arrays, function.__name__, [program.specs[slot] for slot in places])
+    called = CalledFunction(tracing, of_arrays, adapter.definition.name, [program.specs[slot] for slot in places])
     # What it writes to is to have the old value still where autograd goes back through the call.
     given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
     made = called(*given, *([new_key(tracing)] if draws else []))

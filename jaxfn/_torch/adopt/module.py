@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from jaxfn._torch.adopt.whole import Whole
 from jaxfn._torch.graph.recorder import Recorder
 from jaxfn._torch.trace.hooks import hooked
 from jaxfn._torch.trace.silent import refuse_writes
-from jaxfn._torch.trace.state import Nested, Replacements, current
+from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, current
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._values.hidden import NoArrays
@@ -168,6 +169,7 @@ class AdoptedModule(NoArrays):
         for name, own in _tensors(module).items():
             tracing.recorder.stand_in(own, name)
         _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
+        tracing.held = HeldTensors(tensors, functools.partial(_held_by_turns, module))
         with _holding(module, tensors):
             output = module(*args, **kwargs)
             return output, {name: _held(module, name) for name in buffers}
@@ -237,7 +239,14 @@ def _refuse_writes_to_shared(recorder: Recorder, tensors: _Tensors, own: _Tensor
 
 
 @contextlib.contextmanager
-def _holding(module: torch.nn.Module, tensors: _Tensors) -> Generator[None]:
+def _held_by_turns(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
+    """`_holding`, by one thread at a time."""
+    with _LOCK, _holding(module, tensors):
+        yield
+
+
+@contextlib.contextmanager
+def _holding(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
     """Puts tensors in the places of a module's own; whatever the module's attributes are inside, is put back."""
     own = _tensors(module)
     replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
@@ -246,7 +255,7 @@ def _holding(module: torch.nn.Module, tensors: _Tensors) -> Generator[None]:
         for part in module.modules():
             for held in held_by(part):
                 for name, tensor in held.items():
-                    if tensor is not None:
+                    if id(tensor) in replaced:
                         held[name] = replaced[id(tensor)]
         for _, attributes in before:
             _replace(attributes, replaced)

@@ -17,7 +17,7 @@ from jaxfn._torch.graph.interpreter import Translation, explain
 from jaxfn._torch.graph.jax_call import draws_random_numbers
 from jaxfn._torch.trace.leftovers import cleaned_up
 from jaxfn._torch.trace.running import running
-from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.trace.state import Tracing, current
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flat import Slot, put_in, slots, take_out
 from jaxfn._torch.values.statics import Recent, ambient_key, static_key
@@ -146,7 +146,9 @@ class Forward(Trace):
         self._owners = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
         self.input_specs = specs
         self._derivatives = Recent["Derivative"](_DERIVATIVES_KEPT)
+        self.stood_in = _stood_in_around()
         tracing = Tracing(definition.name, definition.replacements, definition.nested)
+        tracing.recorder.stood_in = self.stood_in
         ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
         with running(tracing):
             inputs = self._new_inputs(tracing, needs_input_grad)
@@ -170,6 +172,7 @@ class Forward(Trace):
         returned = {id(x): i for i, x in enumerate(made.leaves)}
         dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
         self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
+        self.written = written
         self.unmarked = any(i not in self.dirty for i in written)
 
         in_output = set(slots(self.output))
@@ -198,6 +201,12 @@ class Forward(Trace):
                 f"{definition.name}.forward draws random numbers and keeps tensors with autograd's graph on ctx, for "
                 "which it would have to run again in backward. Draw outside, and pass the numbers as an argument"
             )
+
+    def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
+        """Whether it is as good for these flags, and inside of the trace that is being made."""
+        if self.stood_in != _stood_in_around():
+            return False
+        return not self.reads_flags or self.needs_input_grad == needs_input_grad
 
     def _new_inputs(self, tracing: Tracing, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
         return [
@@ -255,6 +264,20 @@ class Forward(Trace):
         given = take_out(put_in(slots_only, self.specs), lambda leaf: isinstance(leaf, Spec))
         return self.derivative("backward", given.template, given.leaves, (True,) * len(self.needs_input_grad))
 
+    def used_inputs(self) -> set[int]:
+        """Which of its tensors `forward` or `backward` computes with, writes to, or gives a gradient."""
+        placeholders = [node for node in self.traced.graph_module.graph.nodes if node.op == "placeholder"]
+        used = {i for i, node in enumerate(placeholders) if node.users} | set(self.written)
+        backward = self.whole_backward()
+        if backward is not None:
+            of_backward = [node for node in backward.traced.graph_module.graph.nodes if node.op == "placeholder"]
+            for slot, node in zip(self.kept["backward"], of_backward, strict=False):
+                if node.users and slot in self._input_of:
+                    used.add(self._input_of[slot])
+            with_gradient = {i for i, gradient in enumerate(backward.returned) if slots(gradient)}
+            used |= {i for i, owner in enumerate(self._owners) if owner in with_gradient}
+        return used
+
     def ctx(self, method: str, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
         """The ctx that `backward` or `jvp` gets in a new trace, whose first inputs are those of `to_keep`."""
         if self.runs_again:
@@ -271,6 +294,12 @@ class Forward(Trace):
         ctx = TorchContext(needs_input_grad, put_in(self._saved[method], tensors), on_read=tracing.read_flags)
         vars(ctx).update(put_in(self._attributes, tensors))
         return ctx
+
+
+def _stood_in_around() -> Mapping[int, str]:
+    """The tensors that have stand-ins in the trace that is being made."""
+    around = current()
+    return {} if around is None else around.recorder.stood_in
 
 
 class Derivative(Trace):
@@ -295,6 +324,7 @@ class Derivative(Trace):
         assert function is not None
         self._needs_input_grad = needs_input_grad
         tracing = Tracing(definition.name, definition.replacements, definition.nested, is_differentiated=True)
+        tracing.recorder.stood_in = forward.stood_in
         with running(tracing):
             ctx = forward.ctx(method, tracing, needs_input_grad)
             arguments = put_in(given, [tracing.input(*spec) for spec in specs])

@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self._outside: set[int] = set()  # the constants that depend on a tensor made outside
         self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
-        self._stood_in: dict[int, str] = {}  # the names of tensors made outside that have a stand-in, by their memory
+        self.stood_in: Mapping[int, str] = {}  # the names of tensors made outside that have a stand-in, by their memory
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
         self._recomputed: int | None = None  # which part is being recorded that is computed again; see `recomputing`
@@ -246,14 +246,14 @@ class Recorder(TorchDispatchMode):
         """Notes that the code is given a traced tensor for one made outside, a parameter or buffer."""
         place = memory(tensor)
         if place is not None:
-            self._stood_in[place] = name
+            self.stood_in = {**self.stood_in, place: name}
 
     def _check_stands_in(self, tensor: torch.Tensor) -> None:
         """Raises where code comes by another way to a tensor that has a stand-in, or to what depends on one."""
-        if not self.follows_grad_mode or id(tensor) in self._made:
+        if not self.stood_in or id(tensor) in self._made:
             return
-        name = self._stood_in.get(memory(tensor) or 0)
-        if name is None and (tensor.grad_fn is None or not self._stood_in):
+        name = self.stood_in.get(memory(tensor) or 0)
+        if name is None and (tensor.grad_fn is None or not self.follows_grad_mode):
             return
         what = f"its parameter or buffer {name!r} by another tensor than its own" if name else "a tensor with a graph"
         raise TranslationError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,22 @@ class Nested(NamedTuple):
     can_be_repeated: Callable[[Tracing, Any, Sequence[Any], Mapping[str, Any]], bool]
 
 
+# A context in which a module holds other tensors, by the names of its parameters and buffers.
+Holding = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
+
+
+class HeldTensors(NamedTuple):
+    """The tensors that a module holds while it is traced.
+
+    Attributes:
+      tensors: parameters and buffers, by name.
+      holding: has it hold other ones.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    holding: Holding
+
+
 class Tracing:
     """One trace.
 
@@ -65,6 +82,9 @@ class Tracing:
       replacements: see there.
       nested: see there.
       is_differentiated: whether what the code computes may be differentiated again, as in `backward`.
+
+    Attributes:
+      held: what a module holds, where one is traced.
     """
 
     def __init__(
@@ -76,6 +96,7 @@ class Tracing:
         self.is_differentiated = is_differentiated
         self.recorder = Recorder(owner, replacements.operations)
         self.reads_flags = False
+        self.held: HeldTensors | None = None
         self._requires_grad: dict[int, bool] = {}
         self._inputs: list[torch.Tensor] = []
 
@@ -146,6 +167,7 @@ class Tracing:
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
         """The graph of everything that these outputs need. Nothing of the code's is held any more."""
         self._inputs.clear()
+        self.held = None
         with plain_torch():
             return self.recorder.finish(outputs)
 

@@ -1,0 +1,129 @@
+"""Functions that use a module's parameters, and give them gradients, without taking them as inputs.
+
+# Note: a reversible block
+
+    forward(ctx, x, f)    computes with f, a module      backward    calls autograd on f(x), which leaves gradients
+                                                                     in `.grad` of f's parameters
+
+JAX has no place to leave a gradient, and to the Function the parameters would be constants. In an adopted module they
+are known by name, so that the Function becomes one that takes them too:
+
+    forward(ctx, x, f, *parameters)    has the module hold these while the Function's own forward runs
+    backward                           has it hold them again, and returns what lies in their `.grad` afterwards
+
+Buffers that forward writes to (batch statistics) are outputs of it. What backward writes to them is lost.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from jaxfn._torch._compat import takes_boxed_gradients
+from jaxfn._torch.trace.state import HeldTensors, Holding, current
+
+_KEPT = "_jaxfn_held"
+
+
+class TakingTensors:
+    """A call of a Function that takes a module's tensors, which the given one uses in another way.
+
+    Args:
+      function: the torch Function.
+      args: what it is applied to.
+      held: what the module holds, in whose place it is to hold what this one is given.
+      names: the tensors that it takes.
+      moved: those of them that it writes to.
+
+    Attributes:
+      function: the Function, whose outputs are the given one's, then new values of the tensors that it writes to.
+      args: what it is applied to.
+    """
+
+    def __init__(
+        self, function: Any, args: Sequence[Any], held: HeldTensors, names: Sequence[str], moved: Sequence[str] = ()
+    ) -> None:
+        given = {id(x): i for i, x in reversed([*enumerate(args)])}
+        added = [name for name in names if id(held.tensors[name]) not in given]
+        given |= {id(held.tensors[name]): len(args) + i for i, name in enumerate(added)}
+        self.places = {name: given[id(held.tensors[name])] for name in names}
+        self.args = [*args, *(held.tensors[name] for name in added)]
+        trained = {name for name in names if held.tensors[name].requires_grad}
+        self.function = _taking_tensors(function, len(args), held.holding, self.places, trained, moved)
+        self._moved = [held.tensors[name] for name in moved]
+
+    def outputs(self, returned: Any) -> Any:
+        """What the given Function returns; the tensors that it writes to get their new values."""
+        if not self._moved:
+            return returned
+        output, *values = returned
+        with torch.no_grad():
+            for tensor, value in zip(self._moved, values, strict=True):
+                tensor.copy_(value)
+        return output
+
+
+def _taking_tensors(
+    function: Any,
+    num_args: int,
+    holding: Holding,
+    places: Mapping[str, int],
+    trained: set[str],
+    moved: Sequence[str],
+) -> Any:
+    def forward(ctx: Any, *args: Any) -> Any:
+        tensors = {name: args[place] for name, place in places.items()}
+        setattr(ctx, _KEPT, tensors)
+        own, used = args[:num_args], _used(tensors)
+        with _held(holding, used):
+            if function.setup_context is torch.autograd.Function.setup_context:
+                output = function.forward(ctx, *own)
+            else:
+                output = function.forward(*own)
+                function.setup_context(ctx, own, output)
+        if not moved:
+            return output
+        values = [used[name] for name in moved]
+        ctx.mark_non_differentiable(*values)
+        return output, *values
+
+    def _used(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors as the module has them: buffers need no gradient, and are not the caller's where written to."""
+        buffers = {name: x.detach() for name, x in tensors.items() if name not in trained}
+        return {**tensors, **buffers, **{name: buffers[name].clone() for name in moved}}
+
+    given = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
+
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        tensors: dict[str, torch.Tensor] = getattr(ctx, _KEPT)
+        own = grad_outputs[: len(grad_outputs) - len(moved)]
+        with _held(holding, _used(tensors)):
+            returned = given(ctx, list(own)) if takes_boxed_gradients(function) else given(ctx, *own)
+        gradients = [*returned] if isinstance(returned, tuple) else [returned]
+        gradients += [None] * (max(places.values(), default=-1) + 1 - len(gradients))
+        for name in trained:
+            place = places[name]
+            gradients[place] = _sum(gradients[place], tensors[name].grad)
+        return tuple(gradients)
+
+    functools.update_wrapper(backward, given)
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": function.__module__}
+    return type(function.__name__, (torch.autograd.Function,), body)
+
+
+def _held(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+    """Has the module hold these tensors, and lets Functions that are applied inside know."""
+    tracing = current()
+    assert tracing is not None
+    tracing.held = HeldTensors(tensors, holding)
+    return holding(tensors)
+
+
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

@@ -1,0 +1,312 @@
+"""Contract row I5: Functions whose backward gives gradients to a module's parameters that they do not take."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import jaxfn  # noqa: E402
+from jaxfn import TranslationError  # noqa: E402
+from tests.support.marks import row  # noqa: E402
+
+nn = torch.nn
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+class Reversible(torch.autograd.Function):
+    """Keeps its output alone; backward computes the input again, and leaves gradients in `.grad` of f and g."""
+
+    @staticmethod
+    def forward(ctx, x, f, g):
+        ctx.f, ctx.g = f, g
+        with torch.no_grad():
+            x1, x2 = x.chunk(2, -1)
+            y1 = x1 + f(x2)
+            y = torch.cat([y1, x2 + g(y1)], -1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (y,) = ctx.saved_tensors
+        (y1, y2), (dy1, dy2) = y.chunk(2, -1), grad_output.chunk(2, -1)
+        with torch.enable_grad():
+            y1 = y1.detach().requires_grad_()
+            g = ctx.g(y1)
+            torch.autograd.backward(g, dy2)
+        dx1 = dy1 + y1.grad
+        with torch.enable_grad():
+            x2 = (y2 - g).detach().requires_grad_()
+            torch.autograd.backward(ctx.f(x2), dx1)
+        return torch.cat([dx1, dy2 + x2.grad], -1), None, None
+
+
+class Checkpoint(torch.autograd.Function):
+    """Of any Python function, which finds its parameters by itself."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, grad_output)
+        return None, x.grad
+
+
+class CheckpointOfParameters(torch.autograd.Function):
+    """Takes the parameters as arguments, and `run` uses them as the module's."""
+
+    @staticmethod
+    def forward(ctx, run, x, *parameters):
+        ctx.run, ctx.x, ctx.parameters = run, x, list(parameters)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x.view_as(x))
+        return None, *torch.autograd.grad(y, [x, *ctx.parameters], grad_output, allow_unused=True)
+
+
+class Rounded(torch.autograd.Function):
+    """Only backward uses the layer."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        y.backward(grad_output)
+        return x.grad, None
+
+
+class ByHand(torch.autograd.Function):
+    """Assigns `.grad` itself, and returns a gradient of the weight as well: torch adds the two."""
+
+    @staticmethod
+    def forward(ctx, x, weight, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + layer.bias
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        for parameter, gradient in ((ctx.layer.weight, grad_output.t() @ x), (ctx.layer.bias, grad_output.sum(0))):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return grad_output @ weight, 2 * grad_output.t() @ x, None
+
+
+class Net(nn.Module):
+    """Parts, and a function of the module and the input."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def block(f=None, g=None):
+    f, g = f or nn.Linear(3, 3), g or nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    return Net(lambda self, x: Reversible.apply(x, self.f, self.g), f=f, g=g)
+
+
+def shared():
+    f = nn.Linear(3, 3)
+    return Net(lambda self, x: self.b(self.a(x)), a=block(f), b=block(None, f))
+
+
+def hooked(self, x):
+    y = self.a(x)
+    y.register_hook(lambda gradient: gradient * self.a.weight.sum())
+    return y
+
+
+NETS = {
+    "reversible blocks": lambda: nn.Sequential(block(), block(), nn.Linear(6, 2)),
+    "a layer in two blocks": shared,
+    "a weight norm": lambda: block(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))),
+    "a hook that makes the weight": lambda: block(nn.utils.weight_norm(nn.Linear(3, 3))),
+    "a lambda": lambda: Net(lambda self, x: Checkpoint.apply(lambda v: torch.sin(self.a(v)), x), a=nn.Linear(6, 5)),
+    "a block in a checkpoint": lambda: Net(
+        lambda self, x: Checkpoint.apply(lambda v: self.inner(v) * 2, x), inner=block()
+    ),
+    "parameters as arguments too": lambda: Net(
+        lambda self, x: CheckpointOfParameters.apply(lambda v: torch.sin(self.a(v)), x, *self.a.parameters()),
+        a=nn.Linear(6, 5),
+    ),
+    "only some as arguments": lambda: Net(
+        lambda self, x: ByHand.apply(ByHand.apply(x, self.a.weight, self.a).tanh(), self.a.weight, self.a),
+        a=nn.Linear(6, 6),
+    ),
+    "only in backward": lambda: Net(lambda self, x: Rounded.apply(x, self.a), a=nn.Linear(6, 6)),
+    "in a hook of a tensor": lambda: Net(hooked, a=nn.Linear(6, 6)),
+    "batch norm": lambda: block(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
+    "batch norm in eval mode": lambda: block(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).eval(),
+}
+
+
+def made(name, seed=0):
+    torch.manual_seed(seed)
+    return NETS[name]().double()
+
+
+def loss(outputs):
+    return (outputs**2).sum() + outputs.sum()
+
+
+X = np.random.default_rng(0).normal(size=(5, 6))
+
+
+@row("I5")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", NETS)
+def test_every_parameter_gets_its_gradient(name, wrap):
+    module = made(name)
+    net = jaxfn.from_torch(module)
+    buffers = net.buffers
+
+    def total(parameters, x):
+        output, moved = net.apply(parameters, buffers, x)
+        return loss(output), (output, moved)
+
+    gradients, (output, moved) = wrap(jax.grad(total, (0, 1), has_aux=True))(net.parameters, X)
+    assert all(p.grad is None for p in module.parameters())
+
+    x = torch.tensor(X, requires_grad=True)
+    expected = module(x)
+    buffers_of_torch = {name: b.clone() for name, b in module.named_buffers()}  # before backward computes again
+    loss(expected).backward()
+    np.testing.assert_allclose(output, expected.detach(), rtol=1e-12)
+    np.testing.assert_allclose(gradients[1], x.grad, rtol=1e-9, atol=1e-12)
+    assert all(np.any(p.grad.numpy()) for p in module.parameters())
+    for key, parameter in module.named_parameters():
+        np.testing.assert_allclose(gradients[0][key], parameter.grad, rtol=1e-9, atol=1e-12, err_msg=key)
+    for key, buffer in buffers_of_torch.items():
+        np.testing.assert_allclose(moved[key], buffer, rtol=1e-12, err_msg=key)
+
+
+def plainly(self, x):
+    """What `block` computes, without a Function."""
+    x1, x2 = x.chunk(2, -1)
+    y1 = x1 + self.f(x2)
+    return torch.cat([y1, x2 + self.g(y1)], -1)
+
+
+def squared(gradients):
+    return sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients))
+
+
+TRANSFORMED = {
+    "vmap": lambda f: jax.vmap(jax.grad(f), (None, 1)),
+    "vmap over parameters": lambda f: (
+        lambda p, x: jax.vmap(jax.grad(f), (0, None))(jax.tree.map(lambda a: jnp.stack([a, -a, 2 * a]), p), x)
+    ),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "scan": lambda f: jax.grad(lambda p, x: jax.lax.scan(lambda c, _: (c + f(p, x + c), None), 0.0, None, length=3)[0]),
+    "second derivative": lambda f: jax.grad(lambda p, x: squared(jax.grad(f, (0, 1))(p, x)), (0, 1)),
+}
+
+
+@row("I5")
+@pytest.mark.parametrize("transformed", TRANSFORMED)
+def test_transformations(transformed):
+    """The block's backward is the derivative of what it computes, so JAX's own of that is the same."""
+    module = made("reversible blocks")
+    plain = nn.Sequential(*(Net(plainly, f=part.f, g=part.g) if isinstance(part, Net) else part for part in module))
+
+    def result(module):
+        net = jaxfn.from_torch(module)
+        parameters, buffers = net.parameters, net.buffers
+
+        def total(parameters, x):
+            return jnp.sin(net.apply(parameters, buffers, jnp.atleast_2d(x))[0]).sum()
+
+        return jax.jit(TRANSFORMED[transformed](total))(parameters, X.T.copy() if transformed == "vmap" else X)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10), result(module), result(plain))
+
+
+@row("I5")
+def test_frozen_parameters_are_buffers():
+    module = made("reversible blocks")
+    module[0].f.weight.requires_grad_(False)
+    net = jaxfn.from_torch(module)
+    gradients = jax.grad(lambda p: loss(net.apply(p, net.buffers, X)[0]))(net.parameters)
+    loss(module(torch.tensor(X, requires_grad=True))).backward()
+    assert "0.f.weight" not in gradients and module[0].f.weight.grad is None
+    for key, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, module.get_parameter(key).grad, rtol=1e-9, atol=1e-12)
+
+
+@row("I5")
+def test_new_parameters_are_seen_by_forward_and_backward():
+    """Nothing of the module's own values is left in the program."""
+    module, other = made("reversible blocks"), made("reversible blocks", seed=1)
+    net, expected = jaxfn.from_torch(module), jaxfn.from_torch(other)
+    step = jax.jit(jax.value_and_grad(lambda net, p: loss(net.apply(p, {}, X)[0]), 1), static_argnums=0)
+    step(net, net.parameters)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12),
+        step(net, expected.parameters),
+        step(expected, expected.parameters),
+    )
+
+
+@row("I5")
+@pytest.mark.parametrize("is_used_before", [False, True])
+def test_a_parameter_that_is_no_attribute_of_the_module_is_refused(is_used_before):
+    """It would be a constant: torch's present values, and no gradient."""
+
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+            self.run = lambda v, held=(self.a.weight,): v @ held[0].t()
+
+        def forward(self, x):
+            return Checkpoint.apply(self.run, x) + self.a(x)
+
+    module = Held().double()
+    if is_used_before:  # as a constant, outside of any module
+        with pytest.warns(UserWarning, match="constants on JAX"):
+            jax.grad(lambda x: jaxfn.from_torch(Checkpoint).apply(module.run, x).sum())(X)
+    net = jaxfn.from_torch(module)
+    with pytest.raises(TranslationError, match=r"Checkpoint uses its parameter or buffer 'a.weight'"):
+        jax.grad(lambda p: net.apply(p, net.buffers, X)[0].sum())(net.parameters)
+
+
+@row("I5")
+def test_an_intermediate_in_a_closure_is_refused():
+    net = jaxfn.from_torch(
+        Net(lambda self, x: (lambda m: Checkpoint.apply(lambda v: v * m, x))(self.a(x)), a=nn.Linear(6, 6)).double()
+    )
+    with pytest.raises(TranslationError, match="Checkpoint uses a tensor of another call of forward"):
+        jax.grad(lambda p: net.apply(p, net.buffers, X)[0].sum())(net.parameters)
