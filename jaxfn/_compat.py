@@ -36,6 +36,7 @@ __all__ = [
     "current_trace",
     "enclosing_batches",
     "equation_of",
+    "is_alive",
     "is_batched",
     "is_out_of_reach",
     "is_ref",
@@ -234,11 +235,16 @@ def repeats_safely(equation: Any, operands: Sequence[Any], *, with_effects: bool
     return with_effects or kinds <= {"NamedAxisEffect"}
 
 
+def is_alive(tracer: Any) -> bool:
+    """Whether what JAX traces a value for has not ended yet (0.10.0 to 0.12.0)."""
+    return _trace_of(tracer).is_valid()
+
+
 def is_out_of_reach(tracer: Any) -> bool:
     """Whether a traced value belongs to a program that JAX is not writing down here (0.10.0 to 0.12.0)."""
     inner = under_batches(tracer)
     sought, trace = _trace_of(inner), _trace_of(jax.lax.full((), 0))
-    if not _trace_of(tracer).is_valid():
+    if not is_alive(tracer):
         return True
     if not isinstance(inner, partial_eval.DynamicJaxprTracer):
         return False

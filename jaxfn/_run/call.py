@@ -73,9 +73,8 @@ class Call:
         return [x for x in tracers.values() if not _compat.is_ref(x)]
 
     def operands_of_rules(self) -> list[Any]:
-        """The arrays that JAX traces and that `backward` or `jvp` sees beside what it is given, each once."""
-        tracers = {id(x): x for x in self.methods.tracers_of_rules() if is_traced(x)}
-        return [x for x in tracers.values() if not _compat.is_ref(x)]
+        """The arrays of `tracers_of_rules` that are no references."""
+        return [x for x in self.methods.tracers_of_rules() if not _compat.is_ref(x)]
 
     def needs_input_grad(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""

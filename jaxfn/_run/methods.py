@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxfn._compat import is_out_of_reach
+from jaxfn._compat import is_alive, is_out_of_reach
 from jaxfn._protocol.context import FunctionCtx, state_of
 from jaxfn._protocol.marks import warn_of_dirty
 from jaxfn._protocol.outputs import Returned, take_apart
@@ -19,7 +19,7 @@ from jaxfn._run.source import place_without_return
 from jaxfn._values.arguments import Form, Parameters
 from jaxfn._values.arrays import is_traced
 from jaxfn._values.hidden import hidden_tracers, is_plain_function
-from jaxfn._values.rebound import rebound
+from jaxfn._values.rebound import closed_over_tracers, rebound
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MARK = "_jaxfn_undefined"
@@ -97,9 +97,10 @@ class Methods:
         """The arrays that JAX traces and that `forward` sees beside its arguments."""
         return chain.from_iterable(map(hidden_tracers, self._with_closures))
 
-    def tracers_of_rules(self) -> Iterator[object]:
-        """The arrays that JAX traces and that `backward` and `jvp` see beside what they are given."""
-        return chain.from_iterable(map(hidden_tracers, self._rules_with_closures))
+    def tracers_of_rules(self) -> list[Any]:
+        """The arrays of this program that `backward` and `jvp` close over, each once."""
+        found = {id(x): x for rule in self._rules_with_closures for x in closed_over_tracers(rule)}
+        return list(filter(is_alive, found.values()))
 
     def why_vmap_is_refused(self) -> str | None:
         """What is wrong with the class's `vmap`, if anything; said where a call is batched."""

@@ -1,24 +1,68 @@
-"""Functions with other values in the place of arrays that they close over."""
+"""Functions with other values in the place of arrays that they close over.
+
+Only what is the function's own counts: variables of its closure, defaults, and tuples, functions, methods and
+`functools.partial`s in there. A list, a dict or another object may be somebody else's too, who writes to it.
+"""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from jaxfn._values.arrays import is_traced
+
+
+def closed_over_tracers(function: Callable[..., Any]) -> list[Any]:
+    """The arrays that JAX traces and that `rebound` can have another value for, each once."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    pending: list[Any] = [function]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_traced(value):
+            found[id(value)] = value
+        pending += _parts(value)
+    return list(found.values())
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, types.FunctionType):
+        yield from filter(_is_filled, value.__closure__ or ())
+        yield value.__defaults__
+        yield from (value.__kwdefaults__ or {}).values()
+    elif isinstance(value, types.CellType):
+        yield value.cell_contents
+    elif isinstance(value, types.MethodType):
+        yield value.__func__
+    elif type(value) is functools.partial:
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif type(value) is tuple:
+        yield from value
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def rebound(function: Callable[..., Any], values: Mapping[int, Any]) -> Callable[..., Any]:
-    """The function, with other values for arrays in its closure and its defaults.
+    """The function, with other values for arrays that it closes over.
 
-    Functions, methods, `functools.partial`s, tuples, lists and dicts in there are looked through as well; other objects
-    are not. A variable that has no such array in it is the very same one, so that `nonlocal` goes on working.
+    A variable that has no such array in it is the very same one, so that `nonlocal` goes on working.
 
     Args:
       function: what to call.
       values: for the `id` of an array, what to have in its place.
     """
-    return _Rebinding(values).applied(function)
+    return _Rebinding(values).applied(function) if values else function
 
 
 class _Rebinding:
@@ -41,38 +85,33 @@ class _Rebinding:
     def _within(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
             return self._function(value)
+        if isinstance(value, types.CellType) and _is_filled(value):
+            content = self.applied(value.cell_contents)
+            return value if content is value.cell_contents else types.CellType(content)
         if isinstance(value, types.MethodType):
             bound = self.applied(value.__func__)
             return value if bound is value.__func__ else types.MethodType(bound, value.__self__)
         if type(value) is functools.partial:
-            parts = [value.func, value.args, value.keywords]
-            function, args, keywords = map(self.applied, parts)
-            is_same = all(a is b for a, b in zip(parts, (function, args, keywords), strict=True))
+            function, args = self.applied(value.func), self.applied(value.args)
+            keywords = self._items(value.keywords)
+            is_same = function is value.func and args is value.args and keywords is value.keywords
             return value if is_same else functools.partial(function, *args, **keywords)
-        if type(value) in (tuple, list):
-            items = [self.applied(x) for x in value]
-            return value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
-        if type(value) is dict:
-            items = {key: self.applied(x) for key, x in value.items()}
-            return value if all(value[key] is x for key, x in items.items()) else items
+        if type(value) is tuple:
+            items = tuple(map(self.applied, value))
+            return value if all(a is b for a, b in zip(value, items, strict=True)) else items
         return value
 
+    def _items(self, mapping: dict[str, Any]) -> dict[str, Any]:
+        items = {name: self.applied(x) for name, x in mapping.items()}
+        return mapping if all(mapping[name] is x for name, x in items.items()) else items
+
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        cells = tuple(map(self._cell, function.__closure__ or ()))
-        defaults, keyword_defaults = self.applied(function.__defaults__), self.applied(function.__kwdefaults__)
-        is_same = all(a is b for a, b in zip(function.__closure__ or (), cells, strict=True))
-        if is_same and defaults is function.__defaults__ and keyword_defaults is function.__kwdefaults__:
+        closure, defaults = self.applied(function.__closure__), self.applied(function.__defaults__)
+        keyword_defaults = function.__kwdefaults__ and self._items(function.__kwdefaults__)
+        before = function.__closure__, function.__defaults__, function.__kwdefaults__
+        if all(a is b for a, b in zip(before, (closure, defaults, keyword_defaults), strict=True)):
             return function
-        code, name = function.__code__, function.__name__
-        copy = types.FunctionType(code, function.__globals__, name, defaults, cells or None)
+        copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
         copy.__kwdefaults__ = keyword_defaults
         copy.__dict__.update(function.__dict__)
         return copy
-
-    def _cell(self, cell: types.CellType) -> types.CellType:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # it is empty
-            return cell
-        value = self.applied(content)
-        return cell if value is content else types.CellType(value)
