@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 import threading
+import warnings
 from collections import OrderedDict, namedtuple
 
 import jax
@@ -909,6 +910,109 @@ def test_weights_go_back_into_torch():
     np.testing.assert_allclose(net(x), numbers(module(X)), rtol=1e-4, atol=1e-5)
     with pytest.raises(TypeError, match="has no parameter or buffer 'nothing'"):
         net.load({"nothing": x})
+
+
+def is_fine(x):
+    """A check, as libraries have them: it only warns or raises."""
+    if x.isnan().any():
+        warnings.warn("NaN", stacklevel=2)
+    assert (x < 100).all()
+
+
+class Asking(nn.Module):
+    """Asks for values in three places, in a function, a method and forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def scaled(self, x):
+        return x * 2 if x.sum() > 0 else -x
+
+    def forward(self, x):
+        is_fine(x)
+        return self.scaled(Quantized.apply(self.linear(x))) * self.factor(x)
+
+    def factor(self, x):
+        return 3
+
+
+class AskingMore(Asking):
+    def factor(self, x):
+        return int(x.abs().max())
+
+
+@row("I7")
+def test_every_place_that_asks_for_a_value_is_said_at_once():
+    net = jaxfn.from_torch(nn.Sequential(AskingMore(), AskingMore()))
+    with pytest.raises(TranslationError) as caught:
+        net(jnp.ones((4, 3)))
+    explanation = net.explain(jnp.ones((4, 3)))
+    places = [(place.line.text, place.line.callable) for place in explanation.values_needed]
+    here = f"{__name__}."
+    assert places == [
+        ("if x.isnan().any():", f"{here}is_fine"),
+        ("assert (x < 100).all()", f"{here}is_fine"),
+        ("return x * 2 if x.sum() > 0 else -x", f"{here}Asking.scaled"),
+        ("return int(x.abs().max())", f"{here}AskingMore.factor"),
+    ]
+    assert not explanation.is_supported
+    for text, name in places:
+        assert text in str(caught.value) and f"ops={{{name}: jax_function}}" in str(caught.value)
+        assert text in str(explanation)
+
+
+@row("I7")
+def test_functions_and_methods_that_ask_for_values_are_replaced():
+    """A check is dropped by a function that returns nothing."""
+    module = Asking()
+    ops = {
+        is_fine: lambda x: None,
+        Asking.scaled: lambda self, x: jnp.where(x.sum() > 0, x * 2, -x),
+    }
+    net = jaxfn.from_torch(module, ops=ops)
+    gradients = jax.grad(lambda p: net.apply(p, {}, jnp.asarray(X.numpy()))[0].sum())(net.parameters)
+    module(X).sum().backward()
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(gradients[name], parameter.grad, rtol=1e-5)
+
+
+@row("I7")
+def test_explain_lists_the_functions_in_it():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return Quantized.apply(x) * 2
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output * 2
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent * 2
+
+    class Fixed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x + 1
+
+    net = jaxfn.from_torch(Weighted(lambda module, x: Fixed.apply(Twice.apply(Quantized.apply(x @ module.w)))))
+    found = {f.name: (f.times, f.rules) for f in net.explain(jnp.ones((4, 3))).parts[0].functions}
+    assert found == {"Fixed": (1, ()), "Twice": (1, ("backward", "jvp")), "Quantized": (2, ("backward",))}
+
+
+def unsupported_inside(module, x):
+    return torch.special.airy_ai(x @ module.w)
+
+
+@row("I7")
+def test_an_operation_without_a_translation_names_the_function_around_it():
+    net = jaxfn.from_torch(Weighted(unsupported_inside))
+    (entry,) = net.explain(jnp.ones((4, 3))).parts[0].unsupported
+    assert entry.callable == f"{__name__}.unsupported_inside"
+    with pytest.raises(TranslationError, match=re.escape(f"in {__name__}.unsupported_inside")):
+        net(jnp.ones((4, 3)))
 
 
 @row("I7")

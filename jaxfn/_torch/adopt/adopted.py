@@ -241,12 +241,12 @@ class Adapter:
         try:
             program = self.traced(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
         except TranslationError as error:
-            return Explanation(self.definition.name, [Part("forward", error)])
+            return Explanation(self.definition.name, [Part("forward", None, error)])
         parts = [Part("forward", program.traced)]
         try:
             backward = program.whole_backward()
         except TranslationError as error:
-            parts.append(Part("backward", error))
+            parts.append(Part("backward", None, error))
         else:
             parts += [] if backward is None else [Part("backward", backward.traced)]
         return Explanation(self.definition.name, parts)
@@ -431,6 +431,7 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     """Records the call; what it returns."""
     adopted, arguments, program, draws = previewed
     adapter = adopted.adapter
+    tracing.functions.append(program)
     places = slots(program.output)
     template = arguments.template  # all that the graph keeps of the arguments
 

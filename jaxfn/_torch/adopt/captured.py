@@ -27,6 +27,7 @@ from jaxfn._torch._compat import takes_boxed_gradients
 from jaxfn._torch.trace.state import HeldTensors, Holding, current
 
 _KEPT = "_jaxfn_held"
+ORIGINAL = "_jaxfn_original"  # of such a Function, the given one
 
 
 class TakingTensors:
@@ -111,7 +112,12 @@ def _taking_tensors(
         return tuple(gradients)
 
     functools.update_wrapper(backward, given)
-    body = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": function.__module__}
+    body: dict[str, Any] = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(backward),
+        "__module__": function.__module__,
+    }
+    body[ORIGINAL] = function
     return type(function.__name__, (torch.autograd.Function,), body)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxfn._torch.adopt.program import TracedGraph
+from jaxfn._torch.adopt.captured import ORIGINAL
+from jaxfn._torch.adopt.definition import Definition
+from jaxfn._torch.adopt.program import Forward, TracedGraph
 from jaxfn._torch.graph.code import code
 from jaxfn._torch.graph.names import name_of
+from jaxfn._torch.graph.recorder import AssumedValue
 from jaxfn._torch.values.errors import TranslationError
 
 
@@ -22,13 +27,16 @@ class Part:
       unsupported: those among them that have no translation, each with the source line that called it.
       code: the JAX code of the translation, which stands for it in text; it is not what runs.
       draws: whether it draws random numbers.
+      functions: the Functions that are applied in it, each once.
     """
 
-    def __init__(self, name: str, traced: TracedGraph | TranslationError) -> None:
+    def __init__(self, name: str, traced: TracedGraph | None, error: TranslationError | None = None) -> None:
         self.name = name
-        self.error = traced if isinstance(traced, TranslationError) else None
+        self.error = error
         self.graph, self.operations, self.unsupported, self.code, self.draws = "", [], [], "", False
-        if isinstance(traced, TracedGraph):
+        self.functions: list[AppliedFunction] = []
+        if traced is not None:
+            self.functions = _applied(traced.functions)
             nodes = traced.graph_module.graph.nodes
             self.graph = str(traced.graph_module.graph).strip()
             self.operations = sorted({name_of(node.target) for node in nodes if node.op == "call_function"})
@@ -38,18 +46,65 @@ class Part:
 
     def __str__(self) -> str:
         if self.error is not None:
-            return f"{self.name} cannot be traced:\n{_indented(str(self.error))}"
-        missing = "".join(
-            f"\n    {entry.operation}, {entry.line or 'line unknown'}{f': {entry.reason}' if entry.reason else ''}"
-            for entry in self.unsupported
-        )
+            return f"{self.name} cannot be traced:\n{_indented(str(self.error))}" + self._functions_and_missing()
         return (
             f"{self.name}, as torch traced it:\n{_indented(self.graph)}\n"
-            f"{self.name}, operations: {', '.join(self.operations) or 'none'}\n"
-            f"{self.name}, without a translation:{missing or ' none'}\n"
-            + (f"{self.name} draws random numbers: it needs a key\n" if self.draws else "")
-            + f"{self.name}, in JAX:\n{_indented(self.code.strip())}"
+            f"{self.name}, operations: {', '.join(self.operations) or 'none'}"
+            + self._functions_and_missing()
+            + (f"\n{self.name} draws random numbers: it needs a key" if self.draws else "")
+            + f"\n{self.name}, in JAX:\n{_indented(self.code.strip())}"
         )
+
+    def _functions_and_missing(self) -> str:
+        applied = "".join(f"\n    {function}" for function in self.functions)
+        missing = "".join(
+            f"\n    {entry.operation}, {entry.line or 'line unknown'}"
+            f"{f', in {entry.callable}' if entry.callable else ''}{f': {entry.reason}' if entry.reason else ''}"
+            for entry in self.unsupported
+        )
+        return (f"\n{self.name}, Functions in it:{applied}" if applied else "") + (
+            f"\n{self.name}, without a translation:{missing or ' none'}" if self.graph else ""
+        )
+
+
+class AppliedFunction(NamedTuple):
+    """A torch Function that code applies.
+
+    Attributes:
+      name: its name.
+      place: where it was written, `file:line`.
+      times: how often it is applied, in Functions too that are applied.
+      rules: which of "backward" and "jvp" are its own: those are what JAX uses. Without any it has no derivative.
+    """
+
+    name: str
+    place: str
+    times: int
+    rules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rules = f"by its own {' and '.join(self.rules)}" if self.rules else "not differentiable"
+        return f"{self.name} ({self.place}), {self.times} x, {rules}"
+
+
+def _applied(programs: Sequence[Forward]) -> list[AppliedFunction]:
+    times: Counter[Any] = Counter()
+    definitions: dict[Any, Definition] = {}
+    pending = list(programs)
+    while pending:
+        program = pending.pop(0)
+        function = getattr(program.definition.function, ORIGINAL, program.definition.function)
+        times[function] += 1
+        definitions[function] = program.definition
+        pending += program.traced.functions
+    return [_described(function, definitions[function], number) for function, number in times.items()]
+
+
+def _described(function: Any, definition: Definition, times: int) -> AppliedFunction:
+    code = getattr(inspect.unwrap(function.forward), "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}" if code else "place unknown"
+    rules = [*["backward"] * (definition.backward is not None), *["jvp"] * definition.has_jvp]
+    return AppliedFunction(definition.name, place, times, tuple(rules))
 
 
 class Explanation:
@@ -58,11 +113,14 @@ class Explanation:
     Attributes:
       name: the Function's.
       parts: `forward` and, where it has one and forward could be traced, `backward`.
+      values_needed: the places where Python code asks for a tensor's value, as far as can be seen: each is told
+        something, to see what else the code does. Their `line.callable` is a function that `ops=` may name.
     """
 
-    def __init__(self, name: str, parts: Sequence[Part]) -> None:
+    def __init__(self, name: str, parts: Sequence[Part], values_needed: Sequence[AssumedValue] = ()) -> None:
         self.name = name
         self.parts = list(parts)
+        self.values_needed = list(values_needed)
 
     @property
     def is_supported(self) -> bool:
@@ -70,7 +128,9 @@ class Explanation:
         return not any(part.error or part.unsupported for part in self.parts)
 
     def __str__(self) -> str:
-        return "\n\n".join([self.name, *map(str, self.parts)])
+        asking = "".join(map(str, self.values_needed))
+        needed = [f"values of tensors that Python code asks for:{asking}"] if asking else []
+        return "\n\n".join([self.name, *map(str, self.parts), *needed])
 
     __repr__ = __str__
 

@@ -47,6 +47,9 @@ class TracedGraph(NoArrays):
       name: "forward", "backward", "jvp" or "vmap".
       tracing: the finished trace.
       results: the tensors that the graph gives.
+
+    Attributes:
+      functions: the Functions that are applied in it, each as it was traced there.
     """
 
     def __init__(self, code: TorchCode, name: str, tracing: Tracing, results: Sequence[torch.Tensor]) -> None:
@@ -58,6 +61,7 @@ class TracedGraph(NoArrays):
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
         self.reads_outside = tracing.recorder.reads_outside
         self.loses_gradients = tracing.recorder.loses_gradients
+        self.functions: list[Forward] = list(tracing.functions)
         translation = Translation(self.graph_module, code.replacements.operations)
         self.unsupported = translation.unsupported
         self._constants = translation.constants

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import torch
@@ -13,11 +13,13 @@ from jaxfn._torch._compat import without_functions
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation, Part
 from jaxfn._torch.adopt.program import Spec, Trace, TracedGraph, known_or_made
+from jaxfn._torch.graph.recorder import AssumedValue
+from jaxfn._torch.trace.leftovers import cleaned_up
 from jaxfn._torch.trace.running import running
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.arrays import torch_dtype
-from jaxfn._torch.values.errors import TranslationError
-from jaxfn._torch.values.flat import put_in, take_out
+from jaxfn._torch.values.errors import NeededValueError, TranslationError
+from jaxfn._torch.values.flat import Flat, put_in, take_out
 from jaxfn._torch.values.statics import Recent
 from jaxfn._values.arrays import as_array, is_array_leaf
 
@@ -33,11 +35,21 @@ class Program(Trace):
       arguments: the template of its arguments.
       specs: of the tensors in its slots.
       are_trained: which of those require a gradient, as parameters do.
+      assumed: to see what else Python code does where it asks for a tensor's value, it is told something, which is
+        noted here.
     """
 
-    def __init__(self, whole: Whole, arguments: Any, specs: Sequence[Spec], are_trained: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        whole: Whole,
+        arguments: Any,
+        specs: Sequence[Spec],
+        are_trained: Sequence[bool],
+        assumed: list[AssumedValue] | None = None,
+    ) -> None:
         code = whole.code
         tracing = Tracing(code.name, code.replacements, code.nested)
+        tracing.recorder.assumed = assumed
         with running(tracing):
             inputs = [
                 tracing.input(*spec, requires_grad=True if is_trained else None)
@@ -80,27 +92,63 @@ class Whole:
           num_trained: in how many of them, the first ones, arrays require a gradient.
           state: what the code's behaviour depends on besides.
         """
-        flat = take_out(arguments, is_array_leaf)
-        trained = len(take_out(arguments[:num_trained], is_array_leaf).leaves)
-        specs = [Spec(tuple(x.shape), torch_dtype(x.dtype)) for x in map(as_array, flat.leaves)]
-        are_trained = [i < trained for i in range(len(specs))]
-        program = known_or_made(
-            self.code.name,
-            self._programs,
-            (flat.template, trained, state),
-            specs,
-            lambda _: True,
-            lambda: Program(self, flat.template, specs, are_trained),
-        )
-        return program, flat.leaves
+        new = self._new_program(arguments, num_trained)
+        try:
+            program = known_or_made(
+                self.code.name,
+                self._programs,
+                (new.arguments.template, tuple(new.are_trained), state),
+                new.specs,
+                lambda _: True,
+                new,
+            )
+        except NeededValueError as error:
+            _, assumed = _assuming(new)
+            if len(assumed) < 2:
+                raise
+            more = "".join(map(str, assumed[1:]))
+            raise NeededValueError(
+                f"{error}\nAs far as can be seen it asks for values further on, too:{more}"
+            ) from error
+        return program, new.arguments.leaves
 
     def explain(self, arguments: tuple[Any, ...], num_trained: int = 0) -> Explanation:
         """What becomes of the code for these arguments."""
+        name, new = self.code.name, self._new_program(arguments, num_trained)
         try:
-            program, _ = self.traced(arguments, num_trained, None)
+            with cleaned_up(name):
+                return Explanation(name, [Part("forward", new().traced)])
         except TranslationError as error:
-            return Explanation(self.code.name, [Part("forward", error)])
-        return Explanation(self.code.name, [Part("forward", program.traced)])
+            program, assumed = _assuming(new)
+            return Explanation(name, [Part("forward", program and program.traced, error)], assumed)
+
+    def _new_program(self, arguments: tuple[Any, ...], num_trained: int) -> _NewProgram:
+        flat = take_out(arguments, is_array_leaf)
+        trained = len(take_out(arguments[:num_trained], is_array_leaf).leaves)
+        specs = [Spec(tuple(x.shape), torch_dtype(x.dtype)) for x in map(as_array, flat.leaves)]
+        return _NewProgram(self, flat, specs, [i < trained for i in range(len(specs))])
+
+
+class _NewProgram(NamedTuple):
+    """What a program is made of."""
+
+    whole: Whole
+    arguments: Flat
+    specs: list[Spec]
+    are_trained: list[bool]
+
+    def __call__(self, assumed: list[AssumedValue] | None = None) -> Program:
+        return Program(self.whole, self.arguments.template, self.specs, self.are_trained, assumed)
+
+
+def _assuming(new: _NewProgram) -> tuple[Program | None, list[AssumedValue]]:
+    """The program of code that asks for values, if it can be made so, and where it asks."""
+    assumed: list[AssumedValue] = []
+    try:
+        with cleaned_up(new.whole.code.name):
+            return new(assumed), assumed
+    except Exception:  # of any kind: the code was told what is not so
+        return None, assumed
 
 
 def _check_gradients(

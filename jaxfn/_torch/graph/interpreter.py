@@ -51,11 +51,13 @@ class Unsupported(NamedTuple):
       operation: its name, as torch prints it.
       line: the line of the torch code that called it, or None if torch did not record it.
       reason: why, where more is known than that it is not in the table.
+      callable: the innermost function around that line which `ops=` may name, as Python has it.
     """
 
     operation: str
     line: str | None
     reason: str | None = None
+    callable: str | None = None
 
 
 class Translation:
@@ -229,12 +231,13 @@ def explain(entries: Sequence[Unsupported]) -> str:
     lines: list[str] = []
     for entry in entries:
         place = f", called at {entry.line}" if entry.line else ""
-        lines.append(f"  {entry.operation}{place}{f': {entry.reason}' if entry.reason else ''}")
+        around = f", in {entry.callable}" if entry.callable else ""
+        lines.append(f"  {entry.operation}{place}{around}{f': {entry.reason}' if entry.reason else ''}")
     return (
         "no translation to JAX for\n"
         + "\n".join(lines)
-        + "\nName a JAX function for each with `ops={torch_op: jax_function}`, "
-        "or write that part of the Function in other operations."
+        + "\nName a JAX function for each with `ops={torch_op: jax_function}`, or for a Python function around it, or "
+        "write that part of the Function in other operations."
     )
 
 
@@ -304,10 +307,10 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
             return Operation(replacements[form], takes_half=True)
     entry = entry_name(name)
     if entry is None:
-        return Unsupported(name, line_of(node), refusal(name))
+        return Unsupported(name, line_of(node), refusal(name), callable_around(node))
     unknown_dtype = _unknown_dtype(node)
     if unknown_dtype is not None:
-        return Unsupported(name, line_of(node), unknown_dtype)
+        return Unsupported(name, line_of(node), unknown_dtype, callable_around(node))
     operation = TABLE[entry]
     memory = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
     if memory is None or not (operation.reads_memory or operation.otherwise):
@@ -316,7 +319,7 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
         return Operation(operation.otherwise)
     if operation.reads_memory and not (memory.is_contiguous() and memory.storage_offset() == 0):
         reason = "it reads memory, where its argument lies in another order than its elements: use `.contiguous()`"
-        return Unsupported(name, line_of(node), reason)
+        return Unsupported(name, line_of(node), reason, callable_around(node))
     return operation
 
 
@@ -341,6 +344,12 @@ def line_of(node: Node) -> str | None:
     """The line of the user's code that called a node's operation, as `file:line: code`."""
     line: Line | None = node.meta.get("line")
     return f"{line.file}:{line.number}: {line.text}".rstrip(": ") if line else None
+
+
+def callable_around(node: Node) -> str | None:
+    """The innermost function around that line which has a name."""
+    line: Line | None = node.meta.get("line")
+    return line.callable if line else None
 
 
 def _at(node: Node) -> str:

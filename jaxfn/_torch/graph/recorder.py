@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import torch
@@ -39,10 +39,10 @@ from jaxfn._torch._compat import (
 )
 from jaxfn._torch.graph.jax_call import JaxCall, draws_random_numbers
 from jaxfn._torch.graph.names import by_name
-from jaxfn._torch.graph.source_lines import running_line, source_line
+from jaxfn._torch.graph.source_lines import Line, as_text, naming, running_line, source_line
 from jaxfn._torch.operations import entry_name, refusal
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
-from jaxfn._torch.values.errors import OtherTraceError, TranslationError
+from jaxfn._torch.values.errors import NeededValueError, OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import put_in, take_out
 from jaxfn._values.arrays import is_array_leaf
 
@@ -69,6 +69,23 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 _CARRIED = JaxCall(_carried, "carried")
 
 
+class AssumedValue(NamedTuple):
+    """A place where Python code asks for a tensor's value.
+
+    Attributes:
+      line: which.
+      value: what it was told, to see what it does then.
+    """
+
+    line: Line | None
+    value: bool | float
+
+    def __str__(self) -> str:
+        name = self.line and self.line.callable
+        around = f"; ops={{{name}: jax_function}} would stand for the function around it" if name else ""
+        return f"{as_text(self.line)}\n    (taken to be {self.value}{around})"
+
+
 class Recorder(TorchDispatchMode):
     """Builds the graph of one trace; entered below functionalization.
 
@@ -89,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self.is_seeded = False  # whether the code set torch's random state
         self.loses_gradients = False  # whether autograd inside gave a gradient to a tensor made outside
         self.has_shared_inputs = False  # whether inputs stand for tensors that lie in each other's memory
+        self.assumed: list[AssumedValue] | None = None  # what Python code was told of values that are not there
         self.follows_grad_mode = False  # whether what is computed under `torch.no_grad()` has no derivative
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
@@ -361,7 +379,7 @@ class Recorder(TorchDispatchMode):
             with self._fake:
                 return func(*args, **kwargs)
         except DataDependentOutputException:
-            raise TranslationError(f"{self.owner}: {_NEEDS_VALUE}{source_line()}") from None
+            return self.assume(f"{self.owner}: {_NEEDS_VALUE}", args[0].dtype if func in _NUMBERS else torch.bool)
         except DynamicOutputShapeException:
             reason = refusal(str(func)) or (
                 "the shape of what it returns depends on the values of a tensor, and JAX's shapes are static. Use "
@@ -379,6 +397,25 @@ class Recorder(TorchDispatchMode):
                 f"Name a JAX function to stand for it: from_torch(..., ops={{torch.ops.{func}: function}})"
                 f"{source_line()}"
             ) from error
+
+    def assume(self, problem: str, dtype: torch.dtype) -> Any:
+        """What Python code is told of a tensor's value, where it is only to be seen what else it does.
+
+        Args:
+          problem: what is wrong otherwise.
+          dtype: the tensor's.
+
+        Raises:
+          NeededValueError: it is to be translated.
+        """
+        if self.assumed is None:
+            raise NeededValueError(f"{problem}{naming(running_line())}{source_line()}")
+        line = running_line()
+        is_asserted = line is not None and line.text.startswith("assert")
+        value = is_asserted if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        place = AssumedValue(line, value)
+        self.assumed += [] if place in self.assumed else [place]
+        return value
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation that the table does not have, in terms of others; `NotImplemented` if torch knows none."""
@@ -484,6 +521,7 @@ _NEEDS_VALUE = (
     "Python code asks for the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, an `assert`), "
     "and while JAX traces there is none. Use torch.where, or pass the number as a Python number"
 )
+_NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
 _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
 
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import PACK, PAD, FunctionalTensor, plain_torch
-from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.graph.source_lines import naming, running_line, source_line
 from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, lstsq
 from jaxfn._torch.trace.hooks import hooked
 from jaxfn._torch.trace.indexing import read, write
@@ -25,7 +25,7 @@ from jaxfn._torch.trace.selecting import call
 from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.silent import detach
 from jaxfn._torch.trace.state import Tracing
-from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.errors import NeededValueError, TranslationError
 
 _Handler = Callable[["PythonLevel", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _HANDLERS: dict[Any, _Handler] = {}
@@ -98,6 +98,11 @@ def _type(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
 def _values(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = mode.tracing.lower(args[0])
+    if mode.tracing.recorder.is_traced(tensor) and mode.tracing.recorder.assumed is not None:
+        value = mode.tracing.recorder.assume("", tensor.dtype)
+        with plain_torch():
+            return func(torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), *args[1:], **kwargs)
     tensor = _known(mode, args[0], f"`.{func.__name__}()`", "Write that part in torch operations")
     with plain_torch():
         return func(tensor.detach(), *args[1:], **kwargs)
@@ -107,9 +112,9 @@ def _known(mode: PythonLevel, tensor: torch.Tensor, asker: str, advice: str) -> 
     """A tensor that has values."""
     tensor = mode.tracing.lower(tensor)
     if mode.tracing.recorder.is_traced(tensor):
-        raise TranslationError(
+        raise NeededValueError(
             f"{mode.tracing.owner}: {asker} asks for the values of a tensor, and while JAX traces there are none. "
-            f"{advice}{source_line()}"
+            f"{advice}{naming(running_line())}{source_line()}"
         )
     return tensor
 

@@ -85,6 +85,7 @@ class Tracing:
 
     Attributes:
       held: what a module holds, where one is traced.
+      functions: the Functions that it applied, one after the other, each with what is known of the call.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Tracing:
         self.recorder = Recorder(owner, replacements.operations)
         self.reads_flags = False
         self.held: HeldTensors | None = None
+        self.functions: list[Any] = []
         self._requires_grad: dict[int, bool] = {}
         self._inputs: list[torch.Tensor] = []
 

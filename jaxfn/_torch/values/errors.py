@@ -10,5 +10,9 @@ class TranslationError(RuntimeError):
     """
 
 
+class NeededValueError(TranslationError):
+    """Python code asks for the value of a tensor, and while JAX traces there is none."""
+
+
 class OtherTraceError(TranslationError):
     """A tensor of one trace is used in another one."""
