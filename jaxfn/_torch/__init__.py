@@ -88,16 +88,17 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
             "from_torch takes a subclass of torch.autograd.Function, a torch.nn.Module (an instance) or a Python "
             f"function of tensors, not {torch_function!r}"
         )
-    from jaxfn._torch.adopt.adopted import adopt, nested
+    from jaxfn._torch.adopt.adopted import adopt
     from jaxfn._torch.adopt.canary import check_torch
     from jaxfn._torch.adopt.function import adopted_function
     from jaxfn._torch.adopt.module import AdoptedModule
+    from jaxfn._torch.adopt.nested import NESTED
     from jaxfn._torch.trace.state import Replacements
 
     check_torch()
     if isinstance(torch_function, torch.nn.Module):
-        return AdoptedModule(torch_function, Replacements.of(ops or {}), nested())
+        return AdoptedModule(torch_function, Replacements.of(ops or {}), NESTED)
     if not is_function_class:
-        return adopted_function(torch_function, Replacements.of(ops or {}), nested())
+        return adopted_function(torch_function, Replacements.of(ops or {}), NESTED)
     caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
-    return adopt(torch_function, ops or {}, caller)
+    return adopt(torch_function, ops or {}, caller, NESTED)

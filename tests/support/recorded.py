@@ -9,16 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jaxfn._torch.adopt.adopted import applied_inside, can_be_repeated  # noqa: E402
+from jaxfn._torch.adopt.nested import NESTED  # noqa: E402
 from jaxfn._torch.adopt.program import spec_of  # noqa: E402
 from jaxfn._torch.trace.leftovers import cleaned_up  # noqa: E402
 from jaxfn._torch.trace.running import running  # noqa: E402
-from jaxfn._torch.trace.state import Nested, Replacements, Tracing  # noqa: E402
+from jaxfn._torch.trace.state import Replacements, Tracing  # noqa: E402
 from jaxfn._torch.values.arrays import to_jax  # noqa: E402
 from jaxfn._torch.values.flat import put_in, take_out  # noqa: E402
 
 OWNER = "Recorded"
-_NESTED = Nested(applied_inside, can_be_repeated)
 
 
 def recorded(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
@@ -30,7 +29,7 @@ def recorded(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
 
 
 def _recorded(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    tracing = Tracing(OWNER, Replacements.of({}), _NESTED)
+    tracing = Tracing(OWNER, Replacements.of({}), NESTED)
     with running(tracing):
         made = take_out(function(*(tracing.input(*spec_of(tensor)) for tensor in tensors)), torch.is_tensor)
         values = [tracing.lower(tensor) for tensor in made.leaves]

@@ -16,15 +16,13 @@ from jaxfn._function import Function
 from jaxfn._protocol.context import FunctionCtx, state_of
 from jaxfn._protocol.once_differentiable import once_differentiable
 from jaxfn._run.methods import Methods
-from jaxfn._torch.adopt.captured import TakingTensors
 from jaxfn._torch.adopt.definition import Definition
 from jaxfn._torch.adopt.explain import Explanation, Part
 from jaxfn._torch.adopt.program import BatchedForward, Forward, Spec, known_or_made, spec_of
-from jaxfn._torch.trace.inside import CalledFunction, as_key, new_key
-from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, Tracing
+from jaxfn._torch.trace.state import Nested, Replacements
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
-from jaxfn._torch.values.flat import Flat, Slot, put_in, slots, take_out
+from jaxfn._torch.values.flat import Flat, Slot, put_in, take_out
 from jaxfn._torch.values.statics import Recent
 from jaxfn._values.arrays import as_array, is_array_leaf, is_none
 
@@ -321,12 +319,19 @@ def _matched(places: Sequence[Any], given: Sequence[Any], specs: Sequence[Spec])
 _BACKWARD = 0x6261636B
 
 
-def adopt(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> type[Adopted]:
-    """The jaxfn Function of a torch one; the same one again for the same class and replacements."""
+def adopt(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested) -> type[Adopted]:
+    """The jaxfn Function of a torch one; the same one again for the same class and replacements.
+
+    Args:
+      function: the class.
+      ops: what stands for torch operations and functions in it.
+      module: the `__module__` of the new class.
+      nested: what becomes of Functions that it applies.
+    """
     key = id(function), frozenset((id(op), id(replacement)) for op, replacement in ops.items())
     found = _ADOPTED.get(key)
     if found is None:
-        found = _ADOPTED[key] = _make(function, ops, module)
+        found = _ADOPTED[key] = _make(function, ops, module, nested)
     return found
 
 
@@ -334,8 +339,8 @@ def adopt(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> 
 _ADOPTED: weakref.WeakValueDictionary[Any, type[Adopted]] = weakref.WeakValueDictionary()
 
 
-def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> type[Adopted]:
-    definition = Definition(function, Replacements.of(ops), nested())
+def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested) -> type[Adopted]:
+    definition = Definition(function, Replacements.of(ops), nested)
     adapter = Adapter(definition)
 
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
@@ -373,83 +378,3 @@ def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str) -> 
     if definition.has_jvp:
         body["jvp"] = staticmethod(jvp)
     return type(function.__name__, (Adopted,), body)
-
-
-def nested() -> Nested:
-    """What becomes of Functions that torch code applies."""
-    return Nested(applied_inside, can_be_repeated)
-
-
-class _Previewed(NamedTuple):
-    """A call of a Function inside another one, before it is recorded; see `Adapter.preview`."""
-
-    adopted: type[Adopted]
-    arguments: Flat
-    program: Forward
-    draws: bool
-
-
-def _previewed(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Previewed:
-    adopted = adopt(function, tracing.replacements.all, __name__)
-    arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
-    return _Previewed(adopted, arguments, *adopted.adapter.preview(arguments))
-
-
-def can_be_repeated(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the same call once more gives the same again: it draws nothing, and writes to no argument."""
-    _, _, program, draws = _previewed(tracing, function, args, kwargs)
-    return not draws and not program.dirty
-
-
-def _taking_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any, args: Sequence[Any]) -> TakingTensors:
-    """The call, of a Function that takes what this one uses of a module's tensors."""
-    taking_all = TakingTensors(function, args, held, [*held.tensors])
-    _, arguments, program, _ = _previewed(tracing, taking_all.function, taking_all.args, {})
-    places = {id(x): i for i, x in enumerate(arguments.leaves)}
-    used, written = program.used_inputs(), set(program.written)
-    names = [name for name, x in held.tensors.items() if places[id(x)] in used]
-    moved = [name for name in names if places[id(held.tensors[name])] in written]
-    return TakingTensors(function, args, held, names, moved)
-
-
-def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a torch Function returns that the code being traced applies: a call of its own jaxfn Function."""
-    try:
-        previewed = _previewed(tracing, function, args, kwargs)
-        if previewed.program.refusal is not None:
-            raise previewed.program.refusal
-    except OtherTraceError:
-        if tracing.held is None or kwargs:
-            raise
-        taking = _taking_tensors_of_module(tracing, tracing.held, function, args)
-        previewed = _previewed(tracing, taking.function, taking.args, kwargs)
-        return taking.outputs(_recorded(tracing, previewed))
-    return _recorded(tracing, previewed)
-
-
-def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
-    """Records the call; what it returns."""
-    adopted, arguments, program, draws = previewed
-    adapter = adopted.adapter
-    tracing.functions.append(program)
-    places = slots(program.output)
-    template = arguments.template  # all that the graph keeps of the arguments
-
-    def of_arrays(*arrays: Any) -> list[Any]:
-        options = {adapter.definition.key_name: as_key(arrays[-1])} if draws else {}
-        args, kwargs = put_in(template, arrays)
-        return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
-
-    called = CalledFunction(tracing, of_arrays, adapter.definition.name, [program.specs[slot] for slot in places])
-    # What it writes to is to have the old value still where autograd goes back through the call.
-    given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
-    made = called(*given, *([new_key(tracing)] if draws else []))
-    outputs = dict(zip(places, made, strict=True))
-    for index, slot in program.dirty.items():
-        if slot is None:
-            raise TranslationError(
-                f"{adapter.definition.name}, applied inside {tracing.owner}, marks an input dirty and does not "
-                "return it"
-            )
-        outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
-    return put_in(program.output, outputs)

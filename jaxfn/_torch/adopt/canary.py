@@ -23,6 +23,7 @@ import torch
 
 from jaxfn._compat import compile_quickly
 from jaxfn._torch.adopt.adopted import adopt
+from jaxfn._torch.adopt.nested import NESTED
 from jaxfn._torch.values.errors import TranslationError
 
 OLDEST = (2, 8)
@@ -92,7 +93,7 @@ def _apply_round_by_super(x: Any) -> Any:
 
 def _function(forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return adopt(type("Canary", (torch.autograd.Function,), body), {}, __name__).apply
+    return adopt(type("Canary", (torch.autograd.Function,), body), {}, __name__, NESTED).apply
 
 
 def _with_backward(slope: Callable[[Any], Any]) -> Callable[..., Any]:
