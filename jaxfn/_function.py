@@ -194,14 +194,15 @@ class _Entry(Opaque):
         if watch is not None and watch.undecorated:
             with watching(None):  # Functions inside forward keep their rules
                 return undecorated(call, arrays)
-        closed_over = [] if is_eager() else call.closed_over_operands()
+        nothing_is_traced = is_eager()
+        closed_over = [] if nothing_is_traced else call.closed_over_operands()
         if not closed_over and not any(map(is_traced, arrays)) and not stages_constants():
             # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
             _, _, returned = call_forward(call, arrays, call.unperturbed)
             # A forward that reaches somebody's tracer in a way that is not seen goes the full way, to JAX's own error.
             if not any(map(is_traced, returned.arrays)):
                 return returned.value
-        closed_over_by_rules = [] if is_eager() else call.operands_of_rules()
+        closed_over_by_rules = [] if nothing_is_traced else call.operands_of_rules()
         if closed_over or closed_over_by_rules:
             rule = differentiable(CallRule(call, closed_over, closed_over_by_rules))
         try:

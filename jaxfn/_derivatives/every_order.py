@@ -90,7 +90,11 @@ class CallRule(Rule):
 
     def _run_once(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Done:
         """A run of forward, with what its rules need of what they close over."""
-        done = run_once(self.call, operands[: self._num_inputs], perturbed, hooks, self._stand_ins(operands))
+        inputs = operands[: self._num_inputs]
+        if any(map(is_traced, inputs)):
+            done = run_once(self.call, inputs, perturbed, hooks, self._stand_ins(operands))
+        else:
+            done = Done(*run_forward(self.call, inputs, perturbed, hooks))
         if not self._closed_over_by_rules:
             return done
         run = done.run.closing_over(self._closed_over_by_rules)

@@ -11,15 +11,16 @@ pytree nodes, never through a closure: JAX may cache a trace and not run the fun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxfn._compat import is_batched
 from jaxfn._derivatives.names_for_jax import describe
 from jaxfn._derivatives.rule import Differentiable, Rule, Site
-from jaxfn._derivatives.unbatched_outputs import mappings_of, pulled_apart, with_mappings
+from jaxfn._derivatives.unbatched_outputs import pull_of, with_mappings
 from jaxfn._protocol.outputs import Outputs
 from jaxfn._run.run import Run
 from jaxfn._values.arrays import as_array, is_inexact
@@ -40,12 +41,13 @@ def reverse_mode(rule: Rule) -> Differentiable:
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
         site.check_outputs(run)
         depended_on = [*rule.inputs_among(operands), *residuals[: len(run.closed_over_by_rules)]]
-        return outputs, _kept(site, with_mappings(site, run, outputs.arrays, depended_on), residuals)
+        if any(map(is_batched, depended_on)):
+            run = with_mappings(site, run, outputs.arrays, depended_on)
+        return outputs, _kept(site, run, residuals)
 
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
         run = residuals.run
-        mappings = mappings_of(run)
-        pull = partial(pulled_apart, mappings) if mappings else Run.backward
+        pull = pull_of(run) if run.mappings or run.mappings_of_program else Run.backward
         return None, *rule.operands_with(pull(run, residuals.arrays, cotangents.arrays))
 
     describe(rule, primal, fwd, bwd)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
-from jaxfn._compat import Batch, SymbolicZero, batches_of, enclosing_batches, is_batched, zeros_of
+from jaxfn._compat import Batch, SymbolicZero, batches_of, enclosing_batches, zeros_of
 from jaxfn._derivatives.rule import Site
 from jaxfn._primitives.attach import Mapping
 from jaxfn._primitives.linearity import is_constant, is_zero
@@ -26,8 +27,6 @@ def with_mappings(site: Site, run: Run, outputs: Sequence[Any], depended_on: Seq
       outputs: its array leaves.
       depended_on: the array leaves of the inputs, then what its rules close over.
     """
-    if not any(map(is_batched, depended_on)):
-        return run
     batches_of_inputs, batches_of_outputs = list(map(batches_of, depended_on)), list(map(batches_of, outputs))
     mappings: list[Mapping] = []
     here, num_around = enclosing_batches()
@@ -41,7 +40,16 @@ def with_mappings(site: Site, run: Run, outputs: Sequence[Any], depended_on: Seq
     return run
 
 
-def mappings_of(run: Run) -> list[Mapping]:
+def pull_of(run: Run) -> Pull:
+    """What takes a run, its residuals and cotangents, and gives the cotangents of its inputs."""
+    mappings = _mappings_of(run)
+    return partial(_pulled_apart, mappings) if mappings else Run.backward
+
+
+Pull = Callable[[Run, Sequence[Any], Sequence[Any]], "list[jax.Array | None]"]
+
+
+def _mappings_of(run: Run) -> list[Mapping]:
     """The uses of `jax.vmap` of which the derivative is taken from outside, where outputs lack their batch.
 
     # Note: grad of vmap, and vmap of grad, of a jitted function
@@ -57,8 +65,6 @@ def mappings_of(run: Run) -> list[Mapping]:
     a jitted function returns what `jax.vjp` did, or where JAX's coming checkpoint computes residuals again. But `fwd`
     and `bwd` are not mapped as the rule of one call then.
     """
-    if not run.mappings and not run.mappings_of_program:
-        return []
     here = enclosing_batches().here
     of_call = [
         m._replace(operations=bwd)  # JAX's coming custom_vjp maps fwd and bwd one by one, each by a batch of its own
@@ -73,7 +79,7 @@ def mappings_of(run: Run) -> list[Mapping]:
     return [*of_call, *of_program]
 
 
-def pulled_apart(
+def _pulled_apart(
     mappings: Sequence[Mapping], run: Run, residuals: Sequence[Any], cotangents: Sequence[Any]
 ) -> list[jax.Array | None]:
     """The user's backward for each output that lacks a batch, and for all others together; see `summing`.

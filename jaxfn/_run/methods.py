@@ -71,7 +71,8 @@ class Methods:
         self._with_closures = [method for method in methods if not is_plain_function(method)]
         self.may_close_over = bool(self._with_closures)
         rules = [rule for rule in (function.backward, function.vjp, function.jvp) if _is_defined(rule)]
-        self._rules_with_closures = [rule for rule in rules if not is_plain_function(rule)]
+        self._plain_rules = list(filter(is_plain_function, rules))
+        self._rules_with_closures = [rule for rule in rules if rule not in self._plain_rules]
         self._warned_of_dirty = False
         self._warned_of_no_return = False
         if not _is_defined(self._forward):
@@ -194,7 +195,7 @@ class Methods:
     ) -> Any:
         """What a rule returns, refused where it depends on a traced value that does not belong to this program."""
         arguments = (list(given),) if method == "backward" and self._function.boxed_grads_call else given
-        if is_plain_function(rule):
+        if rule in self._plain_rules:
             return rule(ctx, *arguments)
         rule = rebound(rule, stand_ins)
         closed_over = list(filter(is_traced, hidden_tracers(rule)))
