@@ -129,7 +129,7 @@ HAS_COMPILED_APPLY = not isinstance(vars(torch.autograd.Function)["apply"], clas
 APPLYING_CLASS: Any = torch.autograd.Function if HAS_COMPILED_APPLY else _SingleLevelFunction
 
 
-with torch.enable_grad():
+with torch.inference_mode(False), torch.enable_grad():  # whoever imports this may be inside of others
     _at_bound = torch.ones((), requires_grad=True)
     (_of_clamp,) = torch.autograd.grad(_at_bound.clamp(min=1.0), _at_bound)
 

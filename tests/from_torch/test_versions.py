@@ -2,6 +2,10 @@
 
 import functools
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import warnings
 
@@ -86,6 +90,36 @@ def test_each_answer_that_differs_is_named(fresh_canary, monkeypatch, name):
         jaxfn.from_torch(Square)
     assert f"torch {torch.__version__}" in str(caught.value) and f"{name} (" in str(caught.value)
     assert not list(fresh_canary.iterdir())
+
+
+@row("H11")
+def test_the_first_call_may_be_in_the_midst_of_anything(tmp_path):
+    """The canary is no part of the program that is being traced, and needs gradients whatever is switched off."""
+    program = """
+        import jax, jax.numpy as jnp, jaxfn, torch
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x * x
+
+            @staticmethod
+            def backward(ctx, g):
+                return 2 * g * ctx.saved_tensors[0]
+
+        def square(x):
+            return jaxfn.from_torch(Square).apply(x)
+
+        with torch.no_grad(), torch.inference_mode():
+            print(jax.jit(jax.grad(lambda x: jax.vmap(square)(x).sum()))(jnp.arange(3.0)))
+        print(len(jax.make_jaxpr(square)(1.0).eqns))
+    """
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout.splitlines() == ["[0. 2. 4.]", "1"], done.stderr
+    assert list((tmp_path / "jaxfn").iterdir())
 
 
 @row("H11")
