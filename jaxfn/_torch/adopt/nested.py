@@ -9,7 +9,7 @@ import torch
 
 from jaxfn._torch.adopt.adopted import Adopted, adopt
 from jaxfn._torch.adopt.captured import TakingTensors
-from jaxfn._torch.adopt.program import Forward
+from jaxfn._torch.adopt.program import Forward, standing_in
 from jaxfn._torch.trace.inside import CalledFunction, as_key, new_key
 from jaxfn._torch.trace.state import HeldTensors, Nested, Tracing
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
@@ -70,12 +70,13 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     adapter = adopted.adapter
     tracing.functions.append(program)
     places = slots(program.output)
-    template = arguments.template  # all that the graph keeps of the arguments
+    template, stood_in = arguments.template, program.stood_in  # all that the graph keeps of these
 
     def of_arrays(*arrays: Any) -> list[Any]:
         options = {adapter.definition.key_name: as_key(arrays[-1])} if draws else {}
         args, kwargs = put_in(template, arrays)
-        return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
+        with standing_in(stood_in):
+            return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
     called = CalledFunction(tracing, of_arrays, adapter.definition.name, [program.specs[slot] for slot in places])
     # What it writes to is to have the old value still where autograd goes back through the call.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -300,10 +302,24 @@ class Forward(Trace):
         return ctx
 
 
+_THREAD = threading.local()
+
+
+@contextlib.contextmanager
+def standing_in(stood_in: Mapping[int, str]) -> Generator[None]:
+    """Inside, a Function is called for a trace in which these tensors have stand-ins, and which is finished."""
+    before = getattr(_THREAD, "stood_in", {})
+    _THREAD.stood_in = stood_in
+    try:
+        yield
+    finally:
+        _THREAD.stood_in = before
+
+
 def _stood_in_around() -> Mapping[int, str]:
-    """The tensors that have stand-ins in the trace that is being made."""
+    """The tensors that have stand-ins in the trace that a Function is called in or for."""
     around = current()
-    return {} if around is None else around.recorder.stood_in
+    return getattr(_THREAD, "stood_in", {}) if around is None else around.recorder.stood_in
 
 
 class Derivative(Trace):
