@@ -19,6 +19,7 @@ from jaxfn._run.methods import Methods
 from jaxfn._torch.adopt.definition import Definition
 from jaxfn._torch.adopt.explain import Explanation, Part
 from jaxfn._torch.adopt.program import BatchedForward, Forward, Spec, known_or_made, spec_of
+from jaxfn._torch.graph.recorder import NONE_STOOD_IN
 from jaxfn._torch.trace.state import Nested, Replacements
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
@@ -319,7 +320,13 @@ def _matched(places: Sequence[Any], given: Sequence[Any], specs: Sequence[Spec])
 _BACKWARD = 0x6261636B
 
 
-def adopt(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested) -> type[Adopted]:
+def adopt(
+    function: Any,
+    ops: Mapping[Any, Callable[..., Any]],
+    module: str,
+    nested: Nested,
+    stood_in: Mapping[int, str] = NONE_STOOD_IN,
+) -> type[Adopted]:
     """The jaxfn Function of a torch one; the same one again for the same class and replacements.
 
     Args:
@@ -327,11 +334,12 @@ def adopt(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nes
       ops: what stands for torch operations and functions in it.
       module: the `__module__` of the new class.
       nested: what becomes of Functions that it applies.
+      stood_in: the tensors that have stand-ins in the code that applies it.
     """
-    key = id(function), frozenset((id(op), id(replacement)) for op, replacement in ops.items())
+    key = id(function), id(stood_in), frozenset((id(op), id(replacement)) for op, replacement in ops.items())
     found = _ADOPTED.get(key)
     if found is None:
-        found = _ADOPTED[key] = _make(function, ops, module, nested)
+        found = _ADOPTED[key] = _make(function, ops, module, nested, stood_in)
     return found
 
 
@@ -339,8 +347,10 @@ def adopt(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nes
 _ADOPTED: weakref.WeakValueDictionary[Any, type[Adopted]] = weakref.WeakValueDictionary()
 
 
-def _make(function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested) -> type[Adopted]:
-    definition = Definition(function, Replacements.of(ops), nested)
+def _make(
+    function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested, stood_in: Mapping[int, str]
+) -> type[Adopted]:
+    definition = Definition(function, Replacements.of(ops), nested, stood_in)
     adapter = Adapter(definition)
 
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Definition(TorchCode):
       function: the class.
       replacements: what stands for torch operations and functions in it.
       nested: what becomes of Functions that it applies.
+      stood_in: the tensors that have stand-ins in the code that applies it, by their memory.
 
     Attributes:
       is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
@@ -48,7 +49,8 @@ class Definition(TorchCode):
       takes_any_keyword: whether `forward` has `**kwargs`.
     """
 
-    def __init__(self, function: Any, replacements: Replacements, nested: Nested) -> None:
+    def __init__(self, function: Any, replacements: Replacements, nested: Nested, stood_in: Mapping[int, str]) -> None:
+        self.stood_in = stood_in
         parameters = inspect.signature(function.forward).parameters
         super().__init__(function.__name__, replacements, nested, parameters, f"{function.__name__}.apply")
         self.function = function

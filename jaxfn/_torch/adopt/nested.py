@@ -9,7 +9,7 @@ import torch
 
 from jaxfn._torch.adopt.adopted import Adopted, adopt
 from jaxfn._torch.adopt.captured import TakingTensors
-from jaxfn._torch.adopt.program import Forward, standing_in
+from jaxfn._torch.adopt.program import Forward
 from jaxfn._torch.trace.inside import CalledFunction, as_key, new_key
 from jaxfn._torch.trace.state import HeldTensors, Nested, Tracing
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
@@ -27,7 +27,7 @@ class _Previewed(NamedTuple):
 
 
 def _previewed(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Previewed:
-    adopted = adopt(function, tracing.replacements.all, __name__, NESTED)
+    adopted = adopt(function, tracing.replacements.all, __name__, NESTED, tracing.recorder.stood_in)
     arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
     return _Previewed(adopted, arguments, *adopted.adapter.preview(arguments))
 
@@ -70,13 +70,12 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     adapter = adopted.adapter
     tracing.functions.append(program)
     places = slots(program.output)
-    template, stood_in = arguments.template, program.stood_in  # all that the graph keeps of these
+    template = arguments.template  # all that the graph keeps of the arguments
 
     def of_arrays(*arrays: Any) -> list[Any]:
         options = {adapter.definition.key_name: as_key(arrays[-1])} if draws else {}
         args, kwargs = put_in(template, arrays)
-        with standing_in(stood_in):
-            return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
+        return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
     called = CalledFunction(tracing, of_arrays, adapter.definition.name, [program.specs[slot] for slot in places])
     # What it writes to is to have the old value still where autograd goes back through the call.

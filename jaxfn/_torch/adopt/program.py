@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,7 +17,7 @@ from jaxfn._torch.graph.interpreter import Translation, explain
 from jaxfn._torch.graph.jax_call import draws_random_numbers
 from jaxfn._torch.trace.leftovers import cleaned_up
 from jaxfn._torch.trace.running import running
-from jaxfn._torch.trace.state import Tracing, current
+from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flat import Slot, put_in, slots, take_out
 from jaxfn._torch.values.statics import Recent, ambient_key, static_key
@@ -152,9 +150,8 @@ class Forward(Trace):
         self._owners = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
         self.input_specs = specs
         self._derivatives = Recent["Derivative"](_DERIVATIVES_KEPT)
-        self.stood_in = _stood_in_around()
         tracing = Tracing(definition.name, definition.replacements, definition.nested)
-        tracing.recorder.stood_in = self.stood_in
+        tracing.recorder.stood_in = definition.stood_in
         ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
         with running(tracing):
             inputs = self._new_inputs(tracing, needs_input_grad)
@@ -209,9 +206,7 @@ class Forward(Trace):
             )
 
     def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
-        """Whether it is as good for these flags, and inside of the trace that is being made."""
-        if self.stood_in != _stood_in_around():
-            return False
+        """Whether it is as good for these flags."""
         return not self.reads_flags or self.needs_input_grad == needs_input_grad
 
     def _new_inputs(self, tracing: Tracing, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
@@ -302,26 +297,6 @@ class Forward(Trace):
         return ctx
 
 
-_THREAD = threading.local()
-
-
-@contextlib.contextmanager
-def standing_in(stood_in: Mapping[int, str]) -> Generator[None]:
-    """Inside, a Function is called for a trace in which these tensors have stand-ins, and which is finished."""
-    before = getattr(_THREAD, "stood_in", {})
-    _THREAD.stood_in = stood_in
-    try:
-        yield
-    finally:
-        _THREAD.stood_in = before
-
-
-def _stood_in_around() -> Mapping[int, str]:
-    """The tensors that have stand-ins in the trace that a Function is called in or for."""
-    around = current()
-    return getattr(_THREAD, "stood_in", {}) if around is None else around.recorder.stood_in
-
-
 class Derivative(Trace):
     """`backward` or `jvp`, traced.
 
@@ -344,7 +319,7 @@ class Derivative(Trace):
         assert function is not None
         self._needs_input_grad = needs_input_grad
         tracing = Tracing(definition.name, definition.replacements, definition.nested, is_differentiated=True)
-        tracing.recorder.stood_in = forward.stood_in
+        tracing.recorder.stood_in = definition.stood_in
         with running(tracing):
             ctx = forward.ctx(method, tracing, needs_input_grad)
             arguments = put_in(given, [tracing.input(*spec) for spec in specs])

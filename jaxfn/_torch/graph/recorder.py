@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -69,6 +70,10 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 _CARRIED = JaxCall(_carried, "carried")
 
 
+# Of a trace in which no tensor made outside has a stand-in.
+NONE_STOOD_IN: Mapping[int, str] = MappingProxyType({})
+
+
 class AssumedValue(NamedTuple):
     """A place where Python code asks for a tensor's value.
 
@@ -115,7 +120,7 @@ class Recorder(TorchDispatchMode):
         self._outside: set[int] = set()  # the constants that depend on a tensor made outside
         self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
-        self.stood_in: Mapping[int, str] = {}  # the names of tensors made outside that have a stand-in, by their memory
+        self.stood_in = NONE_STOOD_IN  # the names of tensors made outside that have a stand-in, by their memory
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
         self._recomputed: int | None = None  # which part is being recorded that is computed again; see `recomputing`
@@ -264,7 +269,9 @@ class Recorder(TorchDispatchMode):
         """Notes that the code is given a traced tensor for one made outside, a parameter or buffer."""
         place = memory(tensor)
         if place is not None:
-            self.stood_in = {**self.stood_in, place: name}
+            if self.stood_in is NONE_STOOD_IN:
+                self.stood_in = {}
+            cast(dict[int, str], self.stood_in)[place] = name
 
     def _check_stands_in(self, tensor: torch.Tensor) -> None:
         """Raises where code comes by another way to a tensor that has a stand-in, or to what depends on one."""
