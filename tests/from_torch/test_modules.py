@@ -912,6 +912,44 @@ def test_weights_go_back_into_torch():
         net.load({"nothing": x})
 
 
+@row("I2", "I3")
+def test_the_code_runs_once_for_its_shapes():
+    """Eagerly, under jit and in every derivative, in whatever order the parameters' dict is."""
+    runs = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            runs.append("forward")
+            return x.round()
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            runs.append("backward")
+            return grad_output
+
+    def forward(module, x):
+        runs.append("module")
+        return Counted.apply(x @ module.w) * module.z
+
+    module = Weighted(forward)
+    module.z = nn.Parameter(torch.ones(3))
+    module.a = nn.Parameter(torch.ones(3))
+    net = jaxfn.from_torch(module)
+    parameters, buffers = net.parameters, net.buffers
+
+    def loss(parameters, x):
+        return net.apply(parameters, buffers, x)[0].sum()
+
+    x = jnp.asarray(X.numpy())
+    net(x)
+    loss(parameters, x)
+    jax.grad(loss)(parameters, x)
+    jax.jit(jax.grad(loss, (0, 1)))(dict(reversed(parameters.items())), x)
+    jax.vmap(jax.grad(loss), (None, 0))(parameters, x[None])
+    assert runs == ["module", "forward", "backward"]
+
+
 def is_fine(x):
     """A check, as libraries have them: it only warns or raises."""
     if x.isnan().any():

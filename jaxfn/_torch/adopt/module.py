@@ -101,7 +101,8 @@ class AdoptedModule(NoArrays):
         Torch counterpart: `torch.func.functional_call`, which does not return the buffers.
         """
         key = kwargs.pop(self._whole.code.key_name, None)
-        arguments = (dict(parameters), dict(buffers), args, kwargs)
+        # JAX hands dicts on in the order of their names; a trace is to be good for those as well.
+        arguments = (dict(sorted(parameters.items())), dict(sorted(buffers.items())), args, kwargs)
         with _LOCK:
             self._check(parameters, buffers)
             program, arrays = self._whole.traced(arguments, 1, _state_key(self.torch_module))
