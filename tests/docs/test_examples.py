@@ -17,13 +17,14 @@ import jaxfn
 from tests.support.cases import host_memory_is_apart
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+# Packages that are not among the extra requirements of tests.
+NEEDED = {"from_torch": ("torch", "entmax"), "from_torch_model": ("torch", "snntorch")}
 
 
 def load(name: str) -> ModuleType:
     """The example as a module; importing it must not run it."""
-    if name == "from_torch":
-        pytest.importorskip("torch")
-        pytest.importorskip("entmax")
+    for package in NEEDED.get(name, ()):
+        pytest.importorskip(package)
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
@@ -132,6 +133,15 @@ def test_from_torch_trains_as_torch_does():
     assert results.torch_losses[-1] < results.torch_losses[0] / 4
     assert results.accuracy > 0.9
     assert results.compilations == 1
+
+
+def test_from_torch_model_trains_as_torch_does():
+    results = load("from_torch_model").main(["--steps", "40"])
+    np.testing.assert_allclose(results.jax_losses, results.torch_losses, rtol=1e-5)
+    assert results.torch_losses[-1] < results.torch_losses[0] * 0.7
+    assert results.loaded_accuracy == results.jax_accuracy == results.torch_accuracy > 0.4
+    assert results.compilations == 1
+    assert {name for name, parts in results.parts.items() if parts == 8} >= {"conv1.weight", "linear.weight"}
 
 
 def test_digits_trains_as_well_with_bfloat16_residuals(digits):
