@@ -206,7 +206,7 @@ def train_both(steps: int) -> Results:
 
 def main(argv: Sequence[str] | None = None) -> Results:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args(argv).steps
     # In single precision a rounding decides now and then whether a neuron spikes, and two runs drift apart.
     with jax.enable_x64(True):

@@ -1053,6 +1053,35 @@ def test_an_operation_without_a_translation_names_the_function_around_it():
         net(jnp.ones((4, 3)))
 
 
+class Potential(nn.Module):
+    """Its buffer is empty until it has seen an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("potential", torch.zeros(0))
+        self.decay = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        if self.potential.shape != x.shape:
+            self.potential = torch.zeros_like(x)
+        self.potential = self.decay * self.potential + x
+        return self.potential
+
+
+@row("I2", "I7")
+def test_a_buffer_that_gets_its_shape_by_the_first_call():
+    theirs, net = Potential(), jaxfn.from_torch(Potential())
+    buffers = net.buffers
+    for i in range(3):
+        output, buffers = jax.jit(net.apply)(net.parameters, buffers, (i + 1) * jnp.asarray(X.numpy()))
+        np.testing.assert_allclose(output, numbers(theirs((i + 1) * X)), rtol=1e-6)
+    net.load({}, buffers)
+    np.testing.assert_allclose(numbers(net.torch_module.potential), numbers(theirs.potential), rtol=1e-6)
+    np.testing.assert_allclose(net(jnp.asarray(X.numpy())), numbers(theirs(X)), rtol=1e-6)
+    with pytest.raises(TypeError, match="has the shape"):
+        net.apply(net.parameters, {"potential": jnp.ones((5, 3))}, jnp.asarray(X.numpy()))
+
+
 @row("I7")
 def test_explain_shows_the_graph_and_what_is_missing():
     explanation = jaxfn.from_torch(nn.Sequential(nn.Linear(3, 2), nn.Tanh())).explain(jnp.ones((4, 3)))

@@ -138,6 +138,8 @@ class AdoptedModule(NoArrays):
             tensors = _tensors(self.torch_module)
             self._check_known(arrays, tensors)
             for name, array in arrays.items():
+                if _is_made_later(tensors[name], array):
+                    tensors[name].data = tensors[name].new_empty(array.shape)
                 tensors[name].copy_(to_torch(array))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
@@ -192,7 +194,7 @@ class AdoptedModule(NoArrays):
         if unknown:
             raise TypeError(f"{name} has no parameter or buffer {', '.join(map(repr, unknown))}: it has {[*tensors]}")
         for key, array in arrays.items():
-            if tuple(array.shape) != tuple(tensors[key].shape):
+            if tuple(array.shape) != tuple(tensors[key].shape) and not _is_made_later(tensors[key], array):
                 raise TypeError(
                     f"{name}: {key} has the shape {tuple(tensors[key].shape)}, and the array given for it "
                     f"{tuple(array.shape)}"
@@ -213,6 +215,11 @@ def _held(module: torch.nn.Module, name: str) -> Any:
 
 def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+
+
+def _is_made_later(tensor: torch.Tensor, array: Any) -> bool:
+    """Whether it is a buffer that is empty until the code has seen its first argument, as the state of a neuron."""
+    return not isinstance(tensor, torch.nn.Parameter) and 0 in (tensor.numel(), array.size)
 
 
 def _refuse_backward_hooks(module: torch.nn.Module) -> None:
