@@ -107,6 +107,91 @@ def check(make, *args, train=True, jit=True):
     return net
 
 
+ATTENTION = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "chosen": {"mask": torch.arange(35).reshape(5, 7) % 3 > 0},
+    "nothing chosen": {"mask": (torch.arange(35).reshape(5, 7) % 3 > 0) & (torch.arange(5) != 2)[:, None]},
+    "added": {"mask": torch.linspace(-1, 1, 70).reshape(2, 1, 5, 7)},
+    "nothing left": {"mask": torch.where(torch.arange(5) == 2, -torch.inf, 0.5)[:, None].expand(5, 7)},
+    "grouped": {"enable_gqa": True, "heads": 2},
+    "narrow values": {"width": 2},
+}
+
+
+class Attention(nn.Module):
+    """Attention, whose three arguments depend on a weight in different ways."""
+
+    def __init__(self, mask=None, heads=4, width=3, **options):
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1, 1.5, 9).reshape(3, 3))
+        self.mask, self.heads, self.width, self.options = mask, heads, width, options
+
+    def forward(self, query, key):
+        key = key[:, : self.heads] @ self.w
+        mask = self.mask if self.mask is None or self.mask.dtype == torch.bool else self.mask.to(key.dtype)
+        value = torch.sin(key[..., : self.width])
+        return F.scaled_dot_product_attention(query * self.w[0], key, value, attn_mask=mask, **self.options)
+
+
+@row("I2")
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_at_every_order(name, double_precision):
+    module = Attention(**ATTENTION[name]).double()
+    query, key = torch.sin(torch.arange(120.0).double()).reshape(2, 4, 5, 3), torch.cos(torch.arange(168.0).double())
+    key = key.reshape(2, 4, 7, 3)
+    direction = torch.cos(torch.arange(9.0).double()).reshape(3, 3)
+
+    def of_torch(w):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # others have no second derivative
+            return (torch.func.functional_call(module, {"w": w}, (query, key)) ** 3).sum(-1)
+
+    net = jaxfn.from_torch(module)
+    arrays = [jnp.asarray(x.numpy()) for x in (query, key)]
+
+    def of_jax(w, query=arrays[0], key=arrays[1]):
+        return (net.apply({"w": w}, {}, query, key)[0] ** 3).sum(-1)
+
+    w = net.parameters["w"]
+    slope = torch.autograd.functional.vjp(lambda w: of_torch(w).sum(), module.w.detach())[1]
+    curvature = torch.autograd.functional.hvp(lambda w: of_torch(w).sum(), module.w.detach(), direction)[1]
+    tangent = torch.autograd.functional.jvp(of_torch, module.w.detach(), direction)[1]
+    along = jnp.asarray(direction.numpy())
+    values, tangents = jax.jvp(of_jax, (w,), (along,))
+    np.testing.assert_allclose(values, numbers(of_torch(module.w)), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(tangents, tangent.numpy(), rtol=1e-9, atol=1e-12)
+    gradient = jax.jit(jax.grad(lambda w: of_jax(w).sum()))
+    np.testing.assert_allclose(gradient(w), slope.numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(jax.jvp(gradient, (w,), (along,))[1], curvature.numpy(), rtol=1e-9, atol=1e-12)
+    if "mask" not in ATTENTION[name] or module.mask.ndim == 2:
+        rows = jax.vmap(lambda q, k: of_jax(w, q[None], k[None])[0])(*arrays)
+        np.testing.assert_allclose(rows, values, rtol=1e-9, atol=1e-12)
+
+
+@row("H9", "I2")
+def test_another_attention_in_place_of_torchs():
+    """A fused kernel, where the device has one."""
+    used = []
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        used.append(is_causal)
+        query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+        found = jax.nn.dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+        return jnp.swapaxes(found, 1, 2)
+
+    module = Attention(is_causal=True)
+    net = jaxfn.from_torch(module, ops={F.scaled_dot_product_attention: attention})
+    query, key = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 7, 3)
+    arrays = [jnp.asarray(x.numpy()) for x in (query, key)]
+    expected = module(query, key)
+    expected.square().sum().backward()
+    slope = jax.grad(lambda p: (net.apply(p, {}, *arrays)[0] ** 2).sum())(net.parameters)
+    assert used and all(used)
+    np.testing.assert_allclose(net(*arrays), numbers(expected), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(slope["w"], module.w.grad.numpy(), rtol=1e-4, atol=1e-4)
+
+
 # ------------------------------------------------------------------------------------------------------- what code does
 
 
