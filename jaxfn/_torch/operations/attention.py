@@ -1,7 +1,7 @@
 """Attention, which torch keeps as one operation.
 
-Note: it does not become `jax.nn.dot_product_attention`, and neither does what torch's own
-`scaled_dot_product_attention` breaks up into (products, and a safe softmax). Up to JAX 0.12 that function takes no fused
+Note: it does not become `jax.nn.dot_product_attention`, and neither does what torch itself breaks
+`scaled_dot_product_attention` up into (products, and a safe softmax). Up to JAX 0.12 that function takes no fused
 kernel of its own accord, so nothing would be gained; it has a softmax in single precision for float64 too, rounds the
 weights of half-precision arguments, gives a row without any key the mean of all values, where torch gives 0, and takes
 more time and memory on a CPU. cuDNN's kernel, which it takes when asked to, has no forward mode and no second
