@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxfn
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
@@ -85,3 +86,37 @@ def test_derivative_at_ties(name: str) -> None:
     graph = trace(weighted, [X])
     got = jax.jit(jax.grad(lambda x: Translation(graph).run([x])))(jnp.asarray(X.numpy()))
     np.testing.assert_allclose(got, wanted.numpy(force=True), rtol=1e-5, atol=1e-6)
+
+
+POOLS = {
+    "stride": {"kernel_size": (3, 2), "stride": (2, 1)},
+    "padding": {"kernel_size": (3, 2), "stride": 2, "padding": 1},
+    "dilation": {"kernel_size": (2, 3), "stride": 1, "padding": 1, "dilation": 2},
+    "large windows": {"kernel_size": (9, 18), "stride": (1, 2), "padding": (2, 9)},
+    "ceil_mode": {"kernel_size": (3, 4), "stride": (2, 3), "padding": (1, 2), "ceil_mode": True},
+}
+
+
+@row("H2", "H11")
+@pytest.mark.parametrize("lowest", [0, -np.inf], ids=["equal numbers", "nothing but minus infinity"])
+@pytest.mark.parametrize("pool", [*POOLS, "adaptive"])
+def test_the_first_of_equals_is_the_largest_of_a_window(pool, lowest):
+    def pooled(x):
+        if pool == "adaptive":
+            return torch.nn.functional.adaptive_max_pool2d(x, (4, 3), return_indices=True)
+        return torch.nn.functional.max_pool2d(x, **POOLS[pool], return_indices=True)
+
+    x = np.random.default_rng(0).integers(0, 3, (2, 3, 9, 20)).astype(np.float32)
+    x[0, 1, 2:, :] = lowest
+    x[1, 2] = lowest
+    tensor = torch.tensor(x, requires_grad=True)
+    values, places = pooled(tensor)
+    weights = np.random.default_rng(1).standard_normal(values.shape).astype(np.float32)
+    (gradient,) = torch.autograd.grad((values * torch.tensor(weights)).sum(), tensor)
+    ours = jaxfn.from_torch(pooled)
+    np.testing.assert_array_equal(ours(x)[0], values.detach().numpy())
+    np.testing.assert_array_equal(ours(x)[1], places.numpy())
+    slope = jax.jit(jax.grad(lambda x: (ours(x)[0] * weights).sum()))(jnp.asarray(x))
+    np.testing.assert_allclose(slope, gradient.numpy(), rtol=1e-6, atol=1e-6)
+    mapped = jax.vmap(lambda x: ours(x[None])[0][0])(jnp.asarray(x))
+    np.testing.assert_array_equal(mapped, values.detach().numpy())

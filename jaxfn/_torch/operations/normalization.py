@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +16,36 @@ from jaxfn._torch.operations.table import operation
 Optional = Array | None
 
 
-def _moments(x: Array, over: Sequence[int], eps: float) -> tuple[Array, Array]:
-    """Mean and one over the standard deviation, with the reduced axes kept."""
+class _Centered(NamedTuple):
+    """An array less its mean, with that and the variance; the reduced axes are kept.
+
+    What is centered is used for the variance and the output: computed twice, it would be summed over twice in reverse.
+    """
+
+    values: Array
+    mean: Array
+    variance: Array
+
+    def rstd(self, eps: float) -> Array:
+        """One over the standard deviation."""
+        return lax.rsqrt(self.variance + jnp.asarray(eps, self.values.dtype))
+
+
+def _centered(x: Array, over: Sequence[int]) -> _Centered:
     mean = jnp.mean(x, over, keepdims=True)
-    variance = jnp.mean(jnp.square(x - mean), over, keepdims=True)
-    return mean, lax.rsqrt(variance + jnp.asarray(eps, x.dtype))
+    values = x - mean
+    return _Centered(values, mean, jnp.mean(jnp.square(values), over, keepdims=True))
 
 
 @operation("aten.native_layer_norm")
 def layer_norm(
     x: Array, normalized_shape: Sequence[int], weight: Optional, bias: Optional, eps: float
 ) -> tuple[Array, Array, Array]:
-    mean, rstd = _moments(x, range(x.ndim - len(normalized_shape), x.ndim), eps)
-    y = (x - mean) * rstd
+    centered = _centered(x, range(x.ndim - len(normalized_shape), x.ndim))
+    rstd = centered.rstd(eps)
+    y = centered.values * rstd
     y = y if weight is None else y * weight
-    return y if bias is None else y + bias, mean, rstd
+    return y if bias is None else y + bias, centered.mean, rstd
 
 
 @operation("aten.native_layer_norm_backward")
@@ -77,9 +93,10 @@ def group_norm(
     x: Array, weight: Optional, bias: Optional, n: int, channels: int, size: int, groups: int, eps: float
 ) -> tuple[Array, Array, Array]:
     grouped = x.reshape(n, groups, -1)
-    mean, rstd = _moments(grouped, (2,), eps)
-    y = _per_channel(((grouped - mean) * rstd).reshape(x.shape), weight, bias)
-    return y, mean.reshape(n, groups), rstd.reshape(n, groups)
+    centered = _centered(grouped, (2,))
+    rstd = centered.rstd(eps)
+    y = _per_channel((centered.values * rstd).reshape(x.shape), weight, bias)
+    return y, centered.mean.reshape(n, groups), rstd.reshape(n, groups)
 
 
 @operation("aten.native_group_norm_backward")
@@ -110,9 +127,12 @@ def group_norm_backward(
 
 
 def _per_channel(x: Array, weight: Optional, bias: Optional) -> Array:
-    shape = (-1, *[1] * (x.ndim - 2))
-    x = x if weight is None else x * weight.reshape(shape)
-    return x if bias is None else x + bias.reshape(shape)
+    x = x if weight is None else x * _along_channels(weight, x.ndim)
+    return x if bias is None else x + _along_channels(bias, x.ndim)
+
+
+def _along_channels(x: Array, ndim: int) -> Array:
+    return x.reshape(1, -1, *[1] * (ndim - 2))
 
 
 @operation("aten._native_batch_norm_legit_functional")
@@ -129,13 +149,13 @@ def batch_norm_functional(
     """Output, mean and rstd of the batch (empty when not training), and the new running statistics."""
     if not training:
         none = jnp.zeros(0, running_mean.dtype)
-        y = _batch_normalized(x, weight, bias, running_mean, lax.rsqrt(running_var + eps))
+        rstd = _along_channels(lax.rsqrt(running_var + eps), x.ndim)
+        y = _batch_normalized(x - _along_channels(running_mean, x.ndim), rstd, weight, bias)
         return y, none, none, running_mean, running_var
     over = (0, *range(2, x.ndim))
     count = math.prod(x.shape[axis] for axis in over)
-    mean, rstd = (moment.reshape(-1) for moment in _moments(x, over, eps))
-    unbiased = jnp.var(x, over) * (count / max(count - 1, 1))
-    y = _batch_normalized(x, weight, bias, mean, rstd)
+    y, mean, rstd, variance = _normalized_by_batch(x, weight, bias, eps)
+    unbiased = variance * (count / max(count - 1, 1))
     new_mean = momentum * mean + (1 - momentum) * running_mean
     return y, mean, rstd, new_mean, momentum * unbiased + (1 - momentum) * running_var
 
@@ -149,18 +169,26 @@ def batch_norm_with_update(
     return y, mean, rstd, jnp.zeros(0, np.uint8), *running
 
 
-def _batch_normalized(x: Array, weight: Optional, bias: Optional, mean: Array, rstd: Array) -> Array:
-    shape = (-1, *[1] * (x.ndim - 2))
-    normal = (x - mean.reshape(shape)) * rstd.reshape(shape)
-    return _per_channel(normal, weight, bias)
+def _normalized_by_batch(x: Array, weight: Optional, bias: Optional, eps: float) -> tuple[Array, Array, Array, Array]:
+    """Output, mean, rstd and variance of the batch."""
+    centered = _centered(x, (0, *range(2, x.ndim)))
+    rstd = centered.rstd(eps)
+    y = _batch_normalized(centered.values, rstd, weight, bias)
+    return y, centered.mean.reshape(-1), rstd.reshape(-1), centered.variance.reshape(-1)
+
+
+def _batch_normalized(centered: Array, rstd: Array, weight: Optional, bias: Optional) -> Array:
+    """The factors first, which have one number for each channel: so the derivatives of both take one sum."""
+    factor = rstd if weight is None else rstd * _along_channels(weight, centered.ndim)
+    return _per_channel(centered * factor, None, bias)
 
 
 @operation("aten._native_batch_norm_legit.no_stats")
 def batch_norm_no_stats(
     x: Array, weight: Optional, bias: Optional, training: bool, momentum: float, eps: float
 ) -> tuple[Array, Array, Array]:
-    mean, rstd = (m.reshape(-1) for m in _moments(x, (0, *range(2, x.ndim)), eps))
-    return _batch_normalized(x, weight, bias, mean, rstd), mean, rstd
+    y, mean, rstd, _ = _normalized_by_batch(x, weight, bias, eps)
+    return y, mean, rstd
 
 
 @operation("aten._native_batch_norm_legit_no_training")

@@ -20,7 +20,7 @@ class Windows(NamedTuple):
     """The windows along one axis.
 
     Attributes:
-      places: the input's places that every window sees, (windows, places).
+      places: the input's places that every window sees, (windows, places), some of them before it or behind.
       inside: which of them are inside the input.
     """
 
@@ -42,7 +42,7 @@ def _length(length: int, kernel: int, stride: int, padding: int, dilation: int, 
 def _sliding(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Windows:
     starts = np.arange(_length(length, kernel, stride, padding, dilation, ceil_mode)) * stride - padding
     places = starts[:, None] + np.arange(kernel) * dilation
-    return Windows(np.clip(places, 0, max(length - 1, 0)), (places >= 0) & (places < length))
+    return Windows(places, (places >= 0) & (places < length))
 
 
 def _adaptive(length: int, windows: int) -> Windows:
@@ -54,31 +54,57 @@ def _adaptive(length: int, windows: int) -> Windows:
 
 
 def _max_over(x: Array, windows: Sequence[Windows]) -> tuple[Array, Array]:
-    """The largest element of every window, the first of equals, and its place among the input's flat spatial axes."""
-    spatial = len(windows)
-    first = x.ndim - spatial
-    patches = x
-    for axis, window in enumerate(windows):
-        patches = jnp.take(patches, window.places, first + 2 * axis)
-    # From (..., windows, places, windows, places) to (..., windows, windows, places * places).
-    patches = jnp.moveaxis(patches, [first + 2 * axis + 1 for axis in range(spatial)], range(-spatial, 0))
-    patches = patches.reshape(*patches.shape[: first + spatial], -1)
-    inside = _outer([window.inside for window in windows], np.logical_and)
-    strides = [math.prod(x.shape[first + axis + 1 :]) for axis in range(spatial)]
-    places = _outer([w.places * stride for w, stride in zip(windows, strides, strict=True)], np.add)
-    lowest = -np.inf if is_inexact(x) else jnp.iinfo(x.dtype).min
-    best = jnp.argmax(jnp.where(inside, patches, lowest), -1, keepdims=True)
-    values = jnp.take_along_axis(patches, best, -1)[..., 0]
-    return values, jnp.take_along_axis(jnp.broadcast_to(places, patches.shape), best, -1)[..., 0]
+    """The largest element of every window, the first of equals, and its place among the input's flat spatial axes.
+
+    The last axis first, so that of equals in several rows the one in the first row is found. Only the places are
+    computed so, and the elements are taken from there: the derivative needs no more.
+    """
+    outer, shape = x.shape[: -len(windows)], x.shape[-len(windows) :]
+    largest = lax.stop_gradient(x)
+    places = jnp.broadcast_to(lax.iota(np.int32, math.prod(shape)).reshape(shape), x.shape)
+    for i in reversed(range(len(windows))):
+        largest, places = _max_along(largest, places, len(outer) + i, windows[i])
+    flat = x.reshape(*outer, math.prod(shape))
+    found = jnp.take_along_axis(flat, places.reshape(*outer, math.prod(places.shape[len(outer) :])), -1)
+    return found.reshape(places.shape), places
 
 
-def _outer(tables: Sequence[np.ndarray[Any, Any]], combine: np.ufunc) -> np.ndarray[Any, Any]:
-    """Tables (windows, places) of several axes as one, (windows, windows, ..., all places)."""
-    result = tables[0]
-    for table in tables[1:]:
-        joined = combine(result[..., None, :, None], table[:, None, :])
-        result = joined.reshape(*joined.shape[:-2], -1)
-    return result
+# In so many steps a window's largest element is found one after the other, without an array of all windows' elements.
+_MOST_STEPS = 16
+
+
+def _max_along(x: Array, places: Array, axis: int, windows: Windows) -> tuple[Array, Array]:
+    """The largest element along one axis of every window, nan before all others, and what `places` says of it."""
+    low = max(0, -windows.places.min(initial=0))
+    high = max(0, windows.places.max(initial=0) + 1 - x.shape[axis])
+    config = [(low, high, 0) if i == axis else (0, 0, 0) for i in range(x.ndim)]
+    x, places = (lax.pad(values, np.zeros((), values.dtype), config) for values in (x, places))
+    shape = (-1, *[1] * (x.ndim - axis - 1))
+    first = windows.inside.argmax(1).reshape(shape)
+    if windows.places.shape[1] > _MOST_STEPS:
+        seen, seen_places = (jnp.take(values, windows.places + low, axis) for values in (x, places))
+        inside = windows.inside.reshape(*windows.inside.shape, *shape[1:])
+        best = jnp.argmax(jnp.where(inside, seen, -np.inf if is_inexact(x) else jnp.iinfo(x.dtype).min), axis + 1)
+        best = jnp.expand_dims(jnp.maximum(best, first), axis + 1)
+        found = (jnp.take_along_axis(values, best, axis + 1) for values in (seen, seen_places))
+        largest, place = (values.squeeze(axis + 1) for values in found)
+        return largest, place
+    best, place = (_seen(values, windows.places[:, 0] + low, axis) for values in (x, places))
+    for i in range(1, windows.places.shape[1]):
+        seen, seen_place = (_seen(values, windows.places[:, i] + low, axis) for values in (x, places))
+        is_better = (seen > best) | (jnp.isnan(seen) & ~jnp.isnan(best)) if is_inexact(x) else seen > best
+        if not windows.inside.all():
+            is_better = (is_better | (first == i)) & windows.inside[:, i].reshape(shape)
+        best, place = jnp.where(is_better, seen, best), jnp.where(is_better, seen_place, place)
+    return best, place
+
+
+def _seen(x: Array, places: np.ndarray[Any, Any], axis: int) -> Array:
+    """One element for each window; a slice, where the windows lie in regular distances."""
+    steps = np.unique(np.diff(places)) if len(places) > 1 else np.ones(len(places), int)
+    if len(steps) == 1 and steps[0] > 0:
+        return lax.slice_in_dim(x, int(places[0]), int(places[-1]) + 1, int(steps[0]), axis)
+    return jnp.take(x, places, axis)
 
 
 def max_pool(
