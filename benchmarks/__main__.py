@@ -11,7 +11,7 @@ from types import ModuleType
 
 import jax
 
-from benchmarks import checking, suite, table
+from benchmarks import checking, suite, table, training
 from benchmarks.environment import environment
 from benchmarks.functions import TORCH, installed_forms
 from benchmarks.measure import settle
@@ -31,6 +31,7 @@ def main() -> None:
     rows = _measure(forms, _QUICK if options.quick else _FULL)
     print("\n" + "\n".join(table.summary(rows)))
     checks = _measure_checks(TORCH in forms, options.quick)
+    models = [] if options.quick else _measure_models()
     if options.quick:
         print("Quick: few samples, and one executable of each form; take the verdicts from a full run.")
     _save(
@@ -40,6 +41,7 @@ def main() -> None:
             "quick": options.quick,
             "rows": [row.as_json() for row in rows],
             "checking": [c.as_json() for c in checks],
+            "training": [m.as_json() for m in models],
         },
     )
     print(f"\n{time.perf_counter() - begin:.0f} s; saved to {options.output}")
@@ -74,6 +76,16 @@ def _measure_checks(has_torch: bool, quick: bool) -> list[checking.Result]:
     print("\n" + checking.header())
     results: list[checking.Result] = []
     for result in checking.run(has_torch, quick):
+        print(result.line(), flush=True)
+        results.append(result)
+    return results
+
+
+def _measure_models() -> list[training.Result]:
+    """Prints what training steps of whole torch models cost, as it is measured."""
+    print("\n" + training.header())
+    results: list[training.Result] = []
+    for result in training.run(_FULL.steps):
         print(result.line(), flush=True)
         results.append(result)
     return results

@@ -20,6 +20,7 @@ def environment() -> dict[str, Any]:
         "jaxlib": _version("jaxlib"),
         "python": platform.python_version(),
         "equinox": _version("equinox"),
+        "flax": _version("flax"),
         "torch": _version("torch"),
         "machine": platform.machine(),
         "system": platform.system(),

@@ -1,0 +1,236 @@
+"""Whole torch models: the compiled training step of the adopted module beside that of the same network in flax NNX.
+
+And torch's own, which runs eagerly. Compilation is measured beside what comes before it: tracing by torch, translation,
+and tracing by JAX. Operations and bytes are XLA's estimates, which count the body of a loop once: for the LSTM they say
+little, as torch multiplies all inputs by their weights before the loop, and flax in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxfn
+from benchmarks.measure import Samples, interleaved, seconds
+from benchmarks.steps import peak_memory
+
+ADOPTED, NATIVE, TORCH = "from_torch", "flax", "torch"
+TARGET = 1.05
+_RATE = 0.01
+_CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network, and a batch.
+
+    Attributes:
+      name: of its class in both modules of `models`.
+      sizes: of the network.
+      inputs: the shape of a batch.
+      tokens: how many there are, where the batch consists of some.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    tokens: int | None = None
+
+    def batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs, as torch has them, and labels."""
+        generator = np.random.default_rng(0)
+        if self.tokens is None:
+            images = generator.standard_normal(self.inputs).astype(np.float32)
+            return images, generator.integers(0, _CLASSES, self.inputs[0]).astype(np.int32)
+        inputs, labels = generator.integers(0, self.tokens, (2, *self.inputs)).astype(np.int32)
+        return inputs, labels
+
+
+MODELS = (
+    Model("ResNet18", (_CLASSES,), (8, 3, 64, 64)),
+    Model("ViT", (64, 8, 192, 3, 4, _CLASSES), (8, 3, 64, 64)),
+    Model("GPT", (1000, 128, 192, 3, 4), (4, 128), tokens=1000),
+    Model("LSTM", (1000, 192, 2), (8, 64), tokens=1000),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement of one model in every form; `None` where a form has none."""
+
+    model: str
+    measurement: str
+    values: Mapping[str, float | None]
+
+    @property
+    def ratio(self) -> float | None:
+        """The adopted module's number over the native network's."""
+        ours, native = self.values[ADOPTED], self.values.get(NATIVE)
+        return ours / native if ours is not None and native else None
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is; `None` where there is nothing to compare with."""
+        if self.measurement in _STAGES or self.ratio is None:
+            return None
+        return self.ratio <= TARGET
+
+    def line(self) -> str:
+        """The result in words."""
+        cells = "".join(self._shown(self.values.get(form)).rjust(14) for form in (ADOPTED, NATIVE, TORCH))
+        ratio = "" if self.ratio is None else f"{self.ratio:6.2f}x"
+        verdict = {None: "", True: f"<= {TARGET:.2f}: met", False: f"<= {TARGET:.2f}: NOT MET"}[self.is_met]
+        return f"  {self.model:<10}{self.measurement:<18}{cells}{ratio:>9}   {verdict}".rstrip()
+
+    def _shown(self, value: float | None) -> str:
+        if value is None:
+            return "-"
+        return f"{value / 1e6:,.1f} M" if self.measurement in _COUNTED else f"{value * 1e3:,.1f} ms"
+
+    def as_json(self) -> dict[str, Any]:
+        """What is saved."""
+        return {
+            "model": self.model,
+            "measurement": self.measurement,
+            "values": dict(self.values),
+            "ratio": self.ratio,
+            "target_met": self.is_met,
+        }
+
+
+_COUNTED = ("flops", "bytes accessed", "peak memory")
+_STAGES = ("before compiling", "compiling")
+
+
+def header() -> str:
+    """The line over the results."""
+    return f"{'training steps of whole models':<30}" + "".join(form.rjust(14) for form in (ADOPTED, NATIVE, TORCH))
+
+
+def run(rounds: int) -> Iterator[Result]:
+    """Every result, as it is measured; says what is skipped."""
+    in_torch, in_flax = _module("in_torch", "torch"), _module("in_flax", "flax")
+    if in_torch is None:
+        return
+    jaxfn.from_torch(_torch_model(MODELS[-1], in_torch))(MODELS[-1].batch()[0])  # torch loads much at its first trace
+    for model in MODELS:
+        yield from _measure(model, in_torch, in_flax, rounds)
+
+
+def _module(name: str, library: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"benchmarks.models.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != library:
+            raise
+        print(f"whole models: {library} is not installed, and skipped")
+        return None
+
+
+def _measure(model: Model, in_torch: ModuleType, in_flax: ModuleType | None, rounds: int) -> Iterator[Result]:
+    module = _torch_model(model, in_torch)
+    steps: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {ADOPTED: _adopted(model, module)}
+    if in_flax is not None:
+        steps[NATIVE] = _native(model, in_flax, module)
+    before: dict[str, float | None] = {}
+    compiling: dict[str, float | None] = {}
+    compiled: dict[str, Any] = {}
+    for form, (step, args) in steps.items():
+        lowered: list[Any] = []
+        before[form] = seconds(lambda step=step, args=args, to=lowered: to.append(jax.jit(step).lower(*args)))
+        compiling[form] = seconds(lambda form=form, of=lowered: compiled.update({form: of[0].compile()}))
+    calls: dict[str, Callable[[], Any]] = {
+        form: lambda f=compiled[form], args=args: jax.block_until_ready(f(*args)) for form, (_, args) in steps.items()
+    }
+    losses = {form: float(call()[0]) for form, call in calls.items()}
+    if jax.default_backend() == "cpu":
+        calls[TORCH] = _eager(model, module)
+        losses[TORCH] = calls[TORCH]()
+    for form, loss in losses.items():
+        np.testing.assert_allclose(loss, losses[ADOPTED], rtol=1e-3, err_msg=f"{model.name} in {form}")
+    samples: Samples = interleaved(calls, rounds)
+    yield Result(model.name, "step", {form: statistics.median(values) for form, values in samples.items()})
+    for name in ("flops", "bytes accessed"):
+        yield Result(model.name, name, {form: f.cost_analysis()[name] for form, f in compiled.items()})
+    yield Result(model.name, "peak memory", {form: peak_memory(f) for form, f in compiled.items()})
+    yield Result(model.name, "before compiling", before)
+    yield Result(model.name, "compiling", compiling)
+
+
+def _torch_model(model: Model, in_torch: ModuleType) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return getattr(in_torch, model.name)(*model.sizes)
+
+
+def _loss(scores: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross entropy."""
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), labels[..., None], -1)
+    return -chosen.mean()
+
+
+def _updated(parameters: Any, gradients: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - _RATE * g, parameters, gradients)
+
+
+def _adopted(model: Model, module: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    net = jaxfn.from_torch(module)
+
+    def step(parameters: Any, buffers: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, ...]:
+        def loss(parameters: Any) -> tuple[jax.Array, Any]:
+            scores, moved = net.apply(parameters, buffers, inputs)
+            return _loss(scores, labels), moved
+
+        (value, moved), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
+        return value, _updated(parameters, gradients), moved
+
+    return step, (net.parameters, net.buffers, *map(jnp.asarray, model.batch()))
+
+
+def _native(model: Model, in_flax: ModuleType, module: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    from flax import nnx
+
+    network = getattr(in_flax, model.name)(*model.sizes)
+    in_flax.load(network, {name: x.numpy() for name, x in module.state_dict().items()})
+    definition, parameters, buffers = nnx.split(network, nnx.Param, ...)
+
+    def step(parameters: Any, buffers: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, ...]:
+        def loss(parameters: Any) -> tuple[jax.Array, Any]:
+            network = nnx.merge(definition, parameters, buffers, copy=True)
+            value = _loss(network(inputs), labels)
+            return value, nnx.split(network, nnx.Param, ...)[2]
+
+        (value, moved), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
+        return value, _updated(parameters, gradients), moved
+
+    inputs, labels = model.batch()
+    inputs = inputs if model.tokens else inputs.transpose(0, 2, 3, 1)
+    return step, (parameters, buffers, jnp.asarray(inputs), jnp.asarray(labels))
+
+
+def _eager(model: Model, module: Any) -> Callable[[], float]:
+    """Torch's step; the parameters are not moved, so that every call is the same."""
+    import torch
+
+    inputs, labels = (torch.from_numpy(x) for x in model.batch())
+    labels = labels.long()
+
+    def step() -> float:
+        scores = module(inputs)
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter - _RATE * gradient
+        return loss.item()
+
+    return step
