@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 torch = pytest.importorskip("torch")
 
@@ -655,6 +656,37 @@ def test_packed_sequences(kind):
 def test_further_recurrent_layers():
     check(seeded(lambda: nn.LSTM(3, 4, 2, proj_size=2, bidirectional=True)), SEQUENCES)
     check(seeded(lambda: nn.RNN(3, 4, nonlinearity="relu")), SEQUENCES)
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        inner = list(jaxprs_in_params(equation.params))
+        yield from [equation] if not inner else [e for part in inner for e in equations(part)]
+
+
+@row("I2")
+def test_pooling_makes_no_array_of_all_windows():
+    net = jaxfn.from_torch(nn.MaxPool2d(5, 1, 2))
+    x = jnp.zeros((2, 3, 20, 20))
+    program = jax.make_jaxpr(jax.grad(lambda x: net(x).sum()))(x)
+    assert max(y.aval.size for e in equations(program.jaxpr) for y in e.outvars) <= 2 * 3 * 24 * 24
+
+
+@row("I2")
+@pytest.mark.parametrize(
+    "norm, times", [(nn.BatchNorm2d(3), 5), (nn.LayerNorm((20, 21)), 6), (nn.GroupNorm(3, 3), 6)], ids=repr
+)
+def test_a_norm_sums_over_its_argument_no_more_than_it_must(norm, times):
+    """For mean and variance; in reverse for the mean, the variance, the weight (with the variance's) and the bias."""
+    net = jaxfn.from_torch(norm)
+    x = jnp.zeros((2, 3, 20, 21))
+
+    def loss(parameters, x):
+        return jnp.vdot(net.apply(parameters, net.buffers, x)[0], x)
+
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(net.parameters, x)
+    sums = [e for e in equations(program.jaxpr) if e.primitive.name == "reduce_sum" and e.invars[0].aval.size == x.size]
+    assert len(sums) <= times
 
 
 @row("I2")
