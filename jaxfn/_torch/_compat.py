@@ -34,6 +34,7 @@ __all__ = [
     "OPERATION_TYPES",
     "PACK",
     "PAD",
+    "SCRIPT_TYPES",
     "SOLVE_FACTORS_TRANSPOSE",
     "CheckpointFunction",
     "DataDependentOutputException",
@@ -52,6 +53,7 @@ __all__ = [
     "functional",
     "gradient_hooks",
     "held_by",
+    "is_below_autograd",
     "lstsq_result",
     "memory",
     "plain_torch",
@@ -76,6 +78,8 @@ CheckpointFunction: Any = torch.utils.checkpoint.CheckpointFunction
 PACK = torch._VF._pack_padded_sequence  # pyright: ignore
 PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 
+SCRIPT_TYPES: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)  # 2.8 to 2.15
+
 OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -84,6 +88,11 @@ def plain_torch() -> Generator[None]:
     """Inside, torch runs as if nothing was being traced (2.8 to 2.15)."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
         yield
+
+
+def is_below_autograd() -> bool:
+    """Whether autograd has passed an operation on: code called it, and not autograd for itself (2.8 to 2.15)."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # pyright: ignore
 
 
 def functional(tensor: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:

@@ -113,6 +113,7 @@ class Recorder(TorchDispatchMode):
         self.has_shared_inputs = False  # whether inputs stand for tensors that lie in each other's memory
         self.assumed: list[AssumedValue] | None = None  # what Python code was told of values that are not there
         self.follows_grad_mode = False  # whether what is computed under `torch.no_grad()` has no derivative
+        self.runs_script = False  # whether TorchScript runs, which detaches what it differentiates itself
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
         self._alive: list[torch.Tensor] = []  # so that no identity is used twice

@@ -288,14 +288,6 @@ def _requires_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs) if of_input is None else of_input
 
 
-@_answers(torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # pyright: ignore
-def _detach(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    if mode.tracing.recorder.follows_grad_mode:
-        return detach(func(*args, **kwargs))
-    with mode.tracing.recorder.stopping_gradients():
-        return func(*args, **kwargs)
-
-
 @_answers(torch.Tensor.detach_, torch.detach_)
 def _detach_in_place(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     if mode.tracing.recorder.follows_grad_mode:

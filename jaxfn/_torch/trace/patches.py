@@ -119,21 +119,6 @@ def _staying(original: Callable[..., Any]) -> Callable[..., Any]:
     return cuda
 
 
-def _detaching(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`detach`, which no mode sees in the Python code of an operation of `torch.library`."""
-
-    def detach(tensor: torch.Tensor) -> torch.Tensor:
-        tracing = current()
-        if tracing is None:
-            return original(tensor)
-        if tracing.recorder.follows_grad_mode:
-            return mark_detached(original(tensor))
-        with tracing.recorder.stopping_gradients():
-            return original(tensor)
-
-    return detach
-
-
 def _detaching_in_place(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def detach_(tensor: torch.Tensor) -> torch.Tensor:
         tracing = current()
@@ -147,7 +132,39 @@ def _detaching_in_place(original: Callable[..., torch.Tensor]) -> Callable[..., 
 
 
 def _detaching_data(original: Any) -> property:
-    return property(_detaching(original.__get__), original.__set__)
+    """`.data`, which is to torch's modes what autograd itself does with what it saves."""
+
+    def data(tensor: torch.Tensor) -> torch.Tensor:
+        tracing = current()
+        if tracing is None:
+            return original.__get__(tensor)
+        if tracing.recorder.follows_grad_mode:
+            return mark_detached(original.__get__(tensor))
+        with tracing.recorder.stopping_gradients():
+            return original.__get__(tensor)
+
+    return property(data, original.__set__)
+
+
+def _running_script(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled TorchScript, whose own derivatives begin with tensors that it detaches."""
+
+    def call(script: Any, *args: Any, **kwargs: Any) -> Any:
+        tracing = current()
+        if tracing is None or tracing.recorder.runs_script:
+            return original(script, *args, **kwargs)
+        if "aten::detach" in str(script.inlined_graph):
+            raise TranslationError(
+                f"{tracing.owner} calls {script.name}, TorchScript that detaches a tensor, which cannot be told from "
+                f"what TorchScript detaches for itself. Detach in Python, or do not script it{source_line()}"
+            )
+        tracing.recorder.runs_script = True
+        try:
+            return original(script, *args, **kwargs)
+        finally:
+            tracing.recorder.runs_script = False
+
+    return call
 
 
 def _entering_hooks(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -251,11 +268,11 @@ def _references(owner: str, function: Any) -> list[_Name]:
 
 _NAMES = [
     _Name(_compat.APPLYING_CLASS, "apply", _applying),
+    *(_Name(kind, "__call__", _running_script) for kind in _compat.SCRIPT_TYPES),
     _Name(_compat.FunctionalTensor, "cuda", _staying),  # torch's asks the driver first
-    _Name(_compat.FunctionalTensor, "detach", _detaching),
     _Name(_compat.FunctionalTensor, "detach_", _detaching_in_place),
     _Name(_compat.FunctionalTensor, "data", _detaching_data),
-    _Name(torch, "detach", _detaching),
+    _Name(torch, "detach_", _detaching_in_place),
     _Name(torch, "is_grad_enabled", _enabling),
     _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _entering_hooks),
     _Name(torch.compiler, "is_compiling", _compiling),

@@ -16,13 +16,14 @@ gradient gets the derivative that the memory had before, by a node `carried(new,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import FunctionalTensor
+from jaxfn._torch._compat import FunctionalTensor, is_below_autograd
 from jaxfn._torch.graph.recorder import Recorder, written_by
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.leftovers import sharing_memory
@@ -73,13 +74,17 @@ def stop_if_detached(recorder: Recorder, tensor: object) -> None:
 
 def run(recorder: Recorder, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
     """What `call()` gives, which is an operation on tensors of the code's, with the gradients that torch gives it."""
+    is_detach = func is torch.ops.aten.detach.default and is_below_autograd() and not recorder.runs_script
+    if not recorder.follows_grad_mode:
+        with recorder.stopping_gradients() if is_detach else contextlib.nullcontext():
+            return call()
     operands = _tensors((args, kwargs))
     is_silent = not torch.is_grad_enabled()
     if any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
         for x in operands:
             stop_if_detached(recorder, x)
         value = call()
-        if is_silent or any(map(is_detached, operands)):
+        if is_detach or is_silent or any(map(is_detached, operands)):
             torch_tree.tree_map_only(torch.Tensor, detach, value)
         return value
     written = [x for x in written_by(func, args, kwargs) if isinstance(x, FunctionalTensor) and _is_inexact(x)]
