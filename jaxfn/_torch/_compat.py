@@ -46,11 +46,14 @@ __all__ = [
     "FunctionalTensorMode",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "accumulation_hooks",
     "apply_below",
     "backward_hooks",
     "decomposed",
     "decompositions",
     "functional",
+    "global_backward_hooks",
+    "global_forward_hooks",
     "gradient_hooks",
     "held_by",
     "is_below_autograd",
@@ -162,15 +165,34 @@ def takes_boxed_gradients(function: Any) -> bool:
     return getattr(function, "boxed_grads_call", False)
 
 
+_modules: Any = torch.nn.modules.module
+
+
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """What is called with the gradient of a tensor (2.8 to 2.15)."""
     hooks: dict[int, Callable[..., Any]] | None = tensor._backward_hooks  # pyright: ignore
     return [*(hooks or {}).values()]
 
 
+def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """What is called when the gradient of a tensor is in its `.grad` (2.8 to 2.15)."""
+    hooks: dict[int, Callable[..., Any]] | None = tensor._post_accumulate_grad_hooks  # pyright: ignore
+    return [*(hooks or {}).values()]
+
+
 def backward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
     """What is called in backward where it comes to a module (2.8 to 2.15)."""
     return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]  # pyright: ignore
+
+
+def global_forward_hooks() -> list[Callable[..., Any]]:
+    """What is called before and after every module (2.8 to 2.15)."""
+    return [*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values()]
+
+
+def global_backward_hooks() -> list[Callable[..., Any]]:
+    """What is called in backward where it comes to any module (2.8 to 2.15)."""
+    return [*_modules._global_backward_hooks.values(), *_modules._global_backward_pre_hooks.values()]
 
 
 def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,7 +13,14 @@ from typing import Any, cast
 import jax
 import torch
 
-from jaxfn._torch._compat import backward_hooks, gradient_hooks, held_by, memory
+from jaxfn._torch._compat import (
+    accumulation_hooks,
+    backward_hooks,
+    global_backward_hooks,
+    gradient_hooks,
+    held_by,
+    memory,
+)
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation
 from jaxfn._torch.adopt.whole import Whole
@@ -23,6 +30,7 @@ from jaxfn._torch.trace.silent import refuse_writes
 from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, current
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.statics import Same
 from jaxfn._values.hidden import NoArrays
 
 # While one thread traces a module, which holds other tensors then, no other thread may look at it, or at one that it
@@ -162,7 +170,7 @@ class AdoptedModule(NoArrays):
     def _called(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
         """The module called with these tensors for its own, and its buffers afterwards."""
         module = self.torch_module
-        _refuse_backward_hooks(module)
+        _refuse_hooks(module)
         tensors = {**parameters, **buffers}
         for name, own in _tensors(module).items():
             for hook in reversed(gradient_hooks(own)):  # the outermost one is called first
@@ -222,12 +230,25 @@ def _is_made_later(tensor: torch.Tensor, array: Any) -> bool:
     return not isinstance(tensor, torch.nn.Parameter) and 0 in (tensor.numel(), array.size)
 
 
-def _refuse_backward_hooks(module: torch.nn.Module) -> None:
+def _refuse_hooks(module: torch.nn.Module) -> None:
+    """Raises where autograd would call what JAX does not."""
+    owner = type(module).__name__
+    if global_backward_hooks():
+        raise TranslationError(
+            f"{owner}: there is a backward hook of all modules, {global_backward_hooks()[0]!r}, which torch's autograd "
+            "calls and JAX does not. Remove it"
+        )
+    for name, tensor in _tensors(module).items():
+        if accumulation_hooks(tensor):
+            raise TranslationError(
+                f"{owner}: {name} has a hook that is called when its `.grad` is there, and JAX has no `.grad`. Remove "
+                "it, or use `register_hook`"
+            )
     for name, part in module.named_modules():
         hooks = backward_hooks(part)
         if hooks:
             raise TranslationError(
-                f"{type(module).__name__}: {name or 'the module'} ({type(part).__name__}) has a backward hook, "
+                f"{owner}: {name or 'the module'} ({type(part).__name__}) has a backward hook, "
                 f"{hooks[0]!r}, which torch's autograd calls and JAX does not. Remove it, or write a torch Function "
                 "with that backward"
             )
@@ -315,10 +336,8 @@ def _put_back(container: Any, saved: _Container) -> Any:
 
 
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What a module's behaviour depends on besides its tensors: modes, numbers, texts; other attributes by identity."""
-    return tuple(
-        (id(part), *((name, _attribute_key(value)) for name, value in vars(part).items())) for part in module.modules()
-    )
+    """What a module's behaviour depends on besides its tensors: modes, numbers, texts; other things by identity."""
+    return tuple((Same(part), *map(_attribute_key, vars(part).items())) for part in module.modules())
 
 
 def _attribute_key(value: Any) -> Any:
@@ -328,4 +347,4 @@ def _attribute_key(value: Any) -> Any:
         return type(value), *map(_attribute_key, cast(list[Any], value))
     if isinstance(value, dict):
         return dict, *((name, _attribute_key(item)) for name, item in cast(dict[Any, Any], value).items())
-    return id(value)
+    return id(value) if isinstance(value, torch.Tensor) else Same(value)

@@ -1,4 +1,4 @@
-"""Hooks that torch calls with the gradient of a tensor."""
+"""Hooks that torch calls with gradients: of a tensor, and of a node of autograd's graph."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.values.errors import TranslationError
 
 
 def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
@@ -22,3 +25,61 @@ def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | N
     name = f"hook {getattr(hook, '__qualname__', type(hook).__name__)}"
     function: Any = type(name, (torch.autograd.Function,), body)
     return function.apply(tensor)
+
+
+_HOOKED = "jaxfn_is_hooked"
+
+
+def has_hook(tensor: torch.Tensor) -> bool:
+    """Whether the code registered a hook on a tensor."""
+    return _HOOKED in vars(tensor)
+
+
+def note_hook(tensor: torch.Tensor) -> None:
+    """Notes that it did."""
+    vars(tensor)[_HOOKED] = True
+
+
+class GradFn:
+    """A node of autograd's graph as the code sees it: it can be looked at, and takes no hooks.
+
+    Args:
+      owner: whose code it is, for messages.
+      node: the node.
+    """
+
+    def __init__(self, owner: str, node: Any) -> None:
+        self._owner = owner
+        self.node = node
+
+    @property
+    def __class__(self) -> type:
+        return type(self.node)
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        """The nodes that follow in backward."""
+        return tuple((node and GradFn(self._owner, node), i) for node, i in self.node.next_functions)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuses: JAX does not go through this graph."""
+        raise TranslationError(
+            f"{self._owner} registers a hook on a `grad_fn`, {self.node.name()}, which torch's autograd calls and JAX "
+            f"does not. Register a hook on the tensor, `tensor.register_hook(hook)`, where it is made{source_line()}"
+        )
+
+    register_prehook = register_hook
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.node, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self.node is node_of(other)
+
+    def __hash__(self) -> int:
+        return hash(self.node)
+
+
+def node_of(value: Any) -> Any:
+    """autograd's own node of a `GradFn`; anything else as it is."""
+    return value.node if type(value) is GradFn else value

@@ -17,7 +17,7 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._torch._compat import PACK, PAD, FunctionalTensor, plain_torch
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
 from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, lstsq
-from jaxfn._torch.trace.hooks import hooked
+from jaxfn._torch.trace.hooks import has_hook, hooked, node_of, note_hook
 from jaxfn._torch.trace.indexing import read, write
 from jaxfn._torch.trace.leftovers import exchange
 from jaxfn._torch.trace.recurrent import pack, pad, recurrent
@@ -321,18 +321,39 @@ def _register_hook(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
             f"{mode.tracing.owner} registers a hook on a tensor that was used before, and jaxfn calls hooks with the "
             f"gradient of later uses only. Register it where the tensor is made{source_line()}"
         )
-    earlier = vars(tensor).setdefault("jaxfn_hooks", [])
-    if earlier:
+    if has_hook(tensor):
         raise TranslationError(
             f"{mode.tracing.owner} registers another hook on a tensor that has one. Register one that does what both "
             f"do{source_line()}"
         )
-    earlier.append(hook)
+    note_hook(tensor)
     with torch.enable_grad():
         mode.tracing.recorder.alias(mode.tracing.lower(tensor), mode.tracing.lower(hooked(tensor, hook)))
     if tensor.requires_grad:
         func(tensor, hook)  # for autograd inside
     return _Handle(mode.tracing.owner)
+
+
+@_answers(torch.Tensor.register_post_accumulate_grad_hook)
+def _register_post_accumulate_grad_hook(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if not (mode.tracing.recorder.follows_grad_mode and mode.tracing.is_traced(args[0])):
+        return func(*args, **kwargs)
+    raise TranslationError(
+        f"{mode.tracing.owner} registers a hook that is called when `.grad` of a tensor is there, and JAX has no "
+        f"`.grad`. Use `register_hook`{source_line()}"
+    )
+
+
+@_answers(torch.autograd.grad)
+def _grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    """autograd inside, which may be asked for gradients at nodes of its graph."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.autograd.graph.GradientEdge):
+            return value._replace(node=node_of(value.node))
+        return tuple(map(plain, value)) if type(value) in (tuple, list) else value
+
+    return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
 class _Handle:

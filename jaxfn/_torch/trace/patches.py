@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users, source_line
 from jaxfn._torch.trace.applications import apply, apply_taken_before
+from jaxfn._torch.trace.hooks import GradFn, has_hook
 from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.silent import detach as mark_detached
 from jaxfn._torch.trace.state import current
@@ -144,6 +145,32 @@ def _detaching_data(original: Any) -> property:
             return original.__get__(tensor)
 
     return property(data, original.__set__)
+
+
+def _grad_fn(original: Any) -> property:
+    """`.grad_fn`, whose hooks autograd would call."""
+
+    def grad_fn(tensor: torch.Tensor) -> Any:
+        tracing, node = current(), original.__get__(tensor)
+        is_whole = tracing is not None and tracing.recorder.follows_grad_mode
+        return node if node is None or not is_whole else GradFn(tracing.owner, node)
+
+    return property(grad_fn)
+
+
+def _hooks(original: Any) -> property:
+    """What `register_hook` sets; where no mode saw it coming, it is in an operation of `torch.library`."""
+
+    def set_hooks(tensor: torch.Tensor, hooks: Any) -> None:
+        tracing = current()
+        if tracing is not None and tracing.recorder.follows_grad_mode and not has_hook(tensor):
+            raise TranslationError(
+                f"{tracing.owner} registers a hook on a tensor in the Python code of an operation, which jaxfn does "
+                f"not follow. Register it outside of the operation{source_line()}"
+            )
+        original.__set__(tensor, hooks)
+
+    return property(original.__get__, set_hooks)
 
 
 def _running_script(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,6 +300,8 @@ _NAMES = [
     _Name(_compat.FunctionalTensor, "detach_", _detaching_in_place),
     _Name(_compat.FunctionalTensor, "data", _detaching_data),
     _Name(torch, "detach_", _detaching_in_place),
+    _Name(_compat.FunctionalTensor, "grad_fn", _grad_fn),
+    _Name(_compat.FunctionalTensor, "_backward_hooks", _hooks),
     _Name(torch, "is_grad_enabled", _enabling),
     _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _entering_hooks),
     _Name(torch.compiler, "is_compiling", _compiling),

@@ -5,18 +5,53 @@ from __future__ import annotations
 import functools
 import threading
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from jaxfn._torch._compat import global_backward_hooks, global_forward_hooks
 from jaxfn._torch.values.flat import Slot
 from jaxfn._values.layouts import value_key
 
 _T = TypeVar("_T")
 
-_BY_VALUE = (Slot, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, types.BuiltinFunctionType)
+
+class Same:
+    """Equal for one and the same object, which it does not keep alive where that can be.
+
+    A number such as `id` would be that of another object once this one is gone.
+    """
+
+    __slots__ = ("_hash", "_object")
+
+    def __init__(self, value: object) -> None:
+        self._hash = id(value)
+        try:
+            self._object: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # not every object allows it
+            self._object = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._object()
+        return isinstance(other, Same) and mine is not None and mine is other._object()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+_BY_VALUE = (
+    Same,
+    Slot,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    types.BuiltinFunctionType,
+)
 
 
 def static_key(value: Any) -> Hashable:
@@ -35,7 +70,8 @@ def ambient_key() -> Hashable:
     """torch's settings that decide what its code computes."""
     devices = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
-    return torch.get_default_dtype(), *autocast
+    hooks = tuple(map(Same, [*global_forward_hooks(), *global_backward_hooks()]))
+    return torch.get_default_dtype(), hooks, *autocast
 
 
 def _key(value: Any) -> Hashable:
