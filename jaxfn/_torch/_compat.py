@@ -31,6 +31,7 @@ __all__ = [
     "BELOW_FUNCTIONALIZATION",
     "CLAMP_SPLITS_TIES",
     "HAS_COMPILED_APPLY",
+    "MAKING_LEAVES",
     "OPERATION_TYPES",
     "PACK",
     "PAD",
@@ -60,6 +61,7 @@ __all__ = [
     "lstsq_result",
     "memory",
     "plain_torch",
+    "saved_by",
     "takes_boxed_gradients",
     "without_functions",
     "without_modes",
@@ -82,6 +84,9 @@ PACK = torch._VF._pack_padded_sequence  # pyright: ignore
 PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 
 SCRIPT_TYPES: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)  # 2.8 to 2.15
+
+# What `torch.autograd.functional` makes its inputs leaves by: them, and two flags (2.8 to 2.15).
+MAKING_LEAVES = torch.autograd.functional, "_grad_preprocess"
 
 OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
 
@@ -163,6 +168,21 @@ def apply_below(function: Any) -> Any:
 def takes_boxed_gradients(function: Any) -> bool:
     """Whether `backward` gets its gradients as one list: from 2.10 on, where the Function says so."""
     return getattr(function, "boxed_grads_call", False)
+
+
+def saved_by(node: Any) -> list[Any]:
+    """What a node of autograd's graph has saved, tensors among it, as far as it is there still (2.8 to 2.15)."""
+    saved: list[Any] = []
+    for name in _saved_names(type(node)):
+        with contextlib.suppress(RuntimeError):  # it is freed, or was written to, which torch refuses in backward
+            value = getattr(node, name, None)
+            saved += value if isinstance(value, (tuple, list)) else [value]
+    return saved
+
+
+@functools.cache
+def _saved_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors"]
 
 
 _modules: Any = torch.nn.modules.module

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
 from jaxfn import TranslationError  # noqa: E402
+from tests.support import torch_functions  # noqa: E402
 from tests.support.marks import row  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
@@ -374,8 +375,12 @@ def data_of_a_buffer_written(module, x):
     return x @ module.w + module.mean
 
 
+DETACH, METHOD = torch.detach, torch.Tensor.detach  # taken before anything is traced
 LIBRARY = torch.library.Library("jaxfn_test_modules", "FRAGMENT")
 for kind, detached in {
+    "taken": lambda x: DETACH(x),
+    "method": lambda x: METHOD(x),
+    "aten": lambda x: torch.ops.aten.detach.default(x),
     "detach": lambda x: x.detach(),
     "data": lambda x: x.data,
     "detach_": lambda x: x.clone().detach_(),
@@ -388,7 +393,68 @@ for kind, detached in {
 def library_operations_that_detach(module, x):
     ops = torch.ops.jaxfn_test_modules
     y = x @ module.w
-    return ops.times_detach(y) + ops.times_data(y) * 2 + ops.times_detach_(y) * 3 + ops.times_function(y) * 5
+    here = y * torch.ops.aten.detach(y) * 17
+    of_references = ops.times_taken(y) * 7 + ops.times_method(y) * 11 + ops.times_aten(y) * 13 + here
+    return (
+        ops.times_detach(y) + ops.times_data(y) * 2 + ops.times_detach_(y) * 3 + ops.times_function(y) * 5
+    ) + of_references
+
+
+def twice_with_a_hook(x):
+    y = x * 2
+    y.register_hook(lambda gradient: gradient * 7)
+    return y * 3
+
+
+LIBRARY.define("hooked(Tensor x) -> Tensor")
+LIBRARY.impl("hooked", twice_with_a_hook, "CompositeImplicitAutograd")
+
+
+def library_operations_with_hooks(module, x):
+    return torch.ops.jaxfn_test_modules.hooked(x @ torch.ops.jaxfn_test_modules.hooked(module.w))
+
+
+@torch_functions.scripted
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * torch.erf(x)
+
+
+@torch_functions.scripted
+def scripted_with_detach(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.erf(x).detach()
+
+
+for _ in range(3):  # from then on it differentiates by itself
+    scripted(torch.ones(3, requires_grad=True)).sum().backward()
+
+
+def script_with_derivatives_of_its_own(module, x):
+    return scripted(x @ module.w)
+
+
+def nodes_of_autograds_graph_looked_at(module, x):
+    y = x @ module.w
+    node, other = y.grad_fn, (y * 2).grad_fn.next_functions[0][0]
+    assert node == other and {node} == {other} and isinstance(node, torch.autograd.graph.Node)
+    assert node.name() == "MmBackward0" and x.grad_fn is None
+    edge = torch.autograd.graph.get_gradient_edge(y)
+    return torch.autograd.grad((y**3).sum(), edge, create_graph=True)[0]
+
+
+def data_written_before_and_after_what_needs_no_values(module, x):
+    y = x @ module.w
+    z = y.clone() * y.clone() + y
+    y.data.mul_(3)
+    module.mean.data.add_(1)
+    return z + y * module.mean
+
+
+def data_exchanged_and_written(module, x):
+    module.w.data = module.w.data.sign()
+    module.w.data.mul_(0.5)
+    constant = torch.zeros(3)
+    constant.data = torch.arange(3.0)
+    return (x @ module.w) ** 2 * constant
 
 
 def whole_numbers_looked_at(module, x):
@@ -406,6 +472,9 @@ def checks_left_out_of_a_trace(module, x):
 
 
 WHAT_CODE_DOES = [
+    library_operations_with_hooks, script_with_derivatives_of_its_own,
+    nodes_of_autograds_graph_looked_at, data_exchanged_and_written,
+    data_written_before_and_after_what_needs_no_values,
     library_operations_that_detach, whole_numbers_looked_at, checks_left_out_of_a_trace,
     plain, with_a_function, straight_through, without_gradients, a_function_without_gradients, weights_clamped,
     weights_exchanged, data_read, detached_leaf, detached_in_place, state_in_an_attribute, state_in_a_list, lazily_made,
@@ -493,6 +562,85 @@ def frozen_inside(module, x):
     return y + x @ module.w
 
 
+def hook_of_a_node(module, x):
+    y = (x @ module.w) ** 2
+    y.grad_fn.register_prehook(lambda gradients: tuple(g * 7 for g in gradients))
+    return y
+
+
+def hook_of_a_further_node(module, x):
+    y = (x @ module.w) ** 2
+    y.grad_fn.next_functions[0][0].register_hook(lambda inputs, outputs: None)
+    return y
+
+
+def hook_of_a_gradient_that_is_there(module, x):
+    module.w.register_post_accumulate_grad_hook(lambda w: None)
+    return x @ module.w
+
+
+REGISTER = torch.Tensor.register_hook  # taken before anything is traced
+
+
+def hooked_in_a_kernel(x):
+    y = x * 2
+    REGISTER(y, lambda gradient: gradient * 7)
+    return y
+
+
+LIBRARY.define("hooked_by_a_reference(Tensor x) -> Tensor")
+LIBRARY.impl("hooked_by_a_reference", hooked_in_a_kernel, "CompositeImplicitAutograd")
+
+
+def hook_in_a_kernel(module, x):
+    return torch.ops.jaxfn_test_modules.hooked_by_a_reference(x @ module.w)
+
+
+def script_that_detaches(module, x):
+    return scripted_with_detach(x @ module.w)
+
+
+def data_of_another_written(module, x):
+    other = x.T @ x
+    module.w.data = other
+    other.mul_(3)
+    return x @ module.w
+
+
+def data_of_a_buffer_that_is_written(module, x):
+    constant = torch.ones(3)
+    constant.data = module.mean.data
+    with torch.no_grad():
+        constant.add_(2)
+    return x @ module.w + module.mean
+
+
+def data_of_a_saved_tensor_written(module, x):
+    y = x @ module.w
+    z = y * y
+    y.data.mul_(2)
+    return z
+
+
+def data_of_a_saved_output_written(module, x):
+    y = (x @ module.w).exp()
+    y.data[0].mul_(2)
+    return y
+
+
+def data_of_a_saved_parameter_exchanged(module, x):
+    y = (x @ module.w) @ module.w
+    module.w.data = module.w.data.sign()
+    return y
+
+
+def data_saved_by_a_function_written(module, x):
+    y = x @ module.w
+    z = Quantized.apply(y)
+    y.data.mul_(2)
+    return z
+
+
 def hooks_of_saved_tensors(module, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
         return (x @ module.w) ** 2
@@ -508,14 +656,77 @@ def hooks_of_saved_tensors(module, x):
         (two_hooks, "another hook"),
         (a_parameter_in_a_closure, "parameter or buffer 'w'"),
         (frozen_inside, "freeze it before"),
+        (hook_of_a_node, "`grad_fn`, PowBackward0.*tensor.register_hook.*in hook_of_a_node"),
+        (hook_of_a_further_node, "`grad_fn`, MmBackward0"),
+        (hook_of_a_gradient_that_is_there, "Use `register_hook`"),
+        (hook_in_a_kernel, "Register a hook on the tensor.*in hooked_in_a_kernel"),
+        (script_that_detaches, "scripted_with_detach, TorchScript that detaches"),
+        (data_of_another_written, r"Assign a copy: `tensor.data = other.clone\(\)`.*in data_of_another_written"),
+        (data_of_a_buffer_that_is_written, "memory of two tensors"),
+        (data_of_a_saved_tensor_written, r"saved for backward.*`tensor.clone\(\)`.*in data_of_a_saved_tensor_written"),
+        (data_of_a_saved_output_written, "saved for backward"),
+        (data_of_a_saved_parameter_exchanged, "saved for backward"),
+        (data_saved_by_a_function_written, "saved for backward"),
     ],
 )
 def test_gradients_that_would_be_others_are_refused(forward, message):
     module = Weighted(forward)
     module.closure = functools.partial(torch.mul, module.w)
     net = jaxfn.from_torch(module)
-    with pytest.raises(TranslationError, match=message):
+    with pytest.raises(TranslationError, match=f"(?s){message}"):
         jax.grad(lambda parameters: net.apply(parameters, net.buffers, jnp.asarray(X.numpy()))[0].sum())(net.parameters)
+
+
+def by_a_weight_that_is_put_back(module, x):
+    original = module.w.data.clone()
+    module.w.data = module.w.data.sign()
+    y = x @ module.w
+    module.w.data = original
+    return y
+
+
+@row("I2")
+def test_gradients_by_arguments_are_refused_where_only_those_would_be_others():
+    check(lambda: Weighted(by_a_weight_that_is_put_back), X)
+    net = jaxfn.from_torch(Weighted(by_a_weight_that_is_put_back))
+    x = jnp.asarray(X.numpy())
+    slopes, _ = jax.vjp(net, x)
+    np.testing.assert_array_equal(slopes, jax.jit(net)(x))  # computing it is right
+    with pytest.raises(TranslationError, match="(?s)only parameters can be.*in by_a_weight_that_is_put_back"):
+        jax.grad(lambda x: net(x).sum())(x)
+
+
+def jacobian_inside(create_graph):
+    def forward(module, x):
+        return torch.autograd.functional.jacobian(lambda a: (a @ module.w) ** 3, x, create_graph).sum((0, 1)) + x
+
+    return forward
+
+
+def vjp_inside(module, x):
+    return torch.autograd.functional.vjp(lambda a: (a @ module.w) ** 3, x, x, create_graph=True)
+
+
+def hvp_inside(module, x):
+    return torch.autograd.functional.hvp(lambda a: ((a @ module.w) ** 3).sum(), x, x, create_graph=True)
+
+
+@row("I2")
+@pytest.mark.parametrize("forward", [jacobian_inside(True), jacobian_inside(False), vjp_inside, hvp_inside])
+def test_gradients_by_arguments_through_gradients_inside(forward):
+    module = Weighted(forward)
+    net, x = jaxfn.from_torch(Weighted(forward)), X.clone().requires_grad_()
+    outputs = tensors_in(module(x))
+    weights = weights_for(outputs)
+    loss = sum((o * torch.tensor(w)).sum() for o, w in zip(outputs, weights, strict=True))
+    wanted = torch.autograd.grad(loss, (module.w, x), materialize_grads=True, allow_unused=True)
+
+    def ours(w, x):
+        leaves = jax.tree.leaves(net.apply({"w": w}, net.buffers, x)[0])
+        return sum((y * w).sum() for y, w in zip(leaves, weights, strict=True))
+
+    for got, theirs in zip(jax.grad(ours, (0, 1))(net.parameters["w"], jnp.asarray(X.numpy())), wanted, strict=True):
+        np.testing.assert_allclose(got, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-6)
 
 
 @row("I2")
@@ -542,6 +753,59 @@ def hooked_module(kind):
 def test_backward_hooks_of_modules_are_refused(kind):
     with pytest.raises(TranslationError, match=r"Sequential: 1 \(Tanh\) has a backward hook"):
         jaxfn.from_torch(hooked_module(kind)())(jnp.ones((4, 3)))
+
+
+@row("I2")
+@pytest.mark.parametrize("kind", ["register_module_full_backward_hook", "register_module_full_backward_pre_hook"])
+def test_backward_hooks_of_all_modules_are_refused(kind):
+    net = jaxfn.from_torch(nn.Linear(3, 2))
+    before = net(jnp.ones((4, 3)))
+    hook = getattr(nn.modules.module, kind)(lambda *_: None)
+    with pytest.raises(TranslationError, match="a backward hook of all modules.*Remove it"):
+        net(jnp.ones((4, 3)))
+    hook.remove()
+    assert (net(jnp.ones((4, 3))) == before).all()
+
+
+@row("I2")
+def test_hooks_of_the_gradients_that_parameters_have_are_refused():
+    module = nn.Linear(3, 2)
+    module.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    with pytest.raises(TranslationError, match="Linear: weight has a hook that is called when its `.grad` is there"):
+        jaxfn.from_torch(module)(jnp.ones((4, 3)))
+
+
+@row("I4")
+@pytest.mark.parametrize(
+    "register, hook",
+    [
+        ("register_module_forward_hook", lambda module, inputs, output: output * 2),
+        ("register_module_forward_pre_hook", lambda module, inputs: (inputs[0] * 2,)),
+    ],
+)
+def test_hooks_of_all_modules_are_those_of_the_call(register, hook):
+    module = seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh()))()
+    net, x = jaxfn.from_torch(module), jnp.asarray(X.numpy())
+    before = net(x)
+    handle = getattr(nn.modules.module, register)(hook)
+    np.testing.assert_allclose(net(x), numbers(module(X)), rtol=1e-5)
+    assert (net(x) != before).any()
+    handle.remove()
+    np.testing.assert_array_equal(net(x), before)
+
+
+@row("I4")
+def test_parts_and_functions_that_were_exchanged_are_those_of_the_call():
+    module = Weighted(lambda module, x: module.layer(x @ module.w))
+    net, x = jaxfn.from_torch(module), jnp.asarray(X.numpy())
+    for i in range(8):  # where the one that was there before lay in memory
+        module.layer = None
+        module.layer = [nn.Tanh, nn.Sigmoid, nn.Softsign][i % 3]()
+        np.testing.assert_allclose(net(x), numbers(module(X)), rtol=1e-5, atol=1e-6)
+    for i in range(8):
+        module.run = None
+        module.run = lambda module, x, i=i: x * i
+        np.testing.assert_allclose(net(x), i * X, rtol=1e-6)
 
 
 @row("I2")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import torch
 
+from jaxfn._primitives.refusal import Refusal, refused_tangent
 from jaxfn._torch._compat import without_functions
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation, Part
@@ -64,11 +67,39 @@ class Program(Trace):
             values = [tracing.lower(tensor) for tensor in made.leaves]
             _check_gradients(tracing, inputs, made.leaves, values)
         self.output = made.template
+        line = tracing.recorder.written_after_use
+        self._refusal = None if line is None else Refusal(TranslationError, _AFTER_USE.format(code.name, line))
+        self._are_trained = are_trained
         self.traced = TracedGraph(code, "forward", tracing, values)
 
     def run(self, arrays: Sequence[Any], key: Any) -> Any:
         """What the code returns for JAX arrays."""
+        if self._refusal is not None:
+            arrays = [
+                x
+                if is_trained or not jnp.issubdtype(x.dtype, jnp.inexact)
+                else _refusing(self._refusal, jnp.asarray(x))
+                for x, is_trained in zip(arrays, self._are_trained, strict=True)
+            ]
         return put_in(self.output, self.traced.run(arrays, key))
+
+
+_AFTER_USE = (
+    "{} writes by `.data` to a tensor that was used before. If autograd has saved it, torch's gradients take the new "
+    "values, and JAX's the old ones, so that only parameters can be differentiated by, and not arguments and buffers. "
+    "Write before the tensor is used, or use a copy of it before, `tensor.clone()`{}"
+)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _refusing(refusal: Refusal, x: jax.Array) -> jax.Array:
+    """An array that cannot be differentiated by."""
+    return x
+
+
+@_refusing.defjvp
+def _(refusal: Refusal, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], refused_tangent(jax.typeof(tangents[0]), tangents, refusal)
 
 
 class Whole:

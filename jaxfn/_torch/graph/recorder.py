@@ -114,6 +114,10 @@ class Recorder(TorchDispatchMode):
         self.assumed: list[AssumedValue] | None = None  # what Python code was told of values that are not there
         self.follows_grad_mode = False  # whether what is computed under `torch.no_grad()` has no derivative
         self.runs_script = False  # whether TorchScript runs, which detaches what it differentiates itself
+        self.exchanged: list[tuple[Any, Any]] = []  # memory that torch has once for both, by an assignment to `.data`
+        self.seen_nodes: set[Any] = set()  # those of autograd's graph that were looked at, and what they saved
+        self.saved_memory: set[int | None] = set()
+        self.written_after_use: str | None = None  # the line that wrote by `.data` to what was computed with before
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
         self._alive: list[torch.Tensor] = []  # so that no identity is used twice
@@ -152,6 +156,8 @@ class Recorder(TorchDispatchMode):
 
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
         """The graph with these outputs, and without what they do not need."""
+        self.exchanged.clear()
+        self.seen_nodes.clear()
         self.graph.output(tuple(self.node(tensor) for tensor in outputs))
         for node in reversed(self.graph.nodes):
             if not node.users and node.op not in ("placeholder", "output"):
@@ -211,8 +217,12 @@ class Recorder(TorchDispatchMode):
         self._name(tensor, self._new_node(_STOP_GRADIENT, (self.node(tensor),)))
 
     def is_used(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was computed from a tensor."""
-        return bool(self.node(tensor).users)
+        """Whether anything was computed from a tensor that has a derivative."""
+        return any(user.meta["varies"] for user in self.node(tensor).users)
+
+    def may_be_saved(self, tensor: torch.Tensor) -> bool:
+        """Whether derivatives of what was computed from a tensor may need its values."""
+        return any(user.meta["varies"] and user.target not in _NEEDS_NO_VALUES for user in self.node(tensor).users)
 
     def without_gradient(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor with the values of another one and without its derivative."""
@@ -547,6 +557,7 @@ def _has_derivative(value: Any) -> bool:
     return any(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors)
 
 
+_NEEDS_NO_VALUES = (aten.clone.default, aten.add.Tensor, aten.sub.Tensor, _CARRIED)
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 # Tensors filled with one number, which depend on the shape alone of a tensor: which number, by the arguments.
 _FILLED: dict[Any, Callable[[Any], Any]] = {

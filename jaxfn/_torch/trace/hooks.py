@@ -1,4 +1,4 @@
-"""Hooks that torch calls with gradients: of a tensor, and of a node of autograd's graph."""
+"""Hooks that torch calls with the gradient of a tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from jaxfn._torch._compat import without_functions
 from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.trace.nodes import HOOKED
+from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
 
 
@@ -27,59 +30,35 @@ def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | N
     return function.apply(tensor)
 
 
-_HOOKED = "jaxfn_is_hooked"
-
-
-def has_hook(tensor: torch.Tensor) -> bool:
-    """Whether the code registered a hook on a tensor."""
-    return _HOOKED in vars(tensor)
-
-
-def note_hook(tensor: torch.Tensor) -> None:
-    """Notes that it did."""
-    vars(tensor)[_HOOKED] = True
-
-
-class GradFn:
-    """A node of autograd's graph as the code sees it: it can be looked at, and takes no hooks.
-
-    Args:
-      owner: whose code it is, for messages.
-      node: the node.
-    """
-
-    def __init__(self, owner: str, node: Any) -> None:
-        self._owner = owner
-        self.node = node
-
-    @property
-    def __class__(self) -> type:
-        return type(self.node)
-
-    @property
-    def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        """The nodes that follow in backward."""
-        return tuple((node and GradFn(self._owner, node), i) for node, i in self.node.next_functions)
-
-    def register_hook(self, hook: Any) -> Any:
-        """Refuses: JAX does not go through this graph."""
+def register_hook(tracing: Tracing, original: Any, tensor: torch.Tensor, hook: Any) -> Any:
+    """`tensor.register_hook(hook)`, which torch does by `original`."""
+    if not (tracing.recorder.follows_grad_mode and tracing.is_traced(tensor)):
+        return original(tensor, hook)
+    if tracing.recorder.is_used(tracing.lower(tensor)):
         raise TranslationError(
-            f"{self._owner} registers a hook on a `grad_fn`, {self.node.name()}, which torch's autograd calls and JAX "
-            f"does not. Register a hook on the tensor, `tensor.register_hook(hook)`, where it is made{source_line()}"
+            f"{tracing.owner} registers a hook on a tensor that was used before, and jaxfn calls hooks with the "
+            f"gradient of later uses only. Register it where the tensor is made{source_line()}"
         )
+    if HOOKED in vars(tensor):
+        raise TranslationError(
+            f"{tracing.owner} registers another hook on a tensor that has one. Register one that does what both "
+            f"do{source_line()}"
+        )
+    vars(tensor)[HOOKED] = True
+    with torch.enable_grad():
+        tracing.recorder.alias(tracing.lower(tensor), tracing.lower(hooked(tensor, hook)))
+    if tensor.requires_grad:
+        with without_functions():
+            original(tensor, hook)  # for autograd inside
+    return _Handle(tracing.owner)
 
-    register_prehook = register_hook
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.node, name)
+class _Handle:
+    """What `register_hook` returns."""
 
-    def __eq__(self, other: object) -> bool:
-        return self.node is node_of(other)
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
 
-    def __hash__(self) -> int:
-        return hash(self.node)
-
-
-def node_of(value: Any) -> Any:
-    """autograd's own node of a `GradFn`; anything else as it is."""
-    return value.node if type(value) is GradFn else value
+    def remove(self) -> None:
+        """Refuses: the hook is a part of the trace."""
+        raise TranslationError(f"{self._owner} removes a hook of a tensor, which is a part of the trace by then")

@@ -14,16 +14,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import PACK, PAD, FunctionalTensor, plain_torch
+from jaxfn._torch._compat import PACK, PAD, FunctionalTensor, plain_torch, without_functions
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
 from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, lstsq
-from jaxfn._torch.trace.hooks import has_hook, hooked, node_of, note_hook
+from jaxfn._torch.trace.hooks import register_hook
 from jaxfn._torch.trace.indexing import read, write
 from jaxfn._torch.trace.leftovers import exchange
+from jaxfn._torch.trace.nodes import node_of
 from jaxfn._torch.trace.recurrent import pack, pad, recurrent
 from jaxfn._torch.trace.selecting import call
 from jaxfn._torch.trace.selection import Selection
-from jaxfn._torch.trace.silent import detach
+from jaxfn._torch.trace.silent import detach, exchange_memory
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import NeededValueError, TranslationError
 
@@ -313,25 +314,7 @@ def _require_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.Tensor.register_hook)
 def _register_hook(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, hook = args
-    if not (mode.tracing.recorder.follows_grad_mode and mode.tracing.is_traced(tensor)):
-        return func(*args, **kwargs)
-    if mode.tracing.recorder.is_used(mode.tracing.lower(tensor)):
-        raise TranslationError(
-            f"{mode.tracing.owner} registers a hook on a tensor that was used before, and jaxfn calls hooks with the "
-            f"gradient of later uses only. Register it where the tensor is made{source_line()}"
-        )
-    if has_hook(tensor):
-        raise TranslationError(
-            f"{mode.tracing.owner} registers another hook on a tensor that has one. Register one that does what both "
-            f"do{source_line()}"
-        )
-    note_hook(tensor)
-    with torch.enable_grad():
-        mode.tracing.recorder.alias(mode.tracing.lower(tensor), mode.tracing.lower(hooked(tensor, hook)))
-    if tensor.requires_grad:
-        func(tensor, hook)  # for autograd inside
-    return _Handle(mode.tracing.owner)
+    return register_hook(mode.tracing, func, *args, **kwargs)
 
 
 @_answers(torch.Tensor.register_post_accumulate_grad_hook)
@@ -356,28 +339,18 @@ def _grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
-class _Handle:
-    """What `register_hook` returns."""
-
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-
-    def remove(self) -> None:
-        """Refuses: the hook is a part of the trace."""
-        raise TranslationError(f"{self._owner} removes a hook of a tensor, which is a part of the trace by then")
-
-
 @_answers(torch.Tensor.data.__set__)  # pyright: ignore
 def _set_data(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, value = args
-    if mode.tracing.is_traced(tensor) or mode.tracing.is_traced(value):
+    if isinstance(tensor, FunctionalTensor) or mode.tracing.is_traced(value):
         if tensor.shape != value.shape or tensor.dtype != value.dtype:
             raise TranslationError(
                 f"{mode.tracing.owner}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or "
                 f"dtype, {tuple(value.shape)}. Make a new tensor{source_line()}"
             )
         if isinstance(tensor, FunctionalTensor):
-            mode.tracing.exchange_memory(tensor, value)
+            with without_functions():
+                exchange_memory(mode.tracing.recorder, tensor, value)
         else:
             tensor.detach().copy_(value)
         return None

@@ -44,11 +44,15 @@ def exchange(a: torch.Tensor, b: torch.Tensor) -> None:
     note([a, b])
 
 
-def sharing_memory(tensor: FunctionalTensor) -> list[FunctionalTensor]:
-    """The tensors of the trace that lie in the memory of one of them, which is among them."""
-    noted: list[weakref.ref[Any]] = getattr(_THREAD, "noted", None) or []
-    place = memory(tensor.elem)
-    return [x for x in _alive(noted) if memory(x.elem) == place]
+def made_here() -> list[FunctionalTensor]:
+    """The tensors of the trace that are still there, each once."""
+    return _alive(getattr(_THREAD, "noted", None) or [])
+
+
+def sharing_memory(elem: torch.Tensor) -> list[FunctionalTensor]:
+    """The tensors of the trace that lie in the same memory as what is inside of one of them."""
+    place = memory(elem)
+    return [x for x in made_here() if memory(x.elem) == place]
 
 
 @contextlib.contextmanager

@@ -21,8 +21,9 @@ import torch.utils.checkpoint
 from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users, source_line
 from jaxfn._torch.trace.applications import apply, apply_taken_before
-from jaxfn._torch.trace.hooks import GradFn, has_hook
+from jaxfn._torch.trace.hooks import register_hook
 from jaxfn._torch.trace.inside import call_replacement
+from jaxfn._torch.trace.nodes import GradFn
 from jaxfn._torch.trace.silent import detach as mark_detached
 from jaxfn._torch.trace.state import current
 from jaxfn._torch.values.errors import TranslationError
@@ -140,11 +141,28 @@ def _detaching_data(original: Any) -> property:
         if tracing is None:
             return original.__get__(tensor)
         if tracing.recorder.follows_grad_mode:
-            return mark_detached(original.__get__(tensor))
+            return mark_detached(original.__get__(tensor), by_data=True)
         with tracing.recorder.stopping_gradients():
             return original.__get__(tensor)
 
     return property(data, original.__set__)
+
+
+def _as_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    copy = tensor.clone()
+    return copy.requires_grad_() if requires_grad and not copy.requires_grad else copy
+
+
+def _making_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.autograd.functional` begins with: it detaches what requires no gradient, as arguments say."""
+
+    def making_leaves(inputs: Any, create_graph: bool, need_graph: bool) -> Any:
+        tracing = current()
+        if tracing is not None and tracing.recorder.follows_grad_mode and create_graph:
+            return tuple(_as_leaf(x, need_graph) for x in inputs)
+        return original(inputs, create_graph, need_graph)
+
+    return making_leaves
 
 
 def _grad_fn(original: Any) -> property:
@@ -158,19 +176,12 @@ def _grad_fn(original: Any) -> property:
     return property(grad_fn)
 
 
-def _hooks(original: Any) -> property:
-    """What `register_hook` sets; where no mode saw it coming, it is in an operation of `torch.library`."""
-
-    def set_hooks(tensor: torch.Tensor, hooks: Any) -> None:
+def _registering_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+    def stand_in(tensor: torch.Tensor, hook: Any) -> Any:
         tracing = current()
-        if tracing is not None and tracing.recorder.follows_grad_mode and not has_hook(tensor):
-            raise TranslationError(
-                f"{tracing.owner} registers a hook on a tensor in the Python code of an operation, which jaxfn does "
-                f"not follow. Register it outside of the operation{source_line()}"
-            )
-        original.__set__(tensor, hooks)
+        return original(tensor, hook) if tracing is None else register_hook(tracing, original, tensor, hook)
 
-    return property(original.__get__, set_hooks)
+    return stand_in
 
 
 def _running_script(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,7 +312,8 @@ _NAMES = [
     _Name(_compat.FunctionalTensor, "data", _detaching_data),
     _Name(torch, "detach_", _detaching_in_place),
     _Name(_compat.FunctionalTensor, "grad_fn", _grad_fn),
-    _Name(_compat.FunctionalTensor, "_backward_hooks", _hooks),
+    _Name(*_compat.MAKING_LEAVES, _making_leaves),
+    _Name(_compat.FunctionalTensor, "register_hook", _registering_hook),
     _Name(torch, "is_grad_enabled", _enabling),
     _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _entering_hooks),
     _Name(torch.compiler, "is_compiling", _compiling),

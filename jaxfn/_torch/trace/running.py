@@ -127,7 +127,7 @@ class _Functionalization(FunctionalTensorMode):
             return None
         with without_functions():
             call = functools.partial(super().__torch_dispatch__, func, types, args, kwargs or {})
-            value = silent.run(self._recorder, func, args, kwargs or {}, call)
+            value = silent.run(self._recorder, self, func, args, kwargs or {}, call)
             return note(torch_tree.tree_map_only(torch.Tensor, self._lifted, value))
 
     def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,32 +12,38 @@ To torch the gradient belongs to a tensor, and the values to its memory, which s
 A graph has values only, and JAX differentiates those. So a tensor that autograd sees no way back from, in memory that
 has a gradient, is marked *detached*, and its derivative is stopped wherever it is used. What is written without a
 gradient gets the derivative that the memory had before, by a node `carried(new, old)`.
+
+What autograd has saved for backward is memory too: written to by `.data`, which autograd does not see, torch's gradient
+takes the new values. Those are not known where JAX's derivative is taken, so that is refused. While tracing autograd
+saves for parameters only: gradients by arguments are refused where there may be such writes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import FunctionalTensor, is_below_autograd
+from jaxfn._torch._compat import FunctionalTensor, is_below_autograd, memory, saved_by
 from jaxfn._torch.graph.recorder import Recorder, written_by
 from jaxfn._torch.graph.source_lines import source_line
-from jaxfn._torch.trace.leftovers import sharing_memory
+from jaxfn._torch.trace.leftovers import made_here, sharing_memory
+from jaxfn._torch.trace.nodes import node_of
 from jaxfn._torch.values.errors import TranslationError
 
 _MARK = "jaxfn_is_detached"
-_UNREADABLE = object()
+_DETACHED, _BY_DATA, _UNREADABLE = "detached", "detached by .data", "unreadable"
 _SHARED = "jaxfn_shares_memory"
 
 
-def detach(tensor: Any) -> Any:
-    """Marks a tensor of the code's as detached; returns it."""
+def detach(tensor: Any, *, by_data: bool = False) -> Any:
+    """Marks a tensor of the code's as detached, if need be so that autograd does not see writes; returns it."""
     if isinstance(tensor, FunctionalTensor):
-        vars(tensor)[_MARK] = True
+        vars(tensor)[_MARK] = _BY_DATA if by_data else _DETACHED
     return tensor
 
 
@@ -46,19 +52,68 @@ def is_detached(tensor: object) -> bool:
     return isinstance(tensor, FunctionalTensor) and _MARK in vars(tensor)
 
 
+def _is_by_data(tensor: FunctionalTensor) -> bool:
+    return vars(tensor).get(_MARK) is _BY_DATA
+
+
 def refuse_writes(recorder: Recorder, tensor: torch.Tensor, reason: str) -> None:
     """Notes that others, which would not see it, are in a tensor's memory."""
     recorder.has_shared_inputs = True
     vars(tensor)[_SHARED] = reason
 
 
+def exchange_memory(recorder: Recorder, tensor: Any, value: torch.Tensor) -> None:
+    """Puts a tensor with its gradient into memory of its own, with other values: `tensor.data = value`.
+
+    To torch it is the memory of `value`, which makes no difference as long as nothing is written to it.
+    """
+    if recorder.follows_grad_mode and tensor.is_leaf:  # of others, autograd saved the memory and not the tensor
+        _refuse_if_saved(recorder, tensor)
+    lowered = value
+    if isinstance(value, FunctionalTensor):
+        stop_if_detached(recorder, value)
+        lowered = value.from_functional()
+    stop_if_detached(recorder, tensor)
+    tensor.elem = FunctionalTensor.to_functional(recorder.carried(lowered, tensor.from_functional())).elem
+    if isinstance(value, FunctionalTensor):
+        recorder.exchanged += [(tensor.elem, value.elem), (value.elem, tensor.elem)]
+    else:
+        refuse_writes(recorder, tensor, "its `.data` is a tensor that was made outside")
+
+
 def _check_shared(recorder: Recorder, tensor: FunctionalTensor) -> None:
-    for x in sharing_memory(tensor) if recorder.has_shared_inputs else []:
+    for x in sharing_memory(tensor.elem):
         if _SHARED in vars(x):
             raise TranslationError(
                 f"{recorder.owner} writes to a tensor that shares its memory: {vars(x)[_SHARED]}, and JAX's arrays "
                 f"share none. Write to a copy{source_line()}"
             )
+    for written, other in recorder.exchanged:
+        if memory(written) == memory(tensor.elem) and sharing_memory(other):
+            raise TranslationError(
+                f"{recorder.owner} writes to the memory of two tensors, one of which was made the `.data` of the "
+                f"other, and JAX's arrays share none. Assign a copy: `tensor.data = other.clone()`{source_line()}"
+            )
+
+
+def _refuse_if_saved(recorder: Recorder, tensor: FunctionalTensor) -> None:
+    """Raises where autograd has saved memory for backward that is written to without its knowledge."""
+    waiting = [x.grad_fn for x in made_here()]
+    while waiting:
+        node = node_of(waiting.pop())
+        if node is None or node in recorder.seen_nodes:
+            continue
+        recorder.seen_nodes.add(node)  # which keeps what it saved, so that memory is not used twice
+        waiting += [following for following, _ in node.next_functions]
+        recorder.saved_memory |= {memory(x.elem) for x in saved_by(node) if isinstance(x, FunctionalTensor)}
+    if recorder.may_be_saved(tensor.from_functional()):
+        recorder.written_after_use = source_line()
+    if memory(tensor.elem) in recorder.saved_memory:
+        raise TranslationError(
+            f"{recorder.owner} writes by `.data` to a tensor that autograd has saved for backward. torch's gradients "
+            "take the new values there, without saying so, and JAX's the old ones. Write before the tensor is used, "
+            f"or use a copy of it before, `tensor.clone()`{source_line()}"
+        )
 
 
 def stop_if_detached(recorder: Recorder, tensor: object) -> None:
@@ -72,8 +127,11 @@ def stop_if_detached(recorder: Recorder, tensor: object) -> None:
         _stop(recorder, tensor)
 
 
-def run(recorder: Recorder, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
+def run(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
     """What `call()` gives, which is an operation on tensors of the code's, with the gradients that torch gives it."""
+    for x in written_by(func, args, kwargs) if recorder.exchanged or recorder.has_shared_inputs else []:
+        if isinstance(x, FunctionalTensor):
+            _check_shared(recorder, x)
     is_detach = func is torch.ops.aten.detach.default and is_below_autograd() and not recorder.runs_script
     if not recorder.follows_grad_mode:
         with recorder.stopping_gradients() if is_detach else contextlib.nullcontext():
@@ -85,12 +143,14 @@ def run(recorder: Recorder, func: Any, args: Any, kwargs: Any, call: Callable[[]
             stop_if_detached(recorder, x)
         value = call()
         if is_detach or is_silent or any(map(is_detached, operands)):
-            torch_tree.tree_map_only(torch.Tensor, detach, value)
+            marking = functools.partial(detach, by_data=any(map(_is_by_data, operands)))
+            torch_tree.tree_map_only(torch.Tensor, marking, value)
         return value
     written = [x for x in written_by(func, args, kwargs) if isinstance(x, FunctionalTensor) and _is_inexact(x)]
-    for x in written_by(func, args, kwargs):
-        if isinstance(x, FunctionalTensor):
-            _check_shared(recorder, x)
+    if any(map(_is_by_data, written)):
+        with mode:  # in which autograd hands out what it saved
+            for x in filter(_is_by_data, written):
+                _refuse_if_saved(recorder, x)
     others = [x for x in operands if not any(x is y for y in written)]
     gets_gradient = not is_silent and any(not is_detached(x) and _varies(recorder, x) for x in others)
     lost = [x for x in written if gets_gradient and is_detached(x) and not _attach(recorder, x)]
@@ -106,7 +166,7 @@ def run(recorder: Recorder, func: Any, args: Any, kwargs: Any, call: Callable[[]
     for tensor, before in kept:
         _write(tensor, recorder.carried(tensor.from_functional(), before))
     for tensor in lost:
-        for x in filter(is_detached, sharing_memory(tensor)):
+        for x in filter(is_detached, sharing_memory(tensor.elem)):
             vars(x)[_MARK] = _UNREADABLE
     if is_silent and not written:
         for x in _tensors(value):
@@ -123,7 +183,7 @@ def _attach(recorder: Recorder, tensor: FunctionalTensor) -> bool:
     Returns:
       Whether it could be done.
     """
-    sharing = sharing_memory(tensor)
+    sharing = sharing_memory(tensor.elem)
     is_alone = not any(_varies(recorder, x) for x in sharing if not is_detached(x))
     for x in sharing:
         value = x.from_functional()
@@ -136,7 +196,7 @@ def _attach(recorder: Recorder, tensor: FunctionalTensor) -> bool:
 
 def _with_gradient(tensor: FunctionalTensor) -> list[FunctionalTensor]:
     """The tensors in the memory of a detached one that are not detached."""
-    return [x for x in sharing_memory(tensor) if not is_detached(x)]
+    return [x for x in sharing_memory(tensor.elem) if not is_detached(x)]
 
 
 def _write(tensor: FunctionalTensor, value: torch.Tensor) -> None:

@@ -153,12 +153,6 @@ class Tracing:
         """Whether two tensors have the same values, as far as it can be seen from how they were computed."""
         return self.recorder.is_same(self.recorder.node(self.lower(a)), self.recorder.node(self.lower(b)))
 
-    def exchange_memory(self, tensor: Any, value: torch.Tensor) -> None:
-        """Puts a tensor with its gradient into memory of its own, with other values."""
-        with without_functions():
-            carried = self.recorder.carried(self.lower(value), self.lower(tensor))
-            tensor.elem = FunctionalTensor.to_functional(carried).elem
-
     def call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
         """Records a call of a function of JAX arrays, which gives `value` (of `Recorder.fake` tensors)."""
         with without_functions():
