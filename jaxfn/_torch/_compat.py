@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "APPLYING_CLASS",
+    "BATCH_NORM",
     "BELOW_FUNCTIONALIZATION",
     "CLAMP_SPLITS_TIES",
     "HAS_COMPILED_APPLY",
@@ -84,6 +85,9 @@ PACK = torch._VF._pack_padded_sequence  # pyright: ignore
 PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 
 SCRIPT_TYPES: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)  # 2.8 to 2.15
+
+# What the batch norms of 1, 2 and 3 dimensions do (2.8 to 2.15).
+BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm, "forward"  # pyright: ignore[reportPrivateUsage]
 
 # What `torch.autograd.functional` makes its inputs leaves by: them, and two flags (2.8 to 2.15).
 MAKING_LEAVES = torch.autograd.functional, "_grad_preprocess"

@@ -56,6 +56,9 @@ class AdoptedModule(NoArrays):
 
     def __init__(self, module: torch.nn.Module, replacements: Replacements, nested: Nested) -> None:
         name = type(module).__name__
+        lazy = [key for key, x in _tensors(module).items() if torch.nn.parameter.is_lazy(x)]
+        if lazy:
+            raise TranslationError(f"{name}: {', '.join(lazy)} has no shape yet. Call the module once in torch before")
         parameters = inspect.signature(module.forward).parameters
         code = TorchCode(name, replacements, nested, parameters, "net.apply")
         object.__setattr__(self, "torch_module", module)

@@ -7,16 +7,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxfn._torch.operations.table import enter_all, operation
 
 enter_all(
     {
-        "aten.relu": jax.nn.relu,
         "aten.silu": jax.nn.silu,
     }
 )
+
+
+@operation("aten.relu")
+@jax.custom_jvp
+def relu(x: Array) -> Array:
+    return jnp.maximum(x, 0)
+
+
+@relu.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """As `jax.nn.relu`, but for the derivative at NaN, which torch passes on."""
+    (x,), (tangent,) = primals, tangents
+    return relu(x), lax.select(x <= 0, lax.full_like(tangent, 0), tangent)
 
 
 @operation("aten._softmax")

@@ -252,6 +252,14 @@ def embedding(weight: Array, indices: Array, padding_idx: int = -1, *_: Any) -> 
     return jnp.where((indices == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
 
 
+@operation("aten.embedding_renorm")
+def embedding_renorm(weight: Array, indices: Array, max_norm: float, norm_type: float) -> Array:
+    """Rows that have an index, and are longer, made as long as `max_norm`."""
+    norms = jnp.linalg.norm(weight, norm_type, 1, keepdims=True)
+    is_used = jnp.zeros((weight.shape[0], 1), bool).at[indices.reshape(-1)].set(True)
+    return jnp.where(is_used & (norms > max_norm), weight * (max_norm / (norms + 1e-7)), weight)
+
+
 @operation("aten.embedding_dense_backward")
 def embedding_dense_backward(
     gradient: Array, indices: Array, num_weights: int, padding_idx: int, scale_grad_by_freq: bool

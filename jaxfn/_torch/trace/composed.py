@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     given = _bound(func, args, kwargs)
     indices, weight, offsets, weights = (given[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
     if given["max_norm"] is not None:
-        _refuse(tracing, "embedding_bag with `max_norm` writes to the weights. Normalize them outside")
+        with torch.no_grad():
+            torch.embedding_renorm_(weight.detach(), indices.contiguous(), given["max_norm"], given["norm_type"])
     if given["scale_grad_by_freq"]:
         _refuse(tracing, "embedding_bag with `scale_grad_by_freq`: torch divides by how often another row is there")
     if indices.dim() == 2:
@@ -178,3 +180,42 @@ def lstsq(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     rank = torch.empty(0, dtype=torch.int64) if driver == "gels" else rank  # which takes it for the largest
     found: Sequence[torch.Tensor] = (solution[..., 0] if is_vector else solution, residuals, rank, values)
     return lstsq_result(found)
+
+
+# ------------------------------------------------------------------------------------------------------ Python's values
+
+
+def gaussian_nll_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.nn.functional.gaussian_nll_loss`, which raises for negative variances."""
+    given = _bound(func, args, kwargs)
+    x, variance = given["input"], given["var"]
+    if not isinstance(variance, torch.Tensor):
+        variance = torch.full_like(x, variance)
+    if variance.shape == x.shape[:-1]:
+        variance = variance[..., None]
+    is_fitting = variance.ndim == x.ndim and sum(n for n, m in zip(variance.shape, x.shape, strict=True) if n != m) <= 1
+    if not is_fitting:
+        raise ValueError(f"gaussian_nll_loss: a variance of shape {tuple(variance.shape)} for {tuple(x.shape)}")
+    variance = variance.clone()
+    with torch.no_grad():
+        variance.clamp_(min=given["eps"])
+    loss = 0.5 * (variance.log() + (x - given["target"]) ** 2 / variance)
+    loss = loss + 0.5 * math.log(2 * math.pi) if given["full"] else loss
+    reduce = {"none": lambda: loss, "mean": loss.mean, "sum": loss.sum}
+    if given["reduction"] not in reduce:
+        raise ValueError(f"gaussian_nll_loss: reduction is {given['reduction']!r}, and may be one of {[*reduce]}")
+    return reduce[given["reduction"]]()
+
+
+def cumulative_batch_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """A `BatchNorm` with `momentum=None`, whose statistics are means over all batches, of which torch asks the number."""
+    module._check_input_dim(x)
+    count = module.num_batches_tracked.add_(1)
+    kept = module.running_mean, module.running_var
+    with torch.no_grad():
+        seen = [torch.zeros_like(statistic) for statistic in kept]
+    y = torch.nn.functional.batch_norm(x, *seen, module.weight, module.bias, True, 1.0, module.eps)
+    with torch.no_grad():
+        for statistic, of_batch in zip(kept, seen, strict=True):
+            statistic.add_((of_batch - statistic) / count)
+    return y

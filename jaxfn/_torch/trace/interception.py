@@ -16,7 +16,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import PACK, PAD, FunctionalTensor, plain_torch, without_functions
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
-from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, lstsq
+from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq
 from jaxfn._torch.trace.hooks import register_hook
 from jaxfn._torch.trace.indexing import read, write
 from jaxfn._torch.trace.leftovers import exchange
@@ -237,6 +237,7 @@ _COMPOSED = {
     torch.nn.functional.embedding_bag: embedding_bag,
     torch.nn.functional.ctc_loss: ctc_loss,
     torch.linalg.lstsq: lstsq,
+    torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
     torch.lstm: recurrent,
     torch.gru: recurrent,
     torch.rnn_tanh: recurrent,

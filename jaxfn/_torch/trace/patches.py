@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users, source_line
 from jaxfn._torch.trace.applications import apply, apply_taken_before
+from jaxfn._torch.trace.composed import cumulative_batch_norm
 from jaxfn._torch.trace.hooks import register_hook
 from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.nodes import GradFn
@@ -151,6 +152,16 @@ def _detaching_data(original: Any) -> property:
 def _as_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     copy = tensor.clone()
     return copy.requires_grad_() if requires_grad and not copy.requires_grad else copy
+
+
+def _batch_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        is_moving = module.training and module.track_running_stats and module.num_batches_tracked is not None
+        if current() is None or module.momentum is not None or not is_moving:
+            return original(module, x)
+        return cumulative_batch_norm(module, x)
+
+    return forward
 
 
 def _making_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -313,6 +324,7 @@ _NAMES = [
     _Name(torch, "detach_", _detaching_in_place),
     _Name(_compat.FunctionalTensor, "grad_fn", _grad_fn),
     _Name(*_compat.MAKING_LEAVES, _making_leaves),
+    _Name(*_compat.BATCH_NORM, _batch_norm),
     _Name(_compat.FunctionalTensor, "register_hook", _registering_hook),
     _Name(torch, "is_grad_enabled", _enabling),
     _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _entering_hooks),
