@@ -31,7 +31,9 @@ __all__ = [
     "BATCH_NORM",
     "BELOW_FUNCTIONALIZATION",
     "CLAMP_SPLITS_TIES",
+    "DETECTING_CAUSAL",
     "HAS_COMPILED_APPLY",
+    "LINEAR_CROSS_ENTROPY",
     "MAKING_LEAVES",
     "OPERATION_TYPES",
     "PACK",
@@ -84,10 +86,16 @@ CheckpointFunction: Any = torch.utils.checkpoint.CheckpointFunction
 PACK = torch._VF._pack_padded_sequence  # pyright: ignore
 PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 
+# In one step a matrix product and a loss: from 2.13 on.
+LINEAR_CROSS_ENTROPY: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
+
 SCRIPT_TYPES: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)  # 2.8 to 2.15
 
 # What the batch norms of 1, 2 and 3 dimensions do (2.8 to 2.15).
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm, "forward"  # pyright: ignore[reportPrivateUsage]
+
+# What asks for the values of transformers' masks, to choose a kernel: a mask, a flag, a size (2.8 to 2.15).
+DETECTING_CAUSAL = torch.nn.modules.transformer, "_detect_is_causal_mask"
 
 # What `torch.autograd.functional` makes its inputs leaves by: them, and two flags (2.8 to 2.15).
 MAKING_LEAVES = torch.autograd.functional, "_grad_preprocess"

@@ -208,7 +208,7 @@ def gaussian_nll_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> An
 
 
 def cumulative_batch_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """A `BatchNorm` with `momentum=None`, whose statistics are means over all batches, of which torch asks the number."""
+    """A `BatchNorm` with `momentum=None`: a mean over all batches, whose number torch has Python ask for."""
     module._check_input_dim(x)
     count = module.num_batches_tracked.add_(1)
     kept = module.running_mean, module.running_var

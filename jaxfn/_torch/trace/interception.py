@@ -247,6 +247,22 @@ _COMPOSED = {
 }
 
 
+@_answers(LINEAR_CROSS_ENTROPY)
+def _linear_cross_entropy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    """As a matrix product and a loss; in pieces, torch would compute the gradients in forward."""
+    return func(*args, **{**kwargs, "options": None})
+
+
+@_answers(torch.nn.functional.multilabel_margin_loss)
+def _multilabel_margin_loss(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's rule for shapes has an axis more than what it computes where there is no batch."""
+    x, target, *rest = args
+    if x.ndim > 1 or not mode.tracing.is_traced(x):
+        return func(*args, **kwargs)
+    with mode:
+        return func(x.reshape(1, -1), target.reshape(1, -1), *rest, **kwargs).reshape(())
+
+
 @_answers(*_COMPOSED)
 def _composed(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     if not any(map(mode.tracing.is_traced, torch_tree.tree_leaves((args, kwargs)))):

@@ -164,6 +164,17 @@ def _batch_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return forward
 
 
+def _detecting_causal(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether a mask is the causal one: without values it is used as any other, which means the same."""
+
+    def detect(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        tracing = current()
+        is_unknown = tracing is not None and is_causal is None and tracing.is_traced(mask)
+        return not is_unknown and original(mask, is_causal, size)
+
+    return detect
+
+
 def _making_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
     """What `torch.autograd.functional` begins with: it detaches what requires no gradient, as arguments say."""
 
@@ -325,6 +336,7 @@ _NAMES = [
     _Name(_compat.FunctionalTensor, "grad_fn", _grad_fn),
     _Name(*_compat.MAKING_LEAVES, _making_leaves),
     _Name(*_compat.BATCH_NORM, _batch_norm),
+    _Name(*_compat.DETECTING_CAUSAL, _detecting_causal),
     _Name(_compat.FunctionalTensor, "register_hook", _registering_hook),
     _Name(torch, "is_grad_enabled", _enabling),
     _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _entering_hooks),
