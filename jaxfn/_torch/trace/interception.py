@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import PACK, PAD, FunctionalTensor, plain_torch, without_functions
+from jaxfn._torch._compat import LINEAR_CROSS_ENTROPY, PACK, PAD, FunctionalTensor, plain_torch, without_functions
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
 from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq
 from jaxfn._torch.trace.hooks import register_hook
