@@ -89,7 +89,7 @@ PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 # In one step a matrix product and a loss: from 2.13 on.
 LINEAR_CROSS_ENTROPY: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
 
-SCRIPT_TYPES: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)  # 2.8 to 2.15
+SCRIPT_TYPES: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod  # pyright: ignore  # 2.8 to 2.15
 
 # What the batch norms of 1, 2 and 3 dimensions do (2.8 to 2.15).
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm, "forward"  # pyright: ignore[reportPrivateUsage]

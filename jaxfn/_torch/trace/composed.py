@@ -214,7 +214,8 @@ def cumulative_batch_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     kept = module.running_mean, module.running_var
     with torch.no_grad():
         seen = [torch.zeros_like(statistic) for statistic in kept]
-    y = torch.nn.functional.batch_norm(x, *seen, module.weight, module.bias, True, 1.0, module.eps)
+    mean, variance = seen
+    y = torch.nn.functional.batch_norm(x, mean, variance, module.weight, module.bias, True, 1.0, module.eps)
     with torch.no_grad():
         for statistic, of_batch in zip(kept, seen, strict=True):
             statistic.add_((of_batch - statistic) / count)

@@ -26,10 +26,6 @@ class GradFn:
         self.node = node
 
     @property
-    def __class__(self) -> type:
-        return type(self.node)
-
-    @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         """The nodes that follow in backward."""
         return tuple((node and GradFn(self._owner, node), i) for node, i in self.node.next_functions)
@@ -57,6 +53,9 @@ class GradFn:
 
     def __hash__(self) -> int:
         return hash(self.node)
+
+
+torch.autograd.graph.Node.register(GradFn)  # for `isinstance`
 
 
 def node_of(value: Any) -> Any:

@@ -192,8 +192,9 @@ def _grad_fn(original: Any) -> property:
 
     def grad_fn(tensor: torch.Tensor) -> Any:
         tracing, node = current(), original.__get__(tensor)
-        is_whole = tracing is not None and tracing.recorder.follows_grad_mode
-        return node if node is None or not is_whole else GradFn(tracing.owner, node)
+        if node is None or tracing is None or not tracing.recorder.follows_grad_mode:
+            return node
+        return GradFn(tracing.owner, node)
 
     return property(grad_fn)
 
