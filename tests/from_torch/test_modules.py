@@ -872,6 +872,14 @@ MODULES = {
 }
 
 
+@row("I2")
+@pytest.mark.parametrize("norm", [1.0, 2.0, 3.5, float("inf")])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_whose_rows_are_kept_short(kind, norm):
+    indices = torch.tensor([[0, 1, 2], [3, 0, 8]])
+    check(seeded(lambda: nn.Sequential(kind(9, 4, max_norm=0.8, norm_type=norm), nn.Linear(4, 2))), indices)
+
+
 @row("I1", "I2")
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])

@@ -42,8 +42,7 @@ NOT_TRANSLATED = {
 # What raises while torch traces, by torch's own name of the sample set.
 NOT_TRACED = {
     **dict.fromkeys(_READ_VALUES.split(), VALUES),
-    "nn.functional.embedding_bag": "`max_norm` writes to the weights; with `scale_grad_by_freq` torch divides by how "
-    "often another row is there",
+    "nn.functional.embedding_bag": "with `scale_grad_by_freq` torch divides by how often another row is there",
     "chalf": "JAX has no half-precision complex numbers",
     **dict.fromkeys(_SIZED_BY_VALUES.split(), SIZES),
     **dict.fromkeys(_SPARSE.split(), SPARSE),
