@@ -60,6 +60,7 @@ __all__ = [
     "global_forward_hooks",
     "gradient_hooks",
     "held_by",
+    "is_accumulating",
     "is_below_autograd",
     "lstsq_result",
     "memory",
@@ -108,6 +109,12 @@ def plain_torch() -> Generator[None]:
     """Inside, torch runs as if nothing was being traced (2.8 to 2.15)."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
         yield
+
+
+def is_accumulating() -> bool:
+    """Whether autograd is putting a gradient into `.grad`, which it detaches (2.8 to 2.15)."""
+    node: Any = torch._C._current_autograd_node()  # pyright: ignore
+    return node is not None and node.name().endswith("AccumulateGrad")
 
 
 def is_below_autograd() -> bool:

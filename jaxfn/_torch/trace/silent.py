@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import FunctionalTensor, is_below_autograd, memory, saved_by
+from jaxfn._torch._compat import FunctionalTensor, is_accumulating, is_below_autograd, memory, saved_by
 from jaxfn._torch.graph.recorder import Recorder, written_by
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.leftovers import made_here, sharing_memory
@@ -127,12 +127,17 @@ def stop_if_detached(recorder: Recorder, tensor: object) -> None:
         _stop(recorder, tensor)
 
 
+def _is_the_users(recorder: Recorder) -> bool:
+    """Whether it is the code that detaches, and not autograd or TorchScript, for its own purposes."""
+    return is_below_autograd() and not recorder.runs_script and not is_accumulating()
+
+
 def run(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
     """What `call()` gives, which is an operation on tensors of the code's, with the gradients that torch gives it."""
     for x in written_by(func, args, kwargs) if recorder.exchanged or recorder.has_shared_inputs else []:
         if isinstance(x, FunctionalTensor):
             _check_shared(recorder, x)
-    is_detach = func is torch.ops.aten.detach.default and is_below_autograd() and not recorder.runs_script
+    is_detach = func is torch.ops.aten.detach.default and _is_the_users(recorder)
     if not recorder.follows_grad_mode:
         with recorder.stopping_gradients() if is_detach else contextlib.nullcontext():
             return call()
