@@ -1339,6 +1339,18 @@ def test_the_code_runs_once_for_its_shapes():
     assert runs == ["module", "forward", "backward"]
 
 
+@row("I6")
+@pytest.mark.parametrize(
+    "function", [F.gelu, torch.sin, torch.nn.functional.linear, functools.partial(torch.add, alpha=3)]
+)
+def test_compiled_functions_have_no_signature(function):
+    args = [X] if function in (F.gelu, torch.sin) else [X, X]
+    got = jaxfn.from_torch(function)(*[jnp.asarray(x.numpy()) for x in args])
+    np.testing.assert_allclose(got, function(*args), rtol=1e-6)
+    with pytest.raises(TypeError):
+        jaxfn.from_torch(function)(jnp.ones(3), wrong=1)
+
+
 def is_fine(x):
     """A check, as libraries have them: it only warns or raises."""
     if x.isnan().any():

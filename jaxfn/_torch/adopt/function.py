@@ -17,7 +17,7 @@ def adopted_function(function: Callable[..., Any], replacements: Replacements, n
     """A Python function of tensors as a function of JAX arrays, with a parameter more for the random key."""
     plain = function.func if isinstance(function, functools.partial) else function
     name = getattr(plain, "__name__", type(plain).__name__)
-    signature = inspect.signature(function)
+    signature = _signature(function)
     code = TorchCode(name, replacements, nested, signature.parameters, name)
 
     def called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,6 +35,15 @@ def adopted_function(function: Callable[..., Any], replacements: Replacements, n
     parameters = list(with_key(list(signature.parameters.values()), code.key_name))
     vars(adopted)["__signature__"] = signature.replace(parameters=parameters)
     return adopted
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """A function's signature; any arguments for compiled ones, such as `torch.sin`, which have none."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        kinds = {"args": inspect.Parameter.VAR_POSITIONAL, "kwargs": inspect.Parameter.VAR_KEYWORD}
+        return inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds.items()])
 
 
 def _state_key(function: Callable[..., Any]) -> Any:
