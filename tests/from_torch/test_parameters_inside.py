@@ -310,3 +310,34 @@ def test_an_intermediate_in_a_closure_is_refused():
     )
     with pytest.raises(TranslationError, match="Checkpoint uses a tensor of another call of forward"):
         jax.grad(lambda p: net.apply(p, net.buffers, X)[0].sum())(net.parameters)
+
+
+class Masked(torch.autograd.Function):
+    """Backward uses what the module has computed."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.module.mask, None
+
+
+@row("I5", "H8")
+@pytest.mark.parametrize("was_called", [False, True])
+def test_an_intermediate_that_backward_alone_uses_is_refused_where_it_is_differentiated(was_called):
+    """Where torch has called the module before, it holds a mask, of another input."""
+
+    def forward(self, x):
+        self.mask = self.a(x)
+        return Masked.apply(x, self)
+
+    module = Net(forward, a=nn.Linear(6, 6)).double()
+    if was_called:
+        module(torch.ones(5, 6, dtype=torch.float64))
+    net = jaxfn.from_torch(module)
+    np.testing.assert_array_equal(net(X), 2 * X)
+    with pytest.raises(TranslationError, match="Masked uses a tensor of another call of forward"):
+        jax.grad(lambda x: net(x).sum())(X)

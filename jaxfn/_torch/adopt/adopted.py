@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 import torch
+from torch.utils import _pytree as torch_tree
 
 from jaxfn._function import Function
 from jaxfn._protocol.context import FunctionCtx, state_of
@@ -97,6 +98,8 @@ class Adapter:
         self.definition = definition
         self._forwards = Recent[Forward](_FORWARDS_KEPT)
         self._batched = Recent[BatchedForward](_FORWARDS_KEPT)
+        # Why `backward` is not traced, of calls whose traces may not be kept, by the objects among their arguments.
+        self._refusals: dict[tuple[int, ...], TranslationError] = {}
         self._said: set[str] = set()
 
     def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +202,7 @@ class Adapter:
 
     def traced(self, arguments: Any, specs: Sequence[Spec], flags: tuple[bool, ...]) -> Forward:
         """`forward` traced for these arguments."""
-        return known_or_made(
+        program = known_or_made(
             f"{self.definition.name}.forward",
             self._forwards,
             arguments,
@@ -207,6 +210,8 @@ class Adapter:
             lambda known: known.fits(flags),
             lambda: Forward(self.definition, arguments, specs, flags),
         )
+        program.refusal = program.refusal or self._refusals.get(_identities(arguments))
+        return program
 
     def preview(self, arguments: Flat) -> tuple[Forward, bool]:
         """`forward` traced for torch tensors, and whether it or its backward draws random numbers."""
@@ -225,6 +230,8 @@ class Adapter:
             backward = program.whole_backward()
         except OtherTraceError as error:  # later the code would find something else in that place
             program.refusal = OtherTraceError(str(error))  # not the one that holds the frames
+            if self.definition.stood_in is not NONE_STOOD_IN:  # this is for one trace alone
+                self._refusals[_identities(program.arguments)] = program.refusal
             return False
         except Exception:
             return False
@@ -289,6 +296,11 @@ class Adapter:
         if message not in self._said:
             self._said.add(message)
             warnings.warn(message, stacklevel=2)
+
+
+def _identities(template: Any) -> tuple[int, ...]:
+    """The values in arguments that are no arrays, by identity."""
+    return tuple(id(leaf) for leaf in torch_tree.tree_leaves(template) if not isinstance(leaf, Slot))
 
 
 def _matched(places: Sequence[Any], given: Sequence[Any], specs: Sequence[Spec]) -> tuple[Any, list[Any], list[Spec]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,17 +52,22 @@ def _taking_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any
 
 def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a torch Function returns that the code being traced applies: a call of its own jaxfn Function."""
+    held = None if kwargs else tracing.held
     try:
         previewed = _previewed(tracing, function, args, kwargs)
-        if previewed.program.refusal is not None:
-            raise previewed.program.refusal
     except OtherTraceError:
-        if tracing.held is None or kwargs:
+        if held is None:
             raise
-        taking = _taking_tensors_of_module(tracing, tracing.held, function, args)
-        previewed = _previewed(tracing, taking.function, taking.args, kwargs)
-        return taking.outputs(_recorded(tracing, previewed))
+        return _applied_to_tensors_of_module(tracing, held, function, args)
+    if previewed.program.refusal is not None and held is not None:
+        with contextlib.suppress(OtherTraceError):  # if it is no tensor of the module: a gradient is refused
+            return _applied_to_tensors_of_module(tracing, held, function, args)
     return _recorded(tracing, previewed)
+
+
+def _applied_to_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any, args: Sequence[Any]) -> Any:
+    taking = _taking_tensors_of_module(tracing, held, function, args)
+    return taking.outputs(_recorded(tracing, _previewed(tracing, taking.function, taking.args, {})))
 
 
 def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
