@@ -154,6 +154,10 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda x, a, b: aten._histogramdd_from_bin_tensors(x, [a, b]),
         [numbers(9, 2), torch.tensor([-2.0, 0.5, 2.0], dtype=torch.float64), torch.linspace(-1, 1, 4).double()],
     ),
+    "embedding_renorm": (
+        lambda w, i: aten.embedding_renorm.default(w, i, 1.0, 2.0),
+        [numbers(5, 3), torch.tensor([[0, 2], [2, 4]])],
+    ),
     "histogram.bins_tensor": (
         lambda x, ends: aten.histogram.bins_tensor(x, ends.to(x.dtype)),
         [X, torch.tensor([-1.0, 0.2, 0.5, 3.0])],
