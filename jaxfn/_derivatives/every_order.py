@@ -235,9 +235,7 @@ def _widened(
         )
     if not _computed_the_same(run, again, outputs, outputs_again):
         raise NotImplementedError(CHANGED.format(name=name, why=", as it looks at ctx.needs_input_grad"))
-    closed_over = run.closed_over_by_rules
-    values = intermediates[len(intermediates) - len(closed_over) :]
-    return again.closing_over(closed_over), [*intermediates_again, *values]
+    return again.closing_over(run.closed_over_by_rules), [*intermediates_again, *run.values_for_rules(intermediates)]
 
 
 def _computed_the_same(run: Run, again: Run, outputs: Sequence[Any], outputs_again: Sequence[Any]) -> bool:

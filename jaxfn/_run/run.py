@@ -97,7 +97,7 @@ class Run:
         arrays = {"input": inputs, "output": outputs, "intermediate": intermediates}
         residuals = [arrays[source.kind][source.place] for source in self.saved.sources]
         run, kept = (self, residuals) if self.hooks is None else self._pack(self.hooks, residuals)
-        return run, [*self._values_for_rules(intermediates), *kept]
+        return run, [*self.values_for_rules(intermediates), *kept]
 
     def closing_over(self, tracers: Sequence[Any]) -> Run:
         """The same run, where the rules close over these, whose values are the last of the intermediates."""
@@ -105,7 +105,8 @@ class Run:
         run.closed_over_by_rules = tracers
         return run
 
-    def _values_for_rules(self, intermediates: Sequence[Any]) -> Sequence[Any]:
+    def values_for_rules(self, intermediates: Sequence[Any]) -> Sequence[Any]:
+        """The values of what the rules close over, which are the last of the intermediates."""
         return intermediates[len(intermediates) - len(self.closed_over_by_rules) :]
 
     def _pack(self, hooks: Hooks, residuals: Sequence[Any]) -> tuple[Run, list[Any]]:

@@ -76,7 +76,7 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, Opaque):
         return value.visible_parts()
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
@@ -91,7 +91,8 @@ def _parts(value: Any) -> Iterable[Any]:
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, slot.__name__, None) for slot in slots)]
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def is_filled(cell: types.CellType) -> bool:
+    """Whether a variable of a closure has a value."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxfn._values.arrays import is_traced
+from jaxfn._values.hidden import is_filled
 
 
 def closed_over_tracers(function: Callable[..., Any]) -> list[Any]:
@@ -32,7 +33,7 @@ def closed_over_tracers(function: Callable[..., Any]) -> list[Any]:
 
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, types.FunctionType):
-        yield from filter(_is_filled, value.__closure__ or ())
+        yield from filter(is_filled, value.__closure__ or ())
         yield value.__defaults__
         yield from (value.__kwdefaults__ or {}).values()
     elif isinstance(value, types.CellType):
@@ -43,14 +44,6 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.func, *value.args, *value.keywords.values())
     elif type(value) is tuple:
         yield from value
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def rebound(function: Callable[..., Any], values: Mapping[int, Any]) -> Callable[..., Any]:
@@ -85,7 +78,7 @@ class _Rebinding:
     def _within(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if isinstance(value, types.CellType) and _is_filled(value):
+        if isinstance(value, types.CellType) and is_filled(value):
             content = self.applied(value.cell_contents)
             return value if content is value.cell_contents else types.CellType(content)
         if isinstance(value, types.MethodType):
