@@ -16,6 +16,7 @@ import jax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import DebugInfo, Primitive, Var, get_opaque_trace_state
+from jax.extend.source_info_util import current_name_stack, user_context
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.ref import AbstractRef
 
@@ -311,12 +312,19 @@ def variable_of(tracer: Any) -> int:
     return id(tracer.val)
 
 
-def carry_out(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of one equation, of a jaxpr or of a program being written down (0.10.0 to 0.12.0).
+def carry_out(equation: Any, operands: Sequence[Any], *, is_of_jaxpr: bool) -> Sequence[Any]:
+    """The results of one equation, with its names and the line of its source (0.10.0 to 0.12.0).
 
     As `jax.core.eval_jaxpr` computes them, which takes whole jaxprs only.
+
+    Args:
+      equation: the equation.
+      operands: its operands.
+      is_of_jaxpr: whether it is of a jaxpr, whose names begin anew, and not of the program being written down.
     """
-    with equation.ctx.manager:
+    source = equation.source_info
+    names = current_name_stack() + source.name_stack if is_of_jaxpr else source.name_stack
+    with user_context(source.traceback, name_stack=names), equation.ctx.manager:
         results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
     return results if equation.primitive.multiple_results else [results]
 

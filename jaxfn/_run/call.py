@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxfn import _compat
 from jaxfn._run.methods import Methods
@@ -13,12 +13,22 @@ from jaxfn._values.arrays import is_traced
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
 
 
+class Scopes(NamedTuple):
+    """What compiled programs and profiles call the operations of a Function's methods."""
+
+    forward: str
+    backward: str
+    jvp: str
+    vmap: str
+
+
 class Call:
     """A way of calling a Function: everything about the arguments but the arrays."""
 
     def __init__(self, methods: Methods, form: Form, layouts: tuple[Layout, ...]) -> None:
         self.methods = methods
         self.name = methods.name
+        self.scopes = Scopes(*(f"{methods.name}.{method}" for method in Scopes._fields))
         self.form = form
         self.layouts = layouts
         self.are_refs = tuple(flag for layout in layouts for flag in layout.are_refs)  # one for each array leaf

@@ -78,7 +78,7 @@ def computed_again(
         elif any(variable_of(x) in again for x in operands):
             if not repeats_safely(equation, operands, with_effects=with_effects):
                 return None
-            results = carry_out(equation, [again.get(variable_of(x), x) for x in operands])
+            results = carry_out(equation, [again.get(variable_of(x), x) for x in operands], is_of_jaxpr=False)
             again |= zip(map(id, equation.outvars), results, strict=True)
         else:
             constant |= set(map(id, equation.outvars))

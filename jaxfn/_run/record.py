@@ -87,7 +87,7 @@ def _is_variable(atom: Any) -> bool:
 
 
 def _perform(equation: Any, values: dict[Any, Any]) -> None:
-    results = carry_out(equation, [_read(atom, values) for atom in equation.invars])
+    results = carry_out(equation, [_read(atom, values) for atom in equation.invars], is_of_jaxpr=True)
     values.update(zip(equation.outvars, results, strict=True))
 
 

@@ -114,10 +114,14 @@ class Run:
         run._packed = []
         kept: list[Any] = []
         for source, residual in zip(self.saved.sources, residuals, strict=True):
-            leaves, layout = pack(self.call.name, hooks, residual) if source.is_packed else ([residual], ARRAY_LAYOUT)
+            leaves, layout = self._packed_by(hooks, residual) if source.is_packed else ([residual], ARRAY_LAYOUT)
             run._packed.append((slice(len(kept), len(kept) + len(leaves)), layout))
             kept += leaves
         return run, kept
+
+    def _packed_by(self, hooks: Hooks, residual: Any) -> tuple[list[Any], Layout]:
+        with jax.named_scope(self.call.scopes.forward):
+            return pack(self.call.name, hooks, residual)
 
     def _unpack(self, hooks: Hooks, kept: Sequence[Any]) -> list[Any]:
         return [
@@ -173,12 +177,13 @@ class Run:
         grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
         if grad_outputs is None:
             return [None] * len(self.input_avals)
-        _, ctx, stand_ins = self._ctx(residuals)
-        with self._hidden_arrays_named():
-            returned = self.call.methods.backward(ctx, grad_outputs, stand_ins)
-        return input_cotangents(
-            self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
-        )
+        with jax.named_scope(self.call.scopes.backward):
+            _, ctx, stand_ins = self._ctx(residuals)
+            with self._hidden_arrays_named():
+                returned = self.call.methods.backward(ctx, grad_outputs, stand_ins)
+            return input_cotangents(
+                self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
+            )
 
     def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Calls the user's jvp.
@@ -190,12 +195,13 @@ class Run:
         Returns:
           A tangent for each array leaf of the outputs, `None` for zero.
         """
-        state, ctx, stand_ins = self._ctx(residuals)
-        show_saved_for_forward(state)
-        given = input_tangents(tangents, self.call.layouts, self.input_avals, self.materialize_grads)
-        with self._hidden_arrays_named():
-            returned = self.call.methods.jvp(ctx, given, stand_ins)
-        return output_tangents(self.call.name, returned, self.outputs, self.output_avals)
+        with jax.named_scope(self.call.scopes.jvp):
+            state, ctx, stand_ins = self._ctx(residuals)
+            show_saved_for_forward(state)
+            given = input_tangents(tangents, self.call.layouts, self.input_avals, self.materialize_grads)
+            with self._hidden_arrays_named():
+                returned = self.call.methods.jvp(ctx, given, stand_ins)
+            return output_tangents(self.call.name, returned, self.outputs, self.output_avals)
 
 
 def run_forward(
@@ -218,7 +224,8 @@ def run_forward(
       The run, the outputs' array leaves, and the intermediates that were saved.
     """
     expected = perturbed if expected is None else expected
-    state, ctx, returned = call_forward(call, inputs, expected)
+    with jax.named_scope(call.scopes.forward):
+        state, ctx, returned = call_forward(call, inputs, expected)
     saved, intermediates = save(ctx, inputs, returned.originals, hooks)
     return (
         Run(call, perturbed, expected, state, hooks, saved, intermediates, inputs, returned),

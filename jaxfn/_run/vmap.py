@@ -104,7 +104,8 @@ def _batched_by_user(
     dims = iter([0 if is_batched else None for is_batched in in_batched])
     in_dims = tuple(layout.merge_or_none(islice(dims, layout.num_arrays)) for layout in call.layouts)
     vmap: Any = call.methods.vmap
-    result = vmap(VmapInfo(axis_size), in_dims, *call.inputs(arrays))
+    with jax.named_scope(call.scopes.vmap):
+        result = vmap(VmapInfo(axis_size), in_dims, *call.inputs(arrays))
     if not isinstance(result, tuple) or len(result) != 2:
         raise RuntimeError(
             f"{call.name}.vmap is expected to return two values, the output and its out_dims, which have the output's "
