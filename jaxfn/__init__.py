@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from jaxfn._function import Function
 from jaxfn._functional import autograd_function, function
 from jaxfn._gradcheck import GradcheckError, Mismatch, Report, gradcheck, gradgradcheck
+from jaxfn._inspection.residuals import Ledger, Residual, residuals
 from jaxfn._parity.paritycheck import paritycheck, record_oracle
 from jaxfn._parity.report import ParityReport
 from jaxfn._protocol.context import FunctionCtx
@@ -20,9 +21,11 @@ __all__ = [  # and Explanation, which needs torch
     "Function",
     "FunctionCtx",
     "GradcheckError",
+    "Ledger",
     "Mismatch",
     "ParityReport",
     "Report",
+    "Residual",
     "TranslationError",
     "VmapInfo",
     "autograd_function",
@@ -34,6 +37,7 @@ __all__ = [  # and Explanation, which needs torch
     "once_differentiable",
     "paritycheck",
     "record_oracle",
+    "residuals",
     "save_on_host",
     "saved_tensors_hooks",
 ]

@@ -44,11 +44,14 @@ __all__ = [
     "is_reverse_only",
     "keeps_constants_apart",
     "make_jaxpr",
+    "manual_axes",
     "memory_space",
     "mlir",
+    "open_jaxpr",
     "partial_eval",
     "refuses_symbolic_zeros",
     "repeats_safely",
+    "scan_sizes",
     "stages_constants",
     "state_debug_info",
     "state_positional",
@@ -56,6 +59,7 @@ __all__ = [
     "used_operands",
     "variable_of",
     "varying_axes",
+    "while_sizes",
     "without_unused",
     "zeros_of",
 ]
@@ -329,6 +333,35 @@ def carry_out(equation: Any, operands: Sequence[Any], *, is_of_jaxpr: bool) -> S
     return results if equation.primitive.multiple_results else [results]
 
 
+def scan_sizes(equation: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many its carry (0.10.0 to 0.12.0).
+
+    0.12.0 has them as a tree of its own instead of two numbers.
+    """
+    tree = equation.params.get("ft_in")
+    if tree is None:
+        return equation.params["num_consts"], equation.params["num_carry"]
+    consts, carry, _ = tree.update(range(len(equation.invars))).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def while_sizes(equation: Any) -> tuple[int, int]:
+    """How many operands of a while loop are constants of its condition, and how many of its body (0.10.0 to 0.12.0)."""
+    return equation.params["cond_nconsts"], equation.params["body_nconsts"]
+
+
+def manual_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes of a `shard_map` equation that are manual in its body (0.10.0, and under another name 0.12.0)."""
+    params = equation.params
+    return params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr without its constants, and those (0.10.0 to 0.12.0, where closed jaxprs are jaxprs too)."""
+    consts = list(getattr(jaxpr, "consts", ()))
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
 def varying_axes(aval: Any) -> frozenset[str]:
     """The manual mesh axes that a value varies over inside `shard_map(check_vma=True)`.
 
@@ -344,8 +377,8 @@ def zeros_of(aval: Any) -> jax.Array:
 
 
 def memory_space(array: Any) -> Any:
-    """Which `jax.memory.Space` an array, traced or not, is in (0.10.0 to 0.12.0)."""
-    aval: Any = jax.typeof(array)
+    """Which `jax.memory.Space` an array, traced or not, or a variable of a jaxpr is in (0.10.0 to 0.12.0)."""
+    aval: Any = array.aval if isinstance(array, Var) else jax.typeof(array)
     return aval.memory_space
 
 

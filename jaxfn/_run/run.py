@@ -18,6 +18,7 @@ from jaxfn._protocol.outputs import Returned
 from jaxfn._protocol.tangents import input_tangents, output_tangents
 from jaxfn._run.call import Call
 from jaxfn._run.forward import call_forward
+from jaxfn._run.observed import observed_forward, observed_rule
 from jaxfn._run.packing import pack, unpack
 from jaxfn._run.provenance import Fingerprint
 from jaxfn._run.saved import Saved, save
@@ -119,6 +120,10 @@ class Run:
             kept += leaves
         return run, kept
 
+    def num_kept(self) -> list[int]:
+        """How many arrays are kept for each of `saved.sources`."""
+        return [where.stop - where.start for where, _ in self._packed] or [1] * len(self.saved.sources)
+
     def _packed_by(self, hooks: Hooks, residual: Any) -> tuple[list[Any], Layout]:
         with jax.named_scope(self.call.scopes.forward):
             return pack(self.call.name, hooks, residual)
@@ -164,6 +169,7 @@ class Run:
                 raise self.hidden_elsewhere() from error
             raise
 
+    @observed_rule("backward", "grad_output", "gradient")
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
         """Calls the user's backward.
 
@@ -185,6 +191,7 @@ class Run:
                 self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
             )
 
+    @observed_rule("jvp", "tangent", "tangent")
     def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Calls the user's jvp.
 
@@ -204,6 +211,7 @@ class Run:
             return output_tangents(self.call.name, returned, self.outputs, self.output_avals)
 
 
+@observed_forward
 def run_forward(
     call: Call,
     inputs: Sequence[Any],

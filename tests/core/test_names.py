@@ -11,6 +11,16 @@ from jax.sharding import PartitionSpec as P
 import jaxfn
 from tests.support.marks import row
 
+
+@pytest.fixture(autouse=True)
+def names_in_the_key_of_the_compilation_cache():
+    """Or a program that differs in nothing but names may come from there."""
+    before = jax.config.jax_compilation_cache_include_metadata_in_key
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
+
+
 # Each method uses an operation that nothing else uses: forward sin, backward tanh, jvp exp, vmap cosh.
 
 

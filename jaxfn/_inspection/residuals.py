@@ -1,0 +1,291 @@
+"""`residuals`: what reverse mode keeps between the forward and the backward pass, and who saved it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfn._compat import make_jaxpr, memory_space, open_jaxpr
+from jaxfn._inspection.subprograms import is_variable, subprograms
+from jaxfn._observation import Observation, observing
+from jaxfn._primitives.attach import attach_p, detach_p, settle_p
+from jaxfn._primitives.mark import mark_p
+from jaxfn._run.observed import Label
+
+
+class Residual(NamedTuple):
+    """An array that is kept for the backward pass, as one of those that saved it.
+
+    Attributes:
+      function: the Function that saved it; "JAX" for what JAX keeps for operations of its own.
+      name: by which name or position, or as which attribute of ctx, it was saved: "x", "saved_tensors[0]", "ctx.mask".
+        Of what JAX keeps itself, the argument that it is, if any.
+      shape, dtype, nbytes: of the whole array: under a scan, of what all its steps keep.
+      kind: "input", "output" or "intermediate" of the Function; of what JAX keeps, of the whole program; "closed over"
+        where `backward` closes over it; "constant" where the program itself holds it.
+      argument: which argument of the program it is, as "args[0]['w']"; "" where the program computed it.
+      inside: what the backward that reads it lies in, from outside: "scan of 3", "checkpoint", "cond", ...
+      is_packed: whether saved-tensor hooks have packed it.
+      is_on_host: whether it is kept in host memory.
+      is_duplicate: whether an earlier row is of the same array, which is counted once.
+    """
+
+    function: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    kind: str
+    argument: str = ""
+    inside: tuple[str, ...] = ()
+    is_packed: bool = False
+    is_on_host: bool = False
+    is_duplicate: bool = False
+
+    @property
+    def notes(self) -> str:
+        """What the table says in its last column."""
+        said = [*self.inside]
+        said += [f"is {self.argument}"] * bool(self.argument and self.argument != self.name)
+        said += ["packed"] * self.is_packed + ["on the host"] * self.is_on_host
+        return ", ".join(said + ["counted above"] * self.is_duplicate)
+
+
+class Ledger(Sequence[Residual]):
+    """The residuals of a function: a sequence of `Residual`, which prints as a table.
+
+    Attributes:
+      total_bytes: the bytes of all arrays that are kept, each counted once.
+      bytes_by_function: the same by Function; "JAX" is what JAX keeps for operations of its own.
+    """
+
+    def __init__(self, rows: Sequence[Residual]) -> None:
+        self._rows = list(rows)
+        self.bytes_by_function: dict[str, int] = {}
+        for row in self._rows:
+            counted = 0 if row.is_duplicate else row.nbytes
+            self.bytes_by_function[row.function] = self.bytes_by_function.get(row.function, 0) + counted
+        self.total_bytes = sum(self.bytes_by_function.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        heads = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
+        lines = [
+            (r.function, r.name, str(r.shape), r.dtype, f"{r.nbytes:,}" if not r.is_duplicate else "-", r.kind, r.notes)
+            for r in self._rows
+        ]
+        totals = [(name, "", "", "", f"{nbytes:,}", "", "total") for name, nbytes in self.bytes_by_function.items()]
+        table = [heads, *lines, *totals, ("all", "", "", "", f"{self.total_bytes:,}", "", "total")]
+        widths = [max(len(line[i]) for line in table) for i in range(len(heads))]
+
+        def text(line: Sequence[str]) -> str:
+            cells = (x.rjust(w) if i == 4 else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True)))
+            return "  ".join(cells).rstrip()
+
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+        body, end = map(text, table[1 : len(lines) + 1]), map(text, table[len(lines) + 1 :])
+        return "\n".join([text(heads), rule, *body, rule, *end])
+
+
+def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> Ledger:
+    """What reverse mode keeps between the forward and the backward pass of a function: each array, and who saved it.
+
+    Nothing is computed: the function is traced, under the policies, hooks and transformations that it has. The sum is
+    exactly that of the arrays in the pullback of `jax.vjp`. XLA may keep less: it recomputes what is cheap, and shares
+    memory.
+
+    Args:
+      f: a function of arrays, with Functions of jaxfn somewhere inside, or without.
+      *args: its arguments, of any pytrees; arrays, or `jax.ShapeDtypeStruct`s in their places.
+      argnums: by which of them it is differentiated, as for `jax.grad`; by default by all. What is not differentiated
+        needs no residuals, so say here what your training step says.
+
+    Returns:
+      A row for each array and each Function that saved it, in the order of the pullback's arrays, without those of
+      size 0. `print` shows it as
+      a table; `total_bytes` and `bytes_by_function` can be asserted in tests.
+
+    Raises:
+      TypeError: an output is no array, as for `jax.vjp`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> @jaxfn.function
+      ... def swish(ctx, x):
+      ...     ctx.save_for_backward(x=x)
+      ...     return x * jax.nn.sigmoid(x)
+      >>> @swish.backward
+      ... def _(ctx, grad_output):
+      ...     x = ctx.saved_variables.x
+      ...     s = jax.nn.sigmoid(x)
+      ...     return grad_output * (s + x * s * (1 - s))
+      >>> x = jax.ShapeDtypeStruct((1000,), jnp.float32)
+      >>> ledger = jaxfn.residuals(lambda x: jnp.sin(swish(x)), x)
+      >>> print(ledger)
+      Function  saved as  shape    dtype    bytes  is
+      -------------------------------------------------------------
+      swish     x         (1000,)  float32  4,000  input         is args[0]
+      JAX                 (1000,)  float32  4,000  intermediate
+      -------------------------------------------------------------
+      swish                                 4,000                total
+      JAX                                   4,000                total
+      all                                   8,000                total
+      >>> assert ledger.total_bytes == 8000
+
+    Torch counterpart: none; `torch.autograd.graph.saved_tensors_hooks` can be made to print what is saved.
+    """
+    wanted = range(len(args)) if argnums is None else [argnums] if isinstance(argnums, int) else argnums
+    return Ledger(list(_Passes(f, args, list(wanted)).rows()))
+
+
+class _Passes:
+    """The forward and the backward pass of a function, as jaxprs; marks are in the second alone, and change neither."""
+
+    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], wanted: list[int]) -> None:
+        trees: list[Any] = []
+
+        def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+            def of_wanted(*values: Any) -> Any:
+                given = dict(zip(wanted, values, strict=True))
+                return f(*(given.get(i, x) for i, x in enumerate(args)))
+
+            output, pull = jax.vjp(of_wanted, *(args[i] for i in wanted))
+            outputs, (kept, tree) = jax.tree_util.tree_leaves(output), jax.tree_util.tree_flatten(pull)
+            trees[:] = tree, jax.tree_util.tree_structure(output)
+            return outputs, kept
+
+        self._forward, _ = open_jaxpr(jax.make_jaxpr(forward)(*args))
+        pull_tree, output_tree = trees
+        num_outputs = output_tree.num_leaves
+        self._outputs = self._forward.outvars[:num_outputs]
+        self._kept = self._forward.outvars[num_outputs:]
+        paths = jax.tree_util.tree_leaves_with_path(args)
+        self._arguments = {
+            variable: f"args{jax.tree_util.keystr(path)}"
+            for variable, (path, _) in zip(self._forward.invars, paths, strict=True)
+        }
+
+        def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            given = [ct if ct is not None else _no_cotangent(v.aval) for ct, v in zip(cotangents, outputs, strict=True)]
+            pull: Any = jax.tree_util.tree_unflatten(pull_tree, kept)
+            return pull(jax.tree_util.tree_unflatten(output_tree, given))
+
+        outputs = self._outputs
+        cotangents = [_like(v.aval) if jnp.issubdtype(v.aval.dtype, jnp.inexact) else None for v in outputs]
+        with observing(Observation.RESIDUALS):
+            self._backward, _ = open_jaxpr(make_jaxpr(backward, [_like(v.aval) for v in self._kept], cotangents))
+
+    def rows(self) -> Iterator[Residual]:
+        """A row for each array that is kept and each Function that reads it."""
+        seen: set[Any] = set()
+        constants = set(self._forward.constvars)
+        for kept, read in zip(self._kept, self._backward.invars, strict=False):
+            nbytes = math.prod(kept.aval.shape) * kept.aval.dtype.itemsize
+            if not nbytes:
+                continue
+            is_known = is_variable(kept)
+            argument = self._arguments.get(kept, "") if is_known else ""
+            row = Residual(
+                "JAX",
+                argument,
+                kept.aval.shape,
+                str(kept.aval.dtype),
+                nbytes,
+                "input" if argument else "intermediate",
+                argument=argument,
+                is_on_host=is_known and memory_space(kept) == jax.memory.Space.Host,
+            )
+            if not is_known or kept in constants:
+                row = row._replace(kind="constant")
+            elif any(kept is output for output in self._outputs):
+                row = row._replace(kind="output")
+            readers = list(_readers(self._backward, read, ()))
+            by_functions = [reader for reader in readers if reader[0] is not None]
+            for label, inside in by_functions or readers[:1] or [(None, ())]:
+                is_duplicate = is_known and kept in seen
+                if is_known:
+                    seen.add(kept)
+                own = row._replace(inside=inside, is_duplicate=is_duplicate)
+                if label is not None:
+                    own = own._replace(
+                        function=label.function, name=label.name, kind=label.source, is_packed=label.is_packed
+                    )
+                yield own
+
+
+def _like(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _no_cotangent(aval: Any) -> Any:
+    return np.zeros(aval.shape, jax.float0)
+
+
+# Operations whose results are their first operands, whatever shape and place they have.
+_SAME = {
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "expand_dims",
+    "copy",
+    "pcast",
+    "pvary",
+    "optimization_barrier",
+    "name",
+} | {primitive.name for primitive in (attach_p, detach_p, settle_p)}
+
+
+_Reader = tuple[Label | None, tuple[str, ...]]
+
+
+def _readers(jaxpr: Any, variable: Any, inside: tuple[str, ...]) -> Iterator[_Reader]:
+    """Who reads a variable: labels of Functions, or `None` for JAX itself; and what they lie in."""
+    for equation in jaxpr.eqns:
+        places = [i for i, atom in enumerate(equation.invars) if atom is variable]
+        if not places:
+            continue
+        if equation.primitive is mark_p:
+            yield from ((equation.params["labels"][i], inside) for i in places)
+            continue
+        programs = subprograms(equation)
+        found: list[_Reader] = []
+        unchanged = set(places) if equation.primitive.name in _SAME else set()
+        for program in programs:
+            around = (*inside, *_named(program))
+            for argument, operand in zip(program.jaxpr.invars, program.operands, strict=True):
+                if operand in places:
+                    found += _readers(program.jaxpr, argument, around)
+                    unchanged |= {program.results[i] for i in _unchanged_results(program.jaxpr, argument)}
+        for result in unchanged:
+            if result is not None and result < len(equation.outvars):
+                found += _readers(jaxpr, equation.outvars[result], inside)
+        yield from found or ([] if programs else [(None, inside)])
+
+
+def _unchanged_results(jaxpr: Any, variable: Any) -> Iterator[int]:
+    """Which results of a program are one of its variables."""
+    same = {variable}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _SAME:
+            pairs = zip(equation.invars, equation.outvars, strict=False)
+            same |= {made for atom, made in pairs if is_variable(atom) and atom in same}
+    return (i for i, atom in enumerate(jaxpr.outvars) if is_variable(atom) and atom in same)
+
+
+def _named(program: Any) -> tuple[str, ...]:
+    if program.kind == "scan":
+        return (f"scan of {program.length}",)
+    return () if program.kind in ("call", "jit") else (program.kind,)

@@ -1,0 +1,110 @@
+"""The programs that an equation of a jaxpr runs, and how their variables are bound to its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxfn._compat import open_jaxpr, scan_sizes, while_sizes
+
+
+class Subprogram(NamedTuple):
+    """A program that an equation runs.
+
+    Attributes:
+      jaxpr: the program, without its constants.
+      consts: those.
+      operands: for each of its arguments, which operand of the equation it is, or is a part of.
+      results: for each of its results, which result of the equation it becomes, or becomes a part of; `None` for what
+        stays inside, as the condition of a loop.
+      carried: pairs of a result and the argument that it is in the next step.
+      kind: "jit", "scan", "while", "cond", "checkpoint", "shard_map", or "call".
+      length: how many steps it runs for: 1 but for a scan, `None` where that is not known.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    operands: Sequence[int]
+    results: Sequence[int | None]
+    carried: Sequence[tuple[int, int]] = ()
+    kind: str = "call"
+    length: int | None = 1
+
+
+def subprograms(equation: Any) -> list[Subprogram]:
+    """The programs that an equation runs, in order; none for an operation."""
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        return [_scan(equation)]
+    if name == "while":
+        return _while(equation)
+    if name == "cond":
+        operands = range(1, len(equation.invars))
+        return [_simple(branch, equation, "cond", operands) for branch in params["branches"]]
+    kind, parameter = _CALLS.get(name, (None, None))
+    if kind is None or params.get(parameter) is None:
+        return []
+    return [_simple(params[parameter], equation, kind, range(len(equation.invars)))]
+
+
+# By the names of primitives, the kind of program, and the parameter that it is (0.10.0 to 0.12.0).
+_CALLS = {
+    "jit": ("jit", "jaxpr"),
+    "pjit": ("jit", "jaxpr"),
+    "remat2": ("checkpoint", "jaxpr"),
+    "checkpoint": ("checkpoint", "jaxpr"),
+    "shard_map": ("shard_map", "jaxpr"),
+    "custom_jvp_call": ("call", "call_jaxpr"),
+    "custom_vjp_call": ("call", "call_jaxpr"),
+    "custom_vmap_call": ("call", "call"),
+    "closed_call": ("call", "call_jaxpr"),
+    "core_call": ("call", "call_jaxpr"),
+    "eval_jaxpr": ("call", "call_jaxpr"),
+    "composite": ("call", "jaxpr"),
+}
+
+
+def _simple(jaxpr: Any, equation: Any, kind: str, operands: Sequence[int]) -> Subprogram:
+    opened, consts = open_jaxpr(jaxpr)
+    return Subprogram(opened, consts, operands, range(len(equation.outvars)), kind=kind)
+
+
+def _scan(equation: Any) -> Subprogram:
+    num_consts, num_carry = scan_sizes(equation)
+    carried = [(i, num_consts + i) for i in range(num_carry)]
+    simple = _simple(equation.params["jaxpr"], equation, "scan", range(len(equation.invars)))
+    return simple._replace(carried=carried, length=equation.params["length"])
+
+
+def _while(equation: Any) -> list[Subprogram]:
+    of_cond, of_body = while_sizes(equation)
+    num_carry = len(equation.outvars)
+    carry = range(of_cond + of_body, of_cond + of_body + num_carry)
+    cond, cond_consts = open_jaxpr(equation.params["cond_jaxpr"])
+    body, body_consts = open_jaxpr(equation.params["body_jaxpr"])
+    carried = [(i, of_body + i) for i in range(num_carry)]
+    return [
+        Subprogram(cond, cond_consts, [*range(of_cond), *carry], [None], kind="while", length=None),
+        Subprogram(
+            body,
+            body_consts,
+            [*range(of_cond, of_cond + of_body), *carry],
+            range(num_carry),
+            carried,
+            kind="while",
+            length=None,
+        ),
+    ]
+
+
+def is_variable(atom: Any) -> bool:
+    """Whether an operand of an equation is a variable, and not a literal."""
+    return not hasattr(atom, "val")
+
+
+def any_equation(jaxpr: Any, condition: Callable[[Any], bool]) -> bool:
+    """Whether some equation, of the jaxpr or of a program that it runs, fulfils the condition."""
+    return any(
+        condition(equation) or any(any_equation(inner.jaxpr, condition) for inner in subprograms(equation))
+        for equation in jaxpr.eqns
+    )

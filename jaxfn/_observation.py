@@ -1,0 +1,37 @@
+"""What is being looked for in a program while it is traced, so that Functions leave marks in it.
+
+See `jaxfn._primitives.mark`. Nothing is left in a program while nothing is looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import jax
+
+
+class Observation(Enum):
+    """What is looked for."""
+
+    RESIDUALS = "what backward reads of what forward saved"
+    VALUES = "all arrays that pass between JAX and the methods of a Function"
+    LOGS = "what `ctx.log` is given"
+
+
+# A user context is each thread's own, and a part of the key of jit's caches: a program is traced anew with its marks.
+_observation: Any = jax.make_user_context(default_value=None)
+
+
+def current_observation() -> Observation | None:
+    """What is looked for, if anything."""
+    return _observation.value
+
+
+@contextmanager
+def observing(observation: Observation) -> Generator[None]:
+    """Looks for something, and for nothing else, in what is traced inside."""
+    with _observation(observation):
+        yield

@@ -1,0 +1,145 @@
+"""The arrays that pass between JAX and the methods of a Function, marked where somebody looks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxfn._compat import is_ref
+from jaxfn._observation import Observation, current_observation
+from jaxfn._primitives.mark import mark
+from jaxfn._protocol.context import SavedNames
+from jaxfn._run.call import Call
+from jaxfn._run.saved import Saved
+from jaxfn._values.arrays import is_array_leaf
+from jaxfn._values.layouts import Layout
+
+_Run = Any  # a `jaxfn._run.run.Run`, which is made of this module's functions
+_RunForward = Callable[..., tuple[_Run, list[Any], list[Any]]]
+_RunRule = Callable[[_Run, Sequence[Any], Sequence[Any]], list[jax.Array | None]]
+
+
+class Label(NamedTuple):
+    """What an array of a run is.
+
+    Attributes:
+      function: the Function's name.
+      method: "forward", "backward" or "jvp": which of its methods takes the array, or made it.
+      role: "input", "output", "saved", "grad_output", "gradient" or "tangent".
+      name: of which parameter, output or saved value.
+      source: of a saved array, whether it is an "input", an "output", an "intermediate" or "closed over" by a rule.
+      is_packed: whether saved-tensor hooks have packed it.
+    """
+
+    function: str
+    method: str
+    role: str
+    name: str
+    source: str = ""
+    is_packed: bool = False
+
+
+def observed_forward(run_forward: _RunForward) -> _RunForward:
+    """`run_forward` that marks the inputs of `forward`, its outputs, and the intermediates that it saved."""
+
+    @wraps(run_forward)
+    def observed(call: Call, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[_Run, list[Any], list[Any]]:
+        if current_observation() is not Observation.VALUES:
+            return run_forward(call, inputs, *args, **kwargs)
+        inputs = _marked(inputs, call, "forward", "input", _input_names(call))
+        run, outputs, intermediates = run_forward(call, inputs, *args, **kwargs)
+        names = [""] * len(intermediates)
+        for source, name in zip(run.saved.sources, _saved_names(run.saved), strict=True):
+            if source.kind == "intermediate":
+                names[source.place] = name
+        outputs = _marked(outputs, call, "forward", "output", _output_names(run))
+        return run, outputs, _marked(intermediates, call, "forward", "saved", names)
+
+    return observed
+
+
+def observed_rule(method: str, given_role: str, returned_role: str) -> Callable[[_RunRule], _RunRule]:
+    """For `Run.backward` and `Run.jvp`: marks what they are given, and what they return.
+
+    Args:
+      method: the user's method that is called.
+      given_role, returned_role: what its arguments are, and its results.
+    """
+
+    def decorate(rule: _RunRule) -> _RunRule:
+        @wraps(rule)
+        def observed(run: _Run, residuals: Sequence[Any], given: Sequence[Any]) -> list[jax.Array | None]:
+            observation = current_observation()
+            if observation in (None, Observation.LOGS):
+                return rule(run, residuals, given)
+            labels = _residual_labels(run, method)  # none for what follows the residuals; see `reverse.Residuals`
+            residuals = [*mark(residuals[: len(labels)], labels), *residuals[len(labels) :]]
+            if observation is Observation.RESIDUALS:
+                return rule(run, residuals, given)
+            outputs, inputs = _output_names(run), _input_names(run.call)
+            before, after = (outputs, inputs) if method == "backward" else (inputs, outputs)
+            given = _marked(given, run.call, method, given_role, before)
+            return _marked(rule(run, residuals, given), run.call, method, returned_role, after)
+
+        return observed
+
+    return decorate
+
+
+def _residual_labels(run: _Run, method: str) -> list[Label]:
+    """A label for each residual."""
+    name = run.call.name
+    labels = [
+        Label(name, method, "saved", f"closed over {i}", "closed over") for i in range(len(run.closed_over_by_rules))
+    ]
+    for source, own_name, num_kept in zip(run.saved.sources, _saved_names(run.saved), run.num_kept(), strict=True):
+        labels += [Label(name, method, "saved", own_name, source.kind, source.is_packed)] * num_kept
+    return labels
+
+
+def _marked(arrays: Sequence[Any], call: Call, method: str, role: str, names: Sequence[str]) -> list[Any]:
+    """The same, those that are arrays marked."""
+    places = [i for i, x in enumerate(arrays) if is_array_leaf(x) and not is_ref(x)]
+    labelled = mark([arrays[i] for i in places], [Label(call.name, method, role, names[i]) for i in places])
+    marked = list(arrays)
+    for i, x in zip(places, labelled, strict=True):
+        marked[i] = x
+    return marked
+
+
+def _input_names(call: Call) -> list[str]:
+    """A name for each array leaf of the inputs."""
+    return _leaf_names(call.form.names, call.layouts)
+
+
+def _output_names(run: _Run) -> list[str]:
+    """A name for each array leaf of the outputs."""
+    layouts = run.outputs.layouts
+    return _leaf_names(map(str, range(len(layouts))), layouts)
+
+
+def _saved_names(saved: Saved) -> list[str]:
+    """For each residual, by which names it was saved."""
+    names: list[list[str]] = [[] for _ in saved.sources]
+    for residual, name in zip(saved.order, _leaf_names(_names_on_ctx(saved.names), saved.layouts), strict=True):
+        names[residual].append(name)
+    return [", ".join(own) for own in names]
+
+
+def _names_on_ctx(names: SavedNames) -> Iterable[str]:
+    yield from (f"saved_tensors[{i}]" for i in range(names.num_tensors))
+    yield from names.named
+    yield from (f"saved_for_forward[{i}]" for i in range(names.num_for_forward or 0))
+    yield from (f"ctx.{name}" for name in names.attributes)
+
+
+def _leaf_names(names: Iterable[str], layouts: Sequence[Layout]) -> list[str]:
+    """A name for each array leaf, of values that have these names."""
+    found: list[str] = []
+    for name, layout in zip(names, layouts, strict=True):
+        tree = layout.merge_or_none(iter(range(layout.num_arrays)))
+        found += [name + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return found

@@ -1,0 +1,358 @@
+"""`jaxfn.residuals`: what is kept for the backward pass, and who saved it."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxfn
+from tests.support.cases import host_memory_is_apart
+from tests.support.marks import RUNS_PRIMAL_TOO, row
+
+
+@jaxfn.function
+def square(ctx, x):
+    ctx.save_for_backward(x=x)
+    return x * x
+
+
+@square.backward
+def _(ctx, grad_output):
+    return 2 * ctx.saved_variables.x * grad_output
+
+
+@jaxfn.function
+def modulated(ctx, x, w, phase):
+    wave = jnp.sin(x + phase)
+    ctx.save_for_backward(x, wave)
+    ctx.weights = {"w": w}
+    return wave * w
+
+
+@modulated.backward
+def _(ctx, grad_output):
+    x, wave = ctx.saved_tensors
+    w = ctx.weights["w"]
+    return grad_output * w * jnp.cos(x), grad_output * wave, None
+
+
+class Exp(jaxfn.Function):
+    """In both modes, saving its output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.exp(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (y,) = ctx.saved_tensors
+        return y * grad_output
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        (y,) = ctx.saved_tensors
+        return y * tangent
+
+
+def network(x, w):
+    return square(modulated(jnp.tanh(x), w, 1.0)) + Exp.apply(-x)
+
+
+def over_devices(f):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    return jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
+
+
+def in_scan(f):
+    return lambda x, w: jax.lax.scan(lambda carry, w: (f(carry, w), carry.sum()), x, jnp.stack([w, 2 * w, 3 * w]))
+
+
+def in_cond(f):
+    return lambda x, w: jax.lax.cond(x.sum() > 0, f, lambda x, w: square(x) * w, x, w)
+
+
+AROUND = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "checkpoint, everything": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable),
+    "checkpoint, dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
+    "scan": in_scan,
+    "scan of checkpoint": lambda f: in_scan(jax.checkpoint(f)),
+    "scan of scan": lambda f: in_scan(lambda x, w: in_scan(f)(x, w)[0]),
+    "checkpoint of scan": lambda f: jax.checkpoint(in_scan(f)),
+    "cond": in_cond,
+    "vmap": jax.vmap,
+    "vmap over columns": lambda f: jax.vmap(f, in_axes=1, out_axes=1),
+    "vmap over one": lambda f: jax.vmap(f, in_axes=(0, None)),
+    "shard_map": over_devices,
+    "jit of scan of cond": lambda f: jax.jit(in_scan(in_cond(f))),
+    "grad": lambda f: jax.grad(lambda x, w: (f(x, w) * w).sum()),
+}
+
+
+def kept_by_jax(f, *args):
+    """The arrays in the pullback, by JAX alone."""
+    return [x for x in jax.tree_util.tree_leaves(jax.vjp(f, *args)[1]) if x.size]
+
+
+@row("K2")
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("of", ["arrays", "types"])
+def test_the_rows_are_the_arrays_of_the_pullback(around, of):
+    f, x, w = AROUND[around](network), jnp.linspace(-1, 1, 12).reshape(4, 3), jnp.ones((4, 3))
+    args = (
+        (x, w) if of == "arrays" else (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(w.shape, w.dtype))
+    )
+    ledger, kept = jaxfn.residuals(f, *args), kept_by_jax(f, x, w)
+    assert [(r.shape, r.dtype) for r in ledger if not r.is_duplicate] == [(k.shape, str(k.dtype)) for k in kept]
+    assert ledger.total_bytes == sum(k.nbytes for k in kept) == sum(ledger.bytes_by_function.values())
+
+
+@row("K2")
+@pytest.mark.parametrize("around", ["nothing", "jit", "scan", "checkpoint, everything", "vmap", "shard_map"])
+def test_each_residual_is_said_to_be_what_was_saved(around):
+    ledger = jaxfn.residuals(AROUND[around](network), jnp.ones((4, 3)), jnp.ones((4, 3)))
+    saved = {(r.function, r.name, r.kind) for r in ledger if r.function != "JAX"}
+    assert saved == {
+        ("square", "x", "input"),
+        ("modulated", "saved_tensors[0]", "input"),
+        ("modulated", "saved_tensors[1]", "intermediate"),
+        ("modulated", "ctx.weights['w']", "input"),
+        ("Exp", "saved_tensors[0]", "output"),
+    }
+    inside = {"scan": "scan of 3", "checkpoint, everything": "checkpoint", "shard_map": "shard_map"}.get(around)
+    if inside != "checkpoint":  # which JAX_REMAT3 leaves none of
+        assert all(r.inside == ((inside,) if inside else ()) for r in ledger if r.function != "JAX")
+
+
+@row("K2")
+def test_arguments_of_the_program_are_named():
+    def f(parameters, x):
+        return square(parameters["w"]) * x
+
+    ledger = jaxfn.residuals(f, {"w": jnp.ones(3), "b": jnp.ones(2)}, jnp.ones(3))
+    assert [(r.function, r.name, r.argument) for r in ledger] == [
+        ("square", "x", "args[0]['w']"),
+        ("JAX", "args[1]", "args[1]"),
+        ("JAX", "", ""),
+    ]
+
+
+@row("K2")
+def test_an_array_that_two_functions_save_is_counted_once():
+    ledger = jaxfn.residuals(lambda x: square(x) + Exp.apply(x) + square(x), jnp.ones(5))
+    of_square = [r for r in ledger if r.function == "square"]
+    assert [r.is_duplicate for r in of_square] == [False, True]
+    assert ledger.total_bytes == 40
+    assert ledger.bytes_by_function == {"square": 20, "Exp": 20}
+
+
+@row("K2")
+def test_only_what_the_derivative_by_some_arguments_needs():
+    def f(w, x):
+        return jnp.tanh(x) * square(w)
+
+    args = jnp.ones(3), jnp.ones(3)
+    assert {r.function for r in jaxfn.residuals(f, *args, argnums=1)} == {"JAX"}
+    by_w = jaxfn.residuals(f, *args, argnums=(0,))
+    assert by_w.total_bytes == sum(
+        x.nbytes for x in jax.tree_util.tree_leaves(jax.vjp(lambda w: f(w, args[1]), args[0])[1])
+    )
+    assert "square" in by_w.bytes_by_function
+
+
+@row("K2", "F1")
+def test_packed_residuals_are_said_to_be_packed():
+    def pack(x):
+        return x.astype(jnp.bfloat16), jnp.ones(2)
+
+    def unpack(packed):
+        return packed[0].astype(jnp.float32)
+
+    with jaxfn.saved_tensors_hooks(pack, unpack):
+        ledger = jaxfn.residuals(network, jnp.ones((4, 3)), jnp.ones((4, 3)))
+    packed = [r for r in ledger if r.is_packed]
+    assert {(r.function, r.name) for r in packed} == {
+        ("square", "x"),
+        ("modulated", "saved_tensors[0]"),
+        ("modulated", "saved_tensors[1]"),
+        ("Exp", "saved_tensors[0]"),
+    }
+    assert {(r.shape, r.dtype) for r in packed} == {((4, 3), "bfloat16"), ((2,), "float32")}
+    assert "packed" in str(ledger)
+
+
+@row("K2", "F3")
+@pytest.mark.skipif(not host_memory_is_apart(), reason="JAX 0.10.0 takes all memory of a CPU for host memory")
+def test_residuals_on_the_host_are_said_to_be_there():
+    with jaxfn.save_on_host():
+        ledger = jaxfn.residuals(network, jnp.ones((4, 3)), jnp.ones((4, 3)))
+    assert all(r.is_on_host == r.is_packed for r in ledger)
+    assert any(r.is_on_host for r in ledger)
+
+
+@row("K2")
+def test_integers_constants_and_outputs():
+    table = jnp.arange(6.0)
+
+    def f(x, index):
+        y = jnp.exp(x)
+        return y, y[index] * table, index
+
+    ledger = jaxfn.residuals(f, jnp.ones(6), jnp.array([0, 2, 1, 1, 5, 3]))
+    kinds = {r.kind for r in ledger}
+    assert {"output", "constant"} <= kinds
+    assert ledger.total_bytes == sum(x.nbytes for x in kept_by_jax(f, jnp.ones(6), jnp.array([0, 2, 1, 1, 5, 3])))
+
+
+@row("K2")
+@RUNS_PRIMAL_TOO
+def test_nothing_is_run_and_forward_is_traced_once():
+    runs = []
+
+    @jaxfn.function
+    def counted(ctx, x):
+        runs.append(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @counted.backward
+    def _(ctx, grad_output):
+        return grad_output * ctx.saved_tensors[0]
+
+    huge = jax.ShapeDtypeStruct((1 << 40,), jnp.float32)
+    assert jaxfn.residuals(counted, huge).total_bytes == 1 << 42
+    assert len(runs) == 1
+
+
+@row("K2")
+def test_looking_leaves_nothing_in_programs():
+    f = jax.jit(jax.grad(lambda x: square(x).sum()))
+    before = str(jax.make_jaxpr(f)(jnp.ones(3)))
+    jaxfn.residuals(f, jnp.ones(3))
+    after = str(jax.make_jaxpr(f)(jnp.ones(3)))
+    assert "mark" not in before + after
+    assert len(before) == len(after)
+
+
+# A transformer block, with Functions for its normalizations, its softmax and its activation.
+
+
+@jaxfn.function
+def normalized(ctx, x, scale):
+    centred = x - x.mean(-1, keepdims=True)
+    rstd = checkpoint_name(jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5), "rstd")
+    ctx.save_for_backward(x=x, scale=scale, rstd=rstd)
+    return centred * rstd * scale
+
+
+@normalized.backward
+def _(ctx, grad_output):
+    x, scale, rstd = ctx.saved_tensors
+    unit = (x - x.mean(-1, keepdims=True)) * rstd
+    g = grad_output * scale
+    of_x = rstd * (g - g.mean(-1, keepdims=True) - unit * (g * unit).mean(-1, keepdims=True))
+    return of_x, grad_output * unit
+
+
+@jaxfn.function
+def softmax(ctx, x):
+    y = checkpoint_name(jax.nn.softmax(x), "y")
+    ctx.save_for_backward(y=y)
+    return y
+
+
+@softmax.backward
+def _(ctx, grad_output):
+    y = ctx.saved_variables.y
+    return y * (grad_output - (grad_output * y).sum(-1, keepdims=True))
+
+
+@jaxfn.function
+def gelu(ctx, x):
+    ctx.save_for_backward(x=x)
+    return jax.nn.gelu(x)
+
+
+@gelu.backward
+def _(ctx, grad_output):
+    (x,) = ctx.saved_tensors
+    return jax.vjp(jax.nn.gelu, x)[1](grad_output)[0]
+
+
+B, T, D, H, F = 2, 6, 8, 2, 20
+
+
+def block(p, x):
+    y = normalized(x, p["scale1"])
+    q, k, v = (jnp.dot(y, p[name]).reshape(B, T, H, D // H) for name in ("q", "k", "v"))
+    weights = softmax(jnp.einsum("bihd,bjhd->bhij", q, k))
+    mixed = jnp.einsum("bhij,bjhd->bihd", weights, v).reshape(B, T, D)
+    x = x + jnp.dot(mixed, p["o"])
+    return x + jnp.dot(gelu(jnp.dot(normalized(x, p["scale2"]), p["up"])), p["down"])
+
+
+def parameters(*leading):
+    shapes = {"scale1": (D,), "scale2": (D,), "up": (D, F), "down": (F, D)} | dict.fromkeys("qkvo", (D, D))
+    return {name: jax.ShapeDtypeStruct((*leading, *shape), jnp.float32) for name, shape in shapes.items()}
+
+
+X = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+ROWS = B * T
+# What each Function of the block saves, counted by hand, in numbers.
+BY_HAND = {
+    "normalized": 2 * (ROWS * D + D + ROWS),  # x, scale and rstd, twice
+    "softmax": B * H * T * T,
+    "gelu": ROWS * F,
+}
+# Both operands of each product: y once for q, k and v; what softmax and gelu returned; softmax's output is counted.
+OPERANDS = (
+    (ROWS * D + 3 * D * D) + 2 * ROWS * D + ROWS * D + (ROWS * D + D * D) + (ROWS * D + D * F) + (ROWS * F + F * D)
+)
+
+
+@row("K2")
+def test_the_ledger_of_a_transformer_block_agrees_with_a_count_by_hand():
+    ledger = jaxfn.residuals(block, parameters(), X)
+    assert {name: nbytes // 4 for name, nbytes in ledger.bytes_by_function.items()} == BY_HAND | {"JAX": OPERANDS}
+
+
+@row("K2")
+def test_the_ledger_of_a_transformer_block_under_policies():
+    def under(policy):
+        return jaxfn.residuals(jax.checkpoint(block, policy=policy), parameters(), X)
+
+    policies = jax.checkpoint_policies
+    everything = under(policies.everything_saveable).bytes_by_function
+    assert {name: everything[name] // 4 for name in BY_HAND} == BY_HAND
+    # Arguments are kept in any case; normalized has saved three of them.
+    arguments = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree_util.tree_leaves((parameters(), X)))
+    saved = 4 * (ROWS * D + 2 * D)
+    assert under(policies.nothing_saveable).bytes_by_function == {"JAX": arguments - saved, "normalized": saved}
+    assert under(policies.save_only_these_names("y", "rstd")).bytes_by_function == {
+        "JAX": arguments - saved,
+        "normalized": saved + 4 * 2 * ROWS,
+        "softmax": 4 * B * H * T * T,
+    }
+
+
+@row("K2")
+def test_the_ledger_of_a_stack_agrees_with_what_xla_allocates(monkeypatch):
+    for name, size in {"B": 4, "T": 32, "D": 64, "H": 4, "F": 256, "ROWS": 128}.items():
+        monkeypatch.setitem(globals(), name, size)
+    p, x = parameters(24), jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+
+    def stack(p, x):
+        return jax.lax.scan(lambda x, p: (block(p, x), None), x, p)[0]
+
+    ledger = jaxfn.residuals(stack, p, x)
+    memory = jax.jit(lambda p, x: jax.vjp(stack, p, x)).lower(p, x).compile().memory_analysis()
+    assert ledger.total_bytes == pytest.approx(memory.output_size_in_bytes - 4 * B * T * D, rel=0.01)
