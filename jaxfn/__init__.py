@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from jaxfn._function import Function
 from jaxfn._functional import autograd_function, function
 from jaxfn._gradcheck import GradcheckError, Mismatch, Report, gradcheck, gradgradcheck
+from jaxfn._inspection.logs import logged, with_logs
 from jaxfn._inspection.residuals import Ledger, Residual, residuals
 from jaxfn._parity.paritycheck import paritycheck, record_oracle
 from jaxfn._parity.report import ParityReport
@@ -34,12 +35,14 @@ __all__ = [  # and Explanation, which needs torch
     "function",
     "gradcheck",
     "gradgradcheck",
+    "logged",
     "once_differentiable",
     "paritycheck",
     "record_oracle",
     "residuals",
     "save_on_host",
     "saved_tensors_hooks",
+    "with_logs",
 ]
 
 __version__ = "0.1.0"

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,10 +43,12 @@ __all__ = [
     "is_ref",
     "is_reverse_only",
     "keeps_constants_apart",
+    "lowered_jaxpr",
     "make_jaxpr",
     "manual_axes",
     "memory_space",
     "mlir",
+    "named_as",
     "open_jaxpr",
     "partial_eval",
     "refuses_symbolic_zeros",
@@ -326,11 +328,18 @@ def carry_out(equation: Any, operands: Sequence[Any], *, is_of_jaxpr: bool) -> S
       operands: its operands.
       is_of_jaxpr: whether it is of a jaxpr, whose names begin anew, and not of the program being written down.
     """
+    with named_as(equation, is_of_jaxpr=is_of_jaxpr):
+        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return results if equation.primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def named_as(equation: Any, *, is_of_jaxpr: bool) -> Generator[None]:
+    """Gives what is computed inside the names, the line of source, and the settings of an equation; see `carry_out`."""
     source = equation.source_info
     names = current_name_stack() + source.name_stack if is_of_jaxpr else source.name_stack
     with user_context(source.traceback, name_stack=names), equation.ctx.manager:
-        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
-    return results if equation.primitive.multiple_results else [results]
+        yield
 
 
 def scan_sizes(equation: Any) -> tuple[int, int]:
@@ -437,7 +446,11 @@ def make_jaxpr(function: Callable[..., Any], *args: Any) -> Any:
 
     With JAX_CUSTOM_VJP3 (0.12.0) a custom_vjp is one equation first, which is looked into by lowering.
     """
-    jaxpr = jax.make_jaxpr(function)(*args)
+    return lowered_jaxpr(jax.make_jaxpr(function)(*args))
+
+
+def lowered_jaxpr(jaxpr: Any) -> Any:
+    """A jaxpr with all that it consists of, which has no custom derivatives then; see `make_jaxpr`."""
     lower = getattr(partial_eval, "lower_jaxpr2", None)
     return jaxpr if lower is None or not jaxpr.jaxpr.is_high else lower(jaxpr)
 

@@ -21,17 +21,28 @@ class Observation(Enum):
     LOGS = "what `ctx.log` is given"
 
 
+class Collector:
+    """Takes what `ctx.log` is given outside of traced programs.
+
+    Attributes:
+      log: by name, the values in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self.log: dict[str, list[Any]] = {}
+
+
 # A user context is each thread's own, and a part of the key of jit's caches: a program is traced anew with its marks.
 _observation: Any = jax.make_user_context(default_value=None)
 
 
-def current_observation() -> Observation | None:
+def current_observation() -> Observation | Collector | None:
     """What is looked for, if anything."""
     return _observation.value
 
 
 @contextmanager
-def observing(observation: Observation) -> Generator[None]:
+def observing(observation: Observation | Collector) -> Generator[None]:
     """Looks for something, and for nothing else, in what is traced inside."""
     with _observation(observation):
         yield

@@ -7,6 +7,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+from jaxfn._observation import current_observation
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import is_array_leaf
 
@@ -83,6 +84,7 @@ class ContextState:
     non_differentiable: tuple[Any, ...] = ()
     dirty: tuple[Any, ...] = ()
     materialize_grads: bool = True
+    logged: Sequence[tuple[str, Any]] = ()
     numbers: Sequence[Any] = ()  # inputs that are Python numbers, and would be arrays were they differentiated
 
     def __init__(self, form: Form, needs_input_grad: tuple[bool, ...]) -> None:
@@ -238,6 +240,43 @@ class FunctionCtx:
         Torch counterpart: `ctx.mark_dirty`.
         """
         self._jaxfn.dirty = inputs
+
+    def log(self, **values: Any) -> None:
+        """Shows values to whoever looks: `jaxfn.logged()` around eager code, `jaxfn.with_logs(f)` in any program.
+
+        In `forward`, `setup_context`, `backward` and `jvp`. While nobody looks it does nothing, and leaves nothing in
+        compiled programs. Values have no derivative here.
+
+        Args:
+          **values: arrays or Python numbers, by name.
+
+        Raises:
+          TypeError: a value is neither.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxfn
+          >>> @jaxfn.function
+          ... def clipped(ctx, x):
+          ...     ctx.log(largest=jnp.max(x))
+          ...     return x
+          >>> @clipped.backward
+          ... def _(ctx, grad_output):
+          ...     ctx.log(norm=jnp.linalg.norm(grad_output))
+          ...     return jnp.clip(grad_output, -1, 1)
+          >>> with jaxfn.logged() as log:
+          ...     gradient = jax.grad(lambda x: (3 * clipped(x)).sum())(jnp.ones(4))
+          >>> print(log["largest"], log["norm"])
+          [Array(1., dtype=float32)] [Array(6., dtype=float32)]
+
+        Torch counterpart: none.
+        """
+        for name, value in values.items():
+            if not is_array_leaf(value) and not isinstance(value, (bool, int, float, complex)):
+                raise TypeError(
+                    f"ctx.log(...): {name!r} is of type {type(value).__name__}; expected an array or a Python number."
+                )
+        if current_observation() is not None:
+            self._jaxfn.logged = [*self._jaxfn.logged, *values.items()]
 
     def set_materialize_grads(self, value: bool) -> None:
         """With `False`, `backward` gets `None`, not zeros, for an output whose gradient is symbolically zero.

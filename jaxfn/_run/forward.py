@@ -11,6 +11,7 @@ from jaxfn._protocol.context import ContextState, FunctionCtx
 from jaxfn._protocol.marks import check_dirty, non_differentiable_positions
 from jaxfn._protocol.outputs import Returned
 from jaxfn._run.call import Call
+from jaxfn._run.logging import hand_over_logs
 from jaxfn._run.vmap import forward_with_vmap
 from jaxfn._values.arrays import is_traced
 
@@ -37,6 +38,8 @@ def call_forward(
     if state.non_differentiable:
         marked = non_differentiable_positions(call.name, state, returned.originals)
         returned = returned._replace(non_differentiable=marked)
+    if state.logged:
+        returned = returned._replace(arrays=hand_over_logs(call.name, "forward", state, returned.arrays))
     return state, ctx, returned
 
 

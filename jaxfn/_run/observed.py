@@ -73,7 +73,7 @@ def observed_rule(method: str, given_role: str, returned_role: str) -> Callable[
         @wraps(rule)
         def observed(run: _Run, residuals: Sequence[Any], given: Sequence[Any]) -> list[jax.Array | None]:
             observation = current_observation()
-            if observation in (None, Observation.LOGS):
+            if observation not in (Observation.RESIDUALS, Observation.VALUES):
                 return rule(run, residuals, given)
             labels = _residual_labels(run, method)  # none for what follows the residuals; see `reverse.Residuals`
             residuals = [*mark(residuals[: len(labels)], labels), *residuals[len(labels) :]]

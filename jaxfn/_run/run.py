@@ -18,6 +18,7 @@ from jaxfn._protocol.outputs import Returned
 from jaxfn._protocol.tangents import input_tangents, output_tangents
 from jaxfn._run.call import Call
 from jaxfn._run.forward import call_forward
+from jaxfn._run.logging import hand_over_logs
 from jaxfn._run.observed import observed_forward, observed_rule
 from jaxfn._run.packing import pack, unpack
 from jaxfn._run.provenance import Fingerprint
@@ -184,12 +185,13 @@ class Run:
         if grad_outputs is None:
             return [None] * len(self.input_avals)
         with jax.named_scope(self.call.scopes.backward):
-            _, ctx, stand_ins = self._ctx(residuals)
+            state, ctx, stand_ins = self._ctx(residuals)
             with self._hidden_arrays_named():
                 returned = self.call.methods.backward(ctx, grad_outputs, stand_ins)
-            return input_cotangents(
+            gradients = input_cotangents(
                 self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
             )
+        return hand_over_logs(self.call.name, "backward", state, gradients) if state.logged else gradients
 
     @observed_rule("jvp", "tangent", "tangent")
     def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
@@ -208,7 +210,8 @@ class Run:
             given = input_tangents(tangents, self.call.layouts, self.input_avals, self.materialize_grads)
             with self._hidden_arrays_named():
                 returned = self.call.methods.jvp(ctx, given, stand_ins)
-            return output_tangents(self.call.name, returned, self.outputs, self.output_avals)
+            pushed = output_tangents(self.call.name, returned, self.outputs, self.output_avals)
+        return hand_over_logs(self.call.name, "jvp", state, pushed) if state.logged else pushed
 
 
 @observed_forward

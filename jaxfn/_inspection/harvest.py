@@ -1,0 +1,253 @@
+"""Runs a program once more as JAX code, and brings values out of it from wherever they are: loops, branches, devices.
+
+# Note: a value comes out with an axis for each loop around it
+
+Values cannot leave a `scan`, a `cond` or a `shard_map` by themselves, so each is written anew with more results:
+
+    scan         its values are further outputs, stacked along an axis for the steps
+    while        they are carried along: those of one step, which the `Probe` chooses
+    cond         every branch returns the values of all branches, `Probe.absent` for those of the others
+    shard_map    an axis for the devices comes first
+    jit, calls   what they call is written in their place
+
+So no callback is needed, and what comes out is part of the program, under `jit` and on every device. A value is found
+again by its path: numbers of equations and of the programs that they run, from outside, and its place in the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxfn._compat import carry_out, manual_axes, named_as, scan_sizes
+from jaxfn._inspection.subprograms import Subprogram, any_equation, subprograms
+from jaxfn._primitives.attach import attach
+from jaxfn._primitives.refusal import Refusal
+from jaxfn._values.arrays import is_inexact
+
+Path = tuple[int, ...]
+Harvest = dict[Path, Any]
+
+
+class Probe:
+    """What is brought out of a program.
+
+    Attributes:
+      keeps_rules: whether the program can be differentiated as before. Calls with a custom derivative are then made as
+        they are, and what they call is written a second time for its values.
+    """
+
+    keeps_rules: bool = False
+
+    def is_wanted(self, equation: Any) -> bool:
+        """Whether an equation has values to be brought out."""
+        raise NotImplementedError
+
+    def values(self, equation: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """Its values."""
+        raise NotImplementedError
+
+    def absent(self, value: Any) -> Any:
+        """What stands for a value of this type where it is not computed."""
+        raise NotImplementedError
+
+    def later(self, before: Any, now: Any) -> Any:
+        """Which of the values of two steps of a `while` loop is kept."""
+        raise NotImplementedError
+
+    def check_loop(self, equation: Any) -> None:
+        """Raises where a `while` loop has values that one step cannot stand for."""
+
+
+def harvest(
+    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], probe: Probe, path: Path = ()
+) -> tuple[list[Any], Harvest]:
+    """The results of a program, and the values that the probe wants."""
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+    harvested: Harvest = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else values[atom]
+
+    for number, equation in enumerate(jaxpr.eqns):
+        operands, own = [read(atom) for atom in equation.invars], (*path, number)
+        programs = subprograms(equation)
+        if any(any_equation(program.jaxpr, probe.is_wanted) for program in programs):
+            with named_as(equation, is_of_jaxpr=True):
+                results, inner = _KINDS[programs[-1].kind](equation, programs, operands, probe, own)
+            harvested |= inner
+        else:
+            results = carry_out(equation, operands, is_of_jaxpr=True)
+        if probe.is_wanted(equation):
+            harvested |= {(*own, -1, i): value for i, value in enumerate(probe.values(equation, operands, results))}
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars], harvested
+
+
+def _inner(program: Subprogram, arguments: Sequence[Any], probe: Probe, path: Path) -> tuple[list[Any], Harvest]:
+    return harvest(program.jaxpr, program.consts, arguments, probe, path)
+
+
+def _jit(
+    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
+) -> tuple[list[Any], Harvest]:
+    return _inner(programs[0], operands, probe, (*path, 0))
+
+
+def _call(
+    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
+) -> tuple[Sequence[Any], Harvest]:
+    if not probe.keeps_rules:
+        return _jit(equation, programs, operands, probe, path)
+    if not equation.effects:
+        _, harvested = _inner(programs[0], jax.lax.stop_gradient(operands), probe, (*path, 0))
+        return carry_out(equation, operands, is_of_jaxpr=True), harvested
+    results, harvested = _inner(programs[0], jax.lax.stop_gradient(operands), probe, (*path, 0))
+    floating = [x for x in operands if is_inexact(jax.typeof(x).dtype)]
+    return attach(results, (), floating, Refusal(NotImplementedError, _HAS_EFFECTS), made_is_detached=True), harvested
+
+
+_HAS_EFFECTS = (
+    "A function that logs and has effects was put into with_logs and is differentiated outside of it, where forward "
+    "would have to run twice. Differentiate inside: jaxfn.with_logs(jax.value_and_grad(f))."
+)
+
+
+def _checkpoint(
+    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
+) -> tuple[list[Any], Harvest]:
+    params = equation.params
+
+    def rematerialized(*operands: Any) -> Any:
+        return _inner(programs[0], operands, probe, (*path, 0))
+
+    if params.get("differentiated", False):  # so that it is not merged with the first computation
+        return rematerialized(*(jax.lax.optimization_barrier(operands) if params["prevent_cse"] else operands))
+    return jax.checkpoint(rematerialized, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+
+
+def _scan(
+    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
+) -> tuple[list[Any], Harvest]:
+    params, (program,), (num_consts, num_carry) = equation.params, programs, scan_sizes(equation)
+    consts, carry, xs = _parted(operands, num_consts, num_carry)
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], tuple[list[Any], Harvest]]:
+        results, harvested = _inner(program, [*consts, *carry, *xs], probe, (*path, 0))
+        return results[:num_carry], (results[num_carry:], harvested)
+
+    carry, (ys, harvested) = jax.lax.scan(
+        body, carry, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+    )
+    return [*carry, *ys], harvested
+
+
+def _parted(operands: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    return operands[:first], operands[first : first + second], operands[first + second :]
+
+
+def _while(
+    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
+) -> tuple[list[Any], Harvest]:
+    probe.check_loop(equation)
+    cond, body = programs
+    num_of_cond, num_of_body = len(cond.operands) - len(equation.outvars), len(body.operands) - len(equation.outvars)
+    of_cond, of_body, init = _parted(operands, num_of_cond, num_of_body)
+
+    def step(carry: list[Any]) -> tuple[list[Any], Harvest]:
+        return _inner(body, [*of_body, *carry], probe, (*path, 1))
+
+    def goes_on(state: Any) -> Any:
+        return _inner(cond, [*of_cond, *state[0]], probe, path)[0][0]
+
+    def next_state(state: Any) -> Any:
+        carry, now = step(state[0])
+        return carry, {key: probe.later(value, now[key]) for key, value in state[1].items()}
+
+    nothing = {key: probe.absent(value) for key, value in jax.eval_shape(step, init)[1].items()}
+    return jax.lax.while_loop(goes_on, next_state, (init, nothing))
+
+
+def _cond(
+    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
+) -> tuple[list[Any], Harvest]:
+    index, *operands = operands
+    types = [
+        jax.eval_shape(lambda *args, i=i, p=program: _inner(p, args, probe, (*path, i))[1], *operands)
+        for i, program in enumerate(programs)
+    ]
+    absent: Harvest = {key: value for own in types for key, value in own.items()}
+
+    def branch(number: int, program: Subprogram) -> Any:
+        def run(*operands: Any) -> tuple[list[Any], Harvest]:
+            results, harvested = _inner(program, operands, probe, (*path, number))
+            return results, {key: harvested[key] if key in harvested else probe.absent(absent[key]) for key in absent}
+
+        return run
+
+    return jax.lax.switch(index, [branch(i, program) for i, program in enumerate(programs)], *operands)
+
+
+def _shard_map(
+    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
+) -> tuple[list[Any], Harvest]:
+    params, axes = equation.params, manual_axes(equation)
+    names = tuple(name for name in params["mesh"].axis_names if name in axes)
+
+    def body(*operands: Any) -> tuple[tuple[Any, ...], Harvest]:
+        results, harvested = _inner(programs[0], operands, probe, (*path, 0))
+        return tuple(results), {key: value[None] for key, value in harvested.items()}
+
+    return jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=(tuple(params["out_specs"]), PartitionSpec(names)),
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )(*operands)
+
+
+_KINDS = {
+    "jit": _jit,
+    "call": _call,
+    "checkpoint": _checkpoint,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}
+
+
+class Place(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+      equation: the equation that it is of.
+      index: which of the equation's values it is.
+      around: the equations that it lies in, from outside, each with the program of it.
+    """
+
+    equation: Any
+    index: int
+    around: list[tuple[Any, Subprogram]]
+
+    @property
+    def names(self) -> str:
+        """The names of all of them, as in compiled programs."""
+        equations = [*(equation for equation, _ in self.around), self.equation]
+        return "/".join(filter(None, (str(equation.source_info.name_stack) for equation in equations)))
+
+
+def place_of(jaxpr: Any, path: Path) -> Place:
+    """The place of a value that was harvested from a program."""
+    around: list[tuple[Any, Subprogram]] = []
+    *outer, number, _, index = path
+    for equation_number, program_number in zip(outer[::2], outer[1::2], strict=True):
+        equation = jaxpr.eqns[equation_number]
+        around.append((equation, subprograms(equation)[program_number]))
+        jaxpr = around[-1][1].jaxpr
+    return Place(jaxpr.eqns[number], index, around)

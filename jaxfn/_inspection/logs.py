@@ -1,0 +1,151 @@
+"""`logged` and `with_logs`: what Functions log by `ctx.log`, eagerly and in any program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfn._compat import lowered_jaxpr, open_jaxpr
+from jaxfn._inspection.harvest import Place, Probe, harvest, place_of
+from jaxfn._observation import Collector, Observation, observing
+from jaxfn._primitives.attach import attach
+from jaxfn._primitives.mark import mark_p
+from jaxfn._primitives.refusal import Refusal
+from jaxfn._values.arrays import is_inexact
+from jaxfn._values.layouts import split
+
+Logs = dict[str, list[jax.Array]]
+
+
+@contextmanager
+def logged() -> Generator[Logs]:
+    """Collects what Functions log by `ctx.log` in eager code inside.
+
+    Yields:
+      A dict: by name, the values in the order of the calls. It fills while the block runs.
+
+    Raises:
+      RuntimeError: a value is traced (under jit, vmap, scan). There, use `with_logs`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfn
+      >>> @jaxfn.function
+      ... def doubled(ctx, x):
+      ...     ctx.log(mean=x.mean())
+      ...     return 2 * x
+      >>> with jaxfn.logged() as log:
+      ...     y = doubled(doubled(jnp.ones(3)))
+      >>> print(log["mean"])
+      [Array(1., dtype=float32), Array(2., dtype=float32)]
+
+    Torch counterpart: none.
+    """
+    collector = Collector()
+    with observing(collector):
+        yield collector.log
+
+
+def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
+    """A function that returns what `f` returns, and what Functions in it logged by `ctx.log`.
+
+    The logs are results like any other: no callback is made, and all of it works under `jax.jit`, on every device. To
+    have what `backward` logs, put the derivative inside: `with_logs(jax.value_and_grad(loss))`.
+
+    Args:
+      f: a function of arrays (and of static Python values) that returns arrays, in any pytrees.
+
+    Returns:
+      A function of the same arguments that returns `(result, logs)`. `logs` is a dict: by name, a list of arrays, one
+      for each place that logs, in the order of the program. Each has an axis for every loop around the place, the
+      outermost first: the steps of a `scan`, the devices of a `shard_map`; a value that `vmap` maps has its batch at
+      axis 0. In a `while` loop it is the last step's. In a branch that was not taken, and a loop that did not run,
+      numbers are NaN, integers the least of their dtype, booleans false. What `jax.checkpoint` computes again is not
+      logged again.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> @jaxfn.function
+      ... def rounded(ctx, x):
+      ...     y = jnp.round(x)
+      ...     ctx.log(error=jnp.abs(y - x).max())
+      ...     return y
+      >>> @rounded.backward
+      ... def _(ctx, grad_output):
+      ...     ctx.log(norm=jnp.linalg.norm(grad_output))
+      ...     return grad_output
+      >>> step = jax.jit(jaxfn.with_logs(jax.grad(lambda x: (rounded(x) ** 2).sum())))
+      >>> gradient, logs = step(jnp.array([0.25, 1.5]))
+      >>> print(logs["error"], logs["norm"])
+      [Array(0.5, dtype=float32)] [Array(4., dtype=float32)]
+
+    Torch counterpart: none.
+    """
+
+    @wraps(f)
+    def logging(*args: Any, **kwargs: Any) -> tuple[Any, Logs]:
+        arrays, layout = split((args, kwargs))
+        trees: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            args, kwargs = layout.merge(iter(arrays))
+            leaves, tree = jax.tree_util.tree_flatten(f(*args, **kwargs))
+            trees[:] = [tree]
+            return leaves
+
+        with observing(Observation.LOGS):
+            closed: Any = jax.make_jaxpr(flat)(*arrays)
+        lowered = lowered_jaxpr(closed)
+        jaxpr, consts = open_jaxpr(lowered)
+        results, harvested = harvest(jaxpr, consts, arrays, _Logs())
+        if lowered is not closed:
+            floating = [x for x in arrays if is_inexact(jax.typeof(x).dtype)]
+            results = attach(results, (), floating, Refusal(NotImplementedError, _INSIDE), made_is_detached=True)
+        logs: Logs = {}
+        for path in sorted(harvested):
+            place = place_of(jaxpr, path)
+            label = _logs_of(place.equation)[place.index]
+            if label.method != "forward" or not _is_computed_again(place):
+                logs.setdefault(label.name, []).append(harvested[path])
+        return jax.tree_util.tree_unflatten(trees[0], results), logs
+
+    return logging
+
+
+_INSIDE = (
+    "with_logs(f) was differentiated, which JAX's coming custom_vjp does not allow. Differentiate inside: "
+    "jaxfn.with_logs(jax.value_and_grad(f))."
+)
+
+
+def _logs_of(equation: Any) -> list[Any]:
+    """The labels of what a mark notes as logged."""
+    return [label for label in equation.params["labels"] if label is not None and label.role == "log"]
+
+
+def _is_computed_again(place: Place) -> bool:
+    """Whether it is in what `jax.checkpoint` computes a second time, for the backward pass."""
+    return "rematted_computation" in place.names or any(e.params.get("differentiated") for e, _ in place.around)
+
+
+class _Logs(Probe):
+    keeps_rules = True
+
+    def is_wanted(self, equation: Any) -> bool:
+        return equation.primitive is mark_p and bool(_logs_of(equation))
+
+    def values(self, equation: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        return [jnp.asarray(x) for x in operands[equation.params["num_arrays"] :]]
+
+    def absent(self, value: Any) -> Any:
+        if jnp.issubdtype(value.dtype, jnp.bool_):
+            return jnp.zeros(value.shape, value.dtype)
+        least = jnp.nan if jnp.issubdtype(value.dtype, jnp.inexact) else jnp.iinfo(value.dtype).min
+        return jnp.full(value.shape, least, value.dtype)
+
+    def later(self, before: Any, now: Any) -> Any:
+        return now

@@ -1,0 +1,45 @@
+"""What `ctx.log` was given, handed to whoever looks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from jaxfn._observation import Collector, Observation, current_observation
+from jaxfn._primitives.mark import mark_beside
+from jaxfn._protocol.context import ContextState
+from jaxfn._run.observed import Label
+from jaxfn._values.arrays import as_array, is_array_leaf, is_traced
+
+_Arrays = TypeVar("_Arrays", bound=Sequence[Any])
+
+
+def hand_over_logs(function: str, method: str, state: ContextState, results: _Arrays) -> _Arrays:
+    """The results of a method; in a program that is looked into, they hold what the method logged.
+
+    Args:
+      function, method: the names of the Function and of the method.
+      state: of the ctx that the method was given.
+      results: array leaves of what it returned, `None`s among them.
+    """
+    observation = current_observation()
+    if isinstance(observation, Collector):
+        for name, value in state.logged:
+            if is_traced(value):
+                raise RuntimeError(
+                    f"{function}.{method} logs {name!r} inside of jaxfn.logged(), where JAX traces it (jit, vmap, scan, "
+                    "a higher derivative), so that there is no value yet. Use jaxfn.with_logs(f), which returns the "
+                    "result and the logs, and jit that."
+                )
+            observation.log.setdefault(name, []).append(as_array(value))
+    if observation is not Observation.LOGS:
+        return results
+    places = [i for i, x in enumerate(results) if is_array_leaf(x)]
+    if not places:
+        return results
+    labels = [Label(function, method, "log", name) for name, _ in state.logged]
+    marked = mark_beside([results[i] for i in places], [as_array(value) for _, value in state.logged], labels)
+    holding: Any = list(results)
+    for i, x in zip(places, marked, strict=True):
+        holding[i] = x
+    return holding
