@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from jaxfn._function import Function
 from jaxfn._functional import autograd_function, function
 from jaxfn._gradcheck import GradcheckError, Mismatch, Report, gradcheck, gradgradcheck
+from jaxfn._inspection.find_nan import NotFinite, find_nan
 from jaxfn._inspection.logs import logged, with_logs
 from jaxfn._inspection.residuals import Ledger, Residual, residuals
 from jaxfn._parity.paritycheck import paritycheck, record_oracle
@@ -24,6 +25,7 @@ __all__ = [  # and Explanation, which needs torch
     "GradcheckError",
     "Ledger",
     "Mismatch",
+    "NotFinite",
     "ParityReport",
     "Report",
     "Residual",
@@ -31,6 +33,7 @@ __all__ = [  # and Explanation, which needs torch
     "VmapInfo",
     "autograd_function",
     "disable_saved_tensors_hooks",
+    "find_nan",
     "from_torch",
     "function",
     "gradcheck",

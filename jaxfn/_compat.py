@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
@@ -16,7 +17,7 @@ import jax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import DebugInfo, Primitive, Var, get_opaque_trace_state
-from jax.extend.source_info_util import current_name_stack, user_context
+from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.ref import AbstractRef
 
@@ -43,6 +44,7 @@ __all__ = [
     "is_ref",
     "is_reverse_only",
     "keeps_constants_apart",
+    "line_of",
     "lowered_jaxpr",
     "make_jaxpr",
     "manual_axes",
@@ -50,6 +52,7 @@ __all__ = [
     "mlir",
     "named_as",
     "open_jaxpr",
+    "own_lines",
     "partial_eval",
     "refuses_symbolic_zeros",
     "repeats_safely",
@@ -65,6 +68,10 @@ __all__ = [
     "without_unused",
     "zeros_of",
 ]
+
+
+# Operations come from the user's lines of code, not from jaxfn's (0.10.0 to 0.12.0).
+register_exclusion(os.path.dirname(__file__))
 
 
 def current_trace() -> object:
@@ -340,6 +347,32 @@ def named_as(equation: Any, *, is_of_jaxpr: bool) -> Generator[None]:
     names = current_name_stack() + source.name_stack if is_of_jaxpr else source.name_stack
     with user_context(source.traceback, name_stack=names), equation.ctx.manager:
         yield
+
+
+class _NoTraceback:
+    """In the place of a traceback: JAX takes a new one for each operation then."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def as_python_traceback(self) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def own_lines() -> Generator[None]:
+    """Operations inside come from their own lines of code, even in a custom derivative (0.10.0 to 0.12.0).
+
+    JAX says that those of `fwd` and `bwd` come from where the function was called. Taking tracebacks costs time, so
+    this is for a look at a program only.
+    """
+    with user_context(_NoTraceback()):  # type: ignore[arg-type]
+        yield
+
+
+def line_of(equation: Any) -> str:
+    """The line of the user's code that an equation comes from, as "file:line (function)" (0.10.0 to 0.12.0)."""
+    return summarize(equation.source_info)
 
 
 def scan_sizes(equation: Any) -> tuple[int, int]:

@@ -17,6 +17,7 @@ again by its path: numbers of equations and of the programs that they run, from 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -54,12 +55,13 @@ class Probe:
         """What stands for a value of this type where it is not computed."""
         raise NotImplementedError
 
-    def later(self, before: Any, now: Any) -> Any:
-        """Which of the values of two steps of a `while` loop is kept."""
+    def later(self, before: Harvest, now: Harvest) -> Harvest:
+        """Which of the values of two steps of a `while` loop are kept."""
         raise NotImplementedError
 
-    def check_loop(self, equation: Any) -> None:
-        """Raises where a `while` loop has values that one step cannot stand for."""
+    def argument_values(self, jaxpr: Any, arguments: Sequence[Any]) -> dict[int, Any]:
+        """What is wanted of the arguments of a program inside, by their places."""
+        return {}
 
 
 def harvest(
@@ -67,7 +69,8 @@ def harvest(
 ) -> tuple[list[Any], Harvest]:
     """The results of a program, and the values that the probe wants."""
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
-    harvested: Harvest = {}
+    given = probe.argument_values(jaxpr, arguments) if path else {}
+    harvested: Harvest = {(*path, -1, place): value for place, value in given.items()}
 
     def read(atom: Any) -> Any:
         return atom.val if hasattr(atom, "val") else values[atom]
@@ -77,7 +80,7 @@ def harvest(
         programs = subprograms(equation)
         if any(any_equation(program.jaxpr, probe.is_wanted) for program in programs):
             with named_as(equation, is_of_jaxpr=True):
-                results, inner = _KINDS[programs[-1].kind](equation, programs, operands, probe, own)
+                results, inner = harvest_programs(equation, operands, probe, own)
             harvested |= inner
         else:
             results = carry_out(equation, operands, is_of_jaxpr=True)
@@ -85,6 +88,14 @@ def harvest(
             harvested |= {(*own, -1, i): value for i, value in enumerate(probe.values(equation, operands, results))}
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars], harvested
+
+
+def harvest_programs(
+    equation: Any, operands: Sequence[Any], probe: Probe, path: Path = ()
+) -> tuple[Sequence[Any], Harvest]:
+    """The same of an equation that runs programs."""
+    programs = subprograms(equation)
+    return _KINDS[programs[-1].kind](equation, programs, list(operands), probe, path)
 
 
 def _inner(program: Subprogram, arguments: Sequence[Any], probe: Probe, path: Path) -> tuple[list[Any], Harvest]:
@@ -152,7 +163,6 @@ def _parted(operands: list[Any], first: int, second: int) -> tuple[list[Any], li
 def _while(
     equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
 ) -> tuple[list[Any], Harvest]:
-    probe.check_loop(equation)
     cond, body = programs
     num_of_cond, num_of_body = len(cond.operands) - len(equation.outvars), len(body.operands) - len(equation.outvars)
     of_cond, of_body, init = _parted(operands, num_of_cond, num_of_body)
@@ -165,7 +175,7 @@ def _while(
 
     def next_state(state: Any) -> Any:
         carry, now = step(state[0])
-        return carry, {key: probe.later(value, now[key]) for key, value in state[1].items()}
+        return carry, probe.later(state[1], now)
 
     nothing = {key: probe.absent(value) for key, value in jax.eval_shape(step, init)[1].items()}
     return jax.lax.while_loop(goes_on, next_state, (init, nothing))
@@ -175,11 +185,13 @@ def _cond(
     equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
 ) -> tuple[list[Any], Harvest]:
     index, *operands = operands
-    types = [
-        jax.eval_shape(lambda *args, i=i, p=program: _inner(p, args, probe, (*path, i))[1], *operands)
-        for i, program in enumerate(programs)
-    ]
-    absent: Harvest = {key: value for own in types for key, value in own.items()}
+
+    def of_branch(number: int, *operands: Any) -> Harvest:
+        return _inner(programs[number], operands, probe, (*path, number))[1]
+
+    absent: Harvest = {}
+    for i in range(len(programs)):
+        absent |= jax.eval_shape(partial(of_branch, i), *operands)
 
     def branch(number: int, program: Subprogram) -> Any:
         def run(*operands: Any) -> tuple[list[Any], Harvest]:
@@ -193,7 +205,7 @@ def _cond(
 
 def _shard_map(
     equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
-) -> tuple[list[Any], Harvest]:
+) -> tuple[Sequence[Any], Harvest]:
     params, axes = equation.params, manual_axes(equation)
     names = tuple(name for name in params["mesh"].axis_names if name in axes)
 
@@ -227,12 +239,12 @@ class Place(NamedTuple):
 
     Attributes:
       equation: the equation that it is of.
-      index: which of the equation's values it is.
+      number: which of the equation's values it is.
       around: the equations that it lies in, from outside, each with the program of it.
     """
 
     equation: Any
-    index: int
+    number: int
     around: list[tuple[Any, Subprogram]]
 
     @property

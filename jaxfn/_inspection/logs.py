@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfn._compat import lowered_jaxpr, open_jaxpr
-from jaxfn._inspection.harvest import Place, Probe, harvest, place_of
+from jaxfn._inspection.harvest import Harvest, Place, Probe, harvest, place_of
 from jaxfn._observation import Collector, Observation, observing
 from jaxfn._primitives.attach import attach
 from jaxfn._primitives.mark import mark_p
@@ -99,16 +99,16 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
 
         with observing(Observation.LOGS):
             closed: Any = jax.make_jaxpr(flat)(*arrays)
-        lowered = lowered_jaxpr(closed)
-        jaxpr, consts = open_jaxpr(lowered)
-        results, harvested = harvest(jaxpr, consts, arrays, _Logs())
+            lowered = lowered_jaxpr(closed)
+            jaxpr, consts = open_jaxpr(lowered)
+            results, harvested = harvest(jaxpr, consts, arrays, _Logs())
         if lowered is not closed:
             floating = [x for x in arrays if is_inexact(jax.typeof(x).dtype)]
             results = attach(results, (), floating, Refusal(NotImplementedError, _INSIDE), made_is_detached=True)
         logs: Logs = {}
         for path in sorted(harvested):
             place = place_of(jaxpr, path)
-            label = _logs_of(place.equation)[place.index]
+            label = _logs_of(place.equation)[place.number]
             if label.method != "forward" or not _is_computed_again(place):
                 logs.setdefault(label.name, []).append(harvested[path])
         return jax.tree_util.tree_unflatten(trees[0], results), logs
@@ -147,5 +147,5 @@ class _Logs(Probe):
         least = jnp.nan if jnp.issubdtype(value.dtype, jnp.inexact) else jnp.iinfo(value.dtype).min
         return jnp.full(value.shape, least, value.dtype)
 
-    def later(self, before: Any, now: Any) -> Any:
+    def later(self, before: Harvest, now: Harvest) -> Harvest:
         return now

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
 
 from jaxfn._compat import open_jaxpr, scan_sizes, while_sizes
+from jaxfn._primitives.linear import linear_p
 
 
 class Subprogram(NamedTuple):
@@ -20,6 +25,7 @@ class Subprogram(NamedTuple):
       carried: pairs of a result and the argument that it is in the next step.
       kind: "jit", "scan", "while", "cond", "checkpoint", "shard_map", or "call".
       length: how many steps it runs for: 1 but for a scan, `None` where that is not known.
+      is_reversed: whether a scan begins at the end of its arrays.
     """
 
     jaxpr: Any
@@ -29,6 +35,7 @@ class Subprogram(NamedTuple):
     carried: Sequence[tuple[int, int]] = ()
     kind: str = "call"
     length: int | None = 1
+    is_reversed: bool = False
 
 
 def subprograms(equation: Any) -> list[Subprogram]:
@@ -41,6 +48,8 @@ def subprograms(equation: Any) -> list[Subprogram]:
     if name == "cond":
         operands = range(1, len(equation.invars))
         return [_simple(branch, equation, "cond", operands) for branch in params["branches"]]
+    if equation.primitive is linear_p:
+        return _linear(equation)
     kind, parameter = _CALLS.get(name, (None, None))
     if kind is None or params.get(parameter) is None:
         return []
@@ -73,7 +82,7 @@ def _scan(equation: Any) -> Subprogram:
     num_consts, num_carry = scan_sizes(equation)
     carried = [(i, num_consts + i) for i in range(num_carry)]
     simple = _simple(equation.params["jaxpr"], equation, "scan", range(len(equation.invars)))
-    return simple._replace(carried=carried, length=equation.params["length"])
+    return simple._replace(carried=carried, length=equation.params["length"], is_reversed=equation.params["reverse"])
 
 
 def _while(equation: Any) -> list[Subprogram]:
@@ -95,6 +104,21 @@ def _while(equation: Any) -> list[Subprogram]:
             length=None,
         ),
     ]
+
+
+# What a linear function of tangents computes is known once it is traced.
+_of_linear: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _linear(equation: Any) -> list[Subprogram]:
+    linear = equation.params["linear"]
+    if linear not in _of_linear:
+        types = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
+        try:
+            _of_linear[linear] = jax.make_jaxpr(partial(linear_p.impl, **equation.params))(*types)
+        except NameError:  # an axis of a mesh, or of a vmap, that is not known here
+            return []
+    return [_simple(_of_linear[linear], equation, "call", range(len(equation.invars)))]
 
 
 def is_variable(atom: Any) -> bool:

@@ -27,9 +27,9 @@ def hand_over_logs(function: str, method: str, state: ContextState, results: _Ar
         for name, value in state.logged:
             if is_traced(value):
                 raise RuntimeError(
-                    f"{function}.{method} logs {name!r} inside of jaxfn.logged(), where JAX traces it (jit, vmap, scan, "
-                    "a higher derivative), so that there is no value yet. Use jaxfn.with_logs(f), which returns the "
-                    "result and the logs, and jit that."
+                    f"{function}.{method} logs {name!r} inside of jaxfn.logged(), where JAX traces it (jit, vmap, "
+                    "scan, a higher derivative), so that there is no value yet. Use jaxfn.with_logs(f), which returns "
+                    "the result and the logs, and jit that."
                 )
             observation.log.setdefault(name, []).append(as_array(value))
     if observation is not Observation.LOGS:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import is_ref
+from jaxfn._compat import is_ref, own_lines
 from jaxfn._observation import Observation, current_observation
 from jaxfn._primitives.mark import mark
 from jaxfn._protocol.context import SavedNames
@@ -50,7 +50,8 @@ def observed_forward(run_forward: _RunForward) -> _RunForward:
         if current_observation() is not Observation.VALUES:
             return run_forward(call, inputs, *args, **kwargs)
         inputs = _marked(inputs, call, "forward", "input", _input_names(call))
-        run, outputs, intermediates = run_forward(call, inputs, *args, **kwargs)
+        with own_lines():
+            run, outputs, intermediates = run_forward(call, inputs, *args, **kwargs)
         names = [""] * len(intermediates)
         for source, name in zip(run.saved.sources, _saved_names(run.saved), strict=True):
             if source.kind == "intermediate":
@@ -82,7 +83,9 @@ def observed_rule(method: str, given_role: str, returned_role: str) -> Callable[
             outputs, inputs = _output_names(run), _input_names(run.call)
             before, after = (outputs, inputs) if method == "backward" else (inputs, outputs)
             given = _marked(given, run.call, method, given_role, before)
-            return _marked(rule(run, residuals, given), run.call, method, returned_role, after)
+            with own_lines():
+                returned = rule(run, residuals, given)
+            return _marked(returned, run.call, method, returned_role, after)
 
         return observed
 

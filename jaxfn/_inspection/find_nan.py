@@ -1,0 +1,313 @@
+"""`find_nan`: the first place where a NaN or an infinity appears.
+
+# Note: from a NaN back to where it began
+
+The program is run once, one operation after the other, and what is not finite is noted (see `Execution`). Then, from a
+result that is not finite, one goes back through what is not finite:
+
+    def loss(x):              a = log(x)         -inf, of a finite x: here it began
+                              b = a * 0          nan, of an a that is -inf: go on to a
+                              return b.sum()     nan, of a b that is nan: go on to b
+
+and of all beginnings that are found so, the first in the order of the program is told. An infinity that is written in
+the program (as a mask) is no beginning, but a NaN that it leads to is. An infinity that nothing comes of, as in
+`where(x == 0, 0, 1 / x)`, is not told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxfn._compat import line_of, lowered_jaxpr, open_jaxpr
+from jaxfn._inspection.execution import Execution, Frame, Noted, first_not_finite
+from jaxfn._inspection.harvest import Path
+from jaxfn._inspection.subprograms import Subprogram, is_variable
+from jaxfn._observation import Observation, observing
+from jaxfn._primitives.mark import mark_p
+from jaxfn._values.layouts import Layout, split
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """Where a NaN or an infinity begins.
+
+    Attributes:
+      function: the Function in which it does, or `None` for code outside of Functions.
+      method: which of its methods: "forward", "backward", "jvp" or "vmap".
+      value: what of that first has it: "output 0", "saved y", "gradient of x"; "" where it has reached none of these.
+      number: "nan", "inf" or "-inf".
+      operation: what made it, as JAX calls that; "argument" where it was passed in.
+      shape, index: of the operation's result, and of its first number of the kind.
+      line: the line of code, "file:line (function)".
+      inside: what it lies in, from outside: "scan: step 3 of 10", "while: step 3", "shard_map: device 2",
+        "cond: branch 1", "checkpoint". Steps are counted from 0, as in the stacked arrays.
+    """
+
+    function: str | None
+    method: str | None
+    value: str
+    number: str
+    operation: str
+    shape: tuple[int, ...]
+    index: tuple[int, ...]
+    line: str
+    inside: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = f"{self.function}.{self.method}" if self.function else "code outside of any Function"
+        reached = f" ({self.value})" if self.value else ""
+        if self.operation == "argument":
+            return f"{self.number} is in {self.value}, at index {self.index} of shape {self.shape}"
+        lines = [
+            f"{self.number} begins in {where}{reached}",
+            f"  {self.operation} made it of finite numbers, at index {self.index} of shape {self.shape}",
+            f"  {self.line}",
+        ]
+        return "\n".join([*lines, *(f"  in {around}" for around in self.inside)])
+
+
+def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | None:
+    """Finds, and prints, where a NaN or an infinity begins: in which Function, which of its methods, which line.
+
+    The function is traced, with everything that it calls, and run once; nothing is left in other programs. What leads
+    to no NaN and no infinity in a result, or in what passes between JAX and a Function, is not told.
+
+    Args:
+      f: a function of arrays, jitted or not; `jax.value_and_grad(loss)`, to look into backward passes too.
+      *args, **kwargs: its arguments.
+
+    Returns:
+      What was found, or `None`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> @jaxfn.function
+      ... def root(ctx, x):
+      ...     y = jnp.sqrt(x)
+      ...     ctx.save_for_backward(y)
+      ...     return y
+      >>> @root.backward
+      ... def _(ctx, grad_output):
+      ...     (y,) = ctx.saved_tensors
+      ...     return grad_output / (2 * y)
+      >>> found = jaxfn.find_nan(jax.grad(lambda x: root(x).sum()), jnp.array([4.0, 0.0]))  # doctest: +ELLIPSIS
+      inf begins in root.backward (gradient of x)
+        div made it of finite numbers, at index (1,) of shape (2,)
+      ...
+      >>> print(found.function, found.method, found.value)
+      root backward gradient of x
+
+    Torch counterpart: `torch.autograd.set_detect_anomaly`.
+    """
+    arrays, layout = split((args, kwargs))
+
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = layout.merge(iter(arrays))
+        return jax.tree_util.tree_leaves(f(*args, **kwargs))
+
+    with observing(Observation.VALUES):
+        jaxpr, consts = open_jaxpr(lowered_jaxpr(jax.make_jaxpr(flat)(*arrays)))
+        execution = Execution(jaxpr, consts, arrays)
+    found = _Search(jaxpr, execution, _argument_names(layout, len(arrays))).found()
+    if found is not None:
+        print(found)
+    return found
+
+
+def _argument_names(layout: Layout, num_arrays: int) -> list[str]:
+    """What the array leaves of (args, kwargs) are called."""
+    paths = jax.tree_util.tree_leaves_with_path(layout.merge_or_none(iter(range(num_arrays))))
+    return [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths]
+
+
+class _Origin(NamedTuple):
+    """Where something that is not finite begins: an equation of a frame and which of its results, or an argument."""
+
+    order: tuple[int, ...]
+    frame: Frame
+    number: int
+    result: int
+
+
+class _Search:
+    """The way back from what is not finite.
+
+    Args:
+      jaxpr: the whole program.
+      execution: a run of it.
+      names: what its arguments are called.
+    """
+
+    def __init__(self, jaxpr: Any, execution: Execution, names: Sequence[str]) -> None:
+        self._whole = Frame(jaxpr, (), (), None)
+        self._execution = execution
+        self._names = names
+        self._makers: dict[int, dict[Any, tuple[int, int]]] = {}
+
+    def found(self) -> NotFinite | None:
+        """The first beginning of those that lead to results, or else to values that a Function gives or is given."""
+        jaxpr = self._whole.jaxpr
+        bad = [v for v in jaxpr.outvars if self._is_bad(self._whole, v)]
+        if bad:
+            return self._told(self._whole, bad)
+        for frame, number, place in self._bad_marks():
+            return self._told(frame, [frame.jaxpr.eqns[number].outvars[place]])
+        return None
+
+    def _told(self, frame: Frame, variables: Sequence[Any]) -> NotFinite:
+        first: _Origin | None = None
+        seen: set[tuple[Path, tuple[int, ...], Any]] = set()
+        waiting = [(frame, v) for v in variables]
+        while waiting:
+            frame, variable = waiting.pop()
+            key = (frame.path, frame.steps, variable)
+            if key in seen:
+                continue
+            seen.add(key)
+            origin, before = self._step_back(frame, variable)
+            waiting += before
+            if origin is not None and (first is None or origin.order < first.order):
+                first = origin
+        if first is None:  # an infinity that was passed in, or is written in the program
+            return self._of_argument()
+        return self._of_argument(first.result) if first.number < 0 else self._described(first)
+
+    def _of_argument(self, place: int | None = None) -> NotFinite:
+        invars = self._whole.jaxpr.invars
+        bad = [i for i, v in enumerate(invars) if self._is_bad(self._whole, v)]
+        if place is None and not bad:
+            return NotFinite(None, None, "a constant of the program", "inf", "argument", (), (), "", ())
+        place = bad[0] if place is None else place
+        noted = self._noted(self._whole, invars[place])
+        return NotFinite(None, None, self._names[place], *noted.told("argument"), "", ())
+
+    def _noted(self, frame: Frame, variable: Any) -> Noted:
+        return self._execution.noted[frame.path, frame.steps, variable]
+
+    def _number(self, frame: Frame, atom: Any) -> str | None:
+        """What of a value is not finite: "nan" or an infinity; `None` for nothing."""
+        if not is_variable(atom):
+            noted = first_not_finite(atom.val)
+        else:
+            noted = self._execution.noted.get((frame.path, frame.steps, atom))
+        return None if noted is None else noted.number
+
+    def _is_bad(self, frame: Frame, atom: Any) -> bool:
+        return is_variable(atom) and self._number(frame, atom) is not None
+
+    def _makers_in(self, frame: Frame) -> dict[Any, tuple[int, int]]:
+        """For each variable of a program, which equation made it, as which of its results."""
+        if id(frame.jaxpr) not in self._makers:
+            self._makers[id(frame.jaxpr)] = {
+                v: (n, i) for n, equation in enumerate(frame.jaxpr.eqns) for i, v in enumerate(equation.outvars)
+            }
+        return self._makers[id(frame.jaxpr)]
+
+    def _step_back(self, frame: Frame, variable: Any) -> tuple[_Origin | None, list[tuple[Frame, Any]]]:
+        """Whether what is not finite in a variable begins there, and in which other variables it was before."""
+        made = self._makers_in(frame).get(variable)
+        if made is None:
+            return self._step_out(frame, variable)
+        number, result = made
+        inner = [(f, v) for f, v in self._inside(frame, number, result) if self._is_bad(f, v)]
+        if inner:
+            return None, inner
+        operands = frame.jaxpr.eqns[number].invars
+        numbers = {self._number(frame, atom) for atom in operands} - {None}
+        begins = not numbers or (self._number(frame, variable) == "nan" and "nan" not in numbers)
+        origin = _Origin((*frame.order, number), frame, number, result) if begins else None
+        return origin, [(frame, atom) for atom in operands if self._is_bad(frame, atom)]
+
+    def _step_out(self, frame: Frame, variable: Any) -> tuple[_Origin | None, list[tuple[Frame, Any]]]:
+        """The same for an argument of a program."""
+        place = next((i for i, v in enumerate(frame.jaxpr.invars) if v is variable), None)
+        if place is None:
+            return None, []
+        if frame.outer is None:
+            return (_Origin((-1, place), frame, -1, place) if self._number(frame, variable) == "nan" else None), []
+        outer, number, program = frame.outer
+        equation = outer.jaxpr.eqns[number]
+        for result, argument in program.carried:
+            if argument == place and frame.step > 0:
+                before = frame._replace(steps=(*outer.steps, frame.step - 1))
+                return None, [(before, frame.jaxpr.outvars[result])]
+        atom = equation.invars[program.operands[place]]
+        return None, [(outer, atom)] if self._is_bad(outer, atom) else []
+
+    def _inside(self, frame: Frame, number: int, result: int) -> Iterator[tuple[Frame, Any]]:
+        """The variables, in the programs that an equation runs, that become one of its results."""
+        for inner in self._execution.frames_inside(frame, number):
+            program = inner.outer[2]  # type: ignore[index]
+            for place, becomes in enumerate(program.results):
+                is_carry = any(place == carried for carried, _ in program.carried)
+                if becomes == result and (not is_carry or inner.is_last):
+                    yield inner, inner.jaxpr.outvars[place]
+
+    def _bad_marks(self) -> Iterator[tuple[Frame, int, int]]:
+        """The marked values that are not finite, in the order of the program: frame, number and place."""
+        found = sorted(self._marks(self._whole), key=lambda mark: (*mark[0].order, mark[1]))
+        return (mark for mark in found if self._is_bad(mark[0], mark[0].jaxpr.eqns[mark[1]].outvars[mark[2]]))
+
+    def _marks(self, frame: Frame) -> Iterator[tuple[Frame, int, int]]:
+        for number, equation in enumerate(frame.jaxpr.eqns):
+            if equation.primitive is mark_p:
+                yield from ((frame, number, i) for i in range(equation.params["num_arrays"]))
+            for inner in self._execution.frames_inside(frame, number):
+                yield from self._marks(inner)
+
+    def _described(self, origin: _Origin) -> NotFinite:
+        frame, equation = origin.frame, origin.frame.jaxpr.eqns[origin.number]
+        noted = self._noted(frame, equation.outvars[origin.result])
+        names, inside = [str(equation.source_info.name_stack)], []
+        outer = frame
+        while outer.outer is not None:
+            around, place, program = outer.outer
+            names.insert(0, str(around.jaxpr.eqns[place].source_info.name_stack))
+            inside[:0] = _around(outer, program)
+            outer = around
+        methods = re.findall(r"([^/()]+)\.(forward|backward|jvp|vmap)\b", "/".join(names))
+        function, method = methods[-1] if methods else (None, None)
+        return NotFinite(
+            function,
+            method,
+            self._value_of(origin, function, method),
+            *noted.told(equation.primitive.name),
+            line_of(equation),
+            tuple(inside),
+        )
+
+    def _value_of(self, origin: _Origin, function: str | None, method: str | None) -> str:
+        """What of a method's first has it, once it has begun."""
+        for frame, number, place in self._bad_marks():
+            label = frame.jaxpr.eqns[number].params["labels"][place]
+            is_after = (*frame.order, number) > origin.order
+            if is_after and label.function == function and label.method == method and label.role in _MADE:
+                return _MADE[label.role].format(name=label.name)
+        return ""
+
+
+# What a method makes, as it is told.
+_MADE = {
+    "output": "output {name}",
+    "saved": "saved {name}",
+    "gradient": "gradient of {name}",
+    "tangent": "tangent of output {name}",
+}
+
+
+def _around(frame: Frame, program: Subprogram) -> list[str]:
+    if program.kind == "scan":
+        length: Any = program.length
+        return [f"scan: step {length - 1 - frame.step if program.is_reversed else frame.step} of {length}"]
+    if program.kind == "while":
+        return [f"while: step {frame.step}"]
+    if program.kind == "shard_map":
+        return [f"shard_map: device {frame.step}"]
+    if program.kind == "cond":
+        return [f"cond: branch {frame.path[-1]}"]
+    return [program.kind] if program.kind == "checkpoint" else []

@@ -1,0 +1,287 @@
+"""`ctx.log`, `jaxfn.logged` and `jaxfn.with_logs`."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxfn
+from tests.support.marks import TRACES_ALWAYS, row
+
+
+@jaxfn.function
+def wave(ctx, x):
+    ctx.save_for_backward(x)
+    ctx.log(largest=x.max(), x=x)
+    return jnp.sin(x)
+
+
+@wave.backward
+def _(ctx, grad_output):
+    (x,) = ctx.saved_tensors
+    ctx.log(cotangent=grad_output)
+    return grad_output * jnp.cos(x)
+
+
+class Swish(jaxfn.Function):
+    """In both modes, in separate style."""
+
+    @staticmethod
+    def forward(x):
+        return x * jax.nn.sigmoid(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        (x,) = inputs
+        ctx.save_for_backward(x)
+        ctx.log(x=x, output=output)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        ctx.log(cotangent=grad_output)
+        s = jax.nn.sigmoid(ctx.saved_tensors[0])
+        return grad_output * (s + ctx.saved_tensors[0] * s * (1 - s))
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        ctx.log(tangent=tangent)
+        s = jax.nn.sigmoid(ctx.saved_tensors[0])
+        return tangent * (s + ctx.saved_tensors[0] * s * (1 - s))
+
+
+X = jnp.linspace(0.1, 0.9, 6).reshape(3, 2)
+STEPS = 4
+
+
+def equal(a, b):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def inputs_of(f, x, steps):
+    """What `f` is given in each step, and the cotangent of each step's output for a sum, by plain JAX."""
+    given = list(itertools.accumulate(range(steps - 1), lambda x, _: f(x), initial=x))
+    cotangents = []
+    for step in range(steps):
+        rest = functools.partial(functools.reduce, lambda x, _: f(x), range(steps - step - 1))
+        cotangents.append(jax.grad(lambda y, rest=rest: rest(y).sum())(f(given[step])))
+    return given, cotangents
+
+
+@row("K5")
+@TRACES_ALWAYS
+def test_eager_values_are_collected_in_the_order_of_the_calls():
+    with jaxfn.logged() as log:
+        y = wave(wave(X))
+        jax.grad(lambda x: wave(x).sum())(X)
+    equal(y, jnp.sin(jnp.sin(X)))
+    assert set(log) == {"largest", "x", "cotangent"}
+    for value, expected in zip(log["x"], [X, jnp.sin(X), X], strict=True):
+        equal(value, expected)
+    (cotangent,) = log["cotangent"]
+    equal(cotangent, jnp.ones_like(X))
+
+
+@row("K5")
+@pytest.mark.parametrize("around", [jax.jit, jax.vmap, lambda f: lambda x: jax.lax.map(f, x)])
+def test_a_traced_value_is_refused_by_the_eager_form(around):
+    with jaxfn.logged(), pytest.raises(RuntimeError, match=r"wave\.forward logs 'largest'.*with_logs"):
+        around(wave)(X)
+
+
+@row("K5")
+def test_nothing_is_left_where_nobody_looks():
+    def plain(x):
+        return jnp.sin(x)
+
+    @jaxfn.function
+    def silent(ctx, x):
+        ctx.save_for_backward(x)
+        return jnp.sin(x)
+
+    @silent.backward
+    def _(ctx, grad_output):
+        return grad_output * jnp.cos(ctx.saved_tensors[0])
+
+    def lowered(f):
+        return jax.jit(jax.value_and_grad(lambda x: f(x).sum())).lower(X).as_text()
+
+    jaxfn.with_logs(wave)(X)
+    assert lowered(wave) == lowered(silent)
+    wave(X)
+    with jaxfn.logged() as log:
+        plain(X)
+    assert log == {}
+
+
+def over_devices(f):
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    return jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+
+AROUND = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: x, x),
+    "vmap": jax.vmap,
+    "vmap over columns": lambda f: jax.vmap(f, in_axes=1, out_axes=1),
+    "shard_map": over_devices,
+}
+
+
+@row("K5")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("function", [wave, Swish.apply], ids=["reverse", "both modes"])
+def test_values_come_out_of_programs(function, around, compiled):
+    plain = jnp.sin if function is wave else jax.nn.swish
+    f = AROUND[around](function)
+    step = jaxfn.with_logs(jax.value_and_grad(lambda x: (f(f(x)) * X).sum()))
+    (value, gradient), logs = (jax.jit(step) if compiled else step)(X)
+    expected = jax.value_and_grad(lambda x: (plain(plain(x)) * X).sum())(X)
+    equal(value, expected[0])
+    equal(gradient, expected[1])
+
+    def as_mapped(x):
+        return x.T if around == "vmap over columns" else x[:, None] if around == "shard_map" else x
+
+    inputs = [as_mapped(X), as_mapped(plain(X))]
+    last = X
+    first = jax.grad(lambda y: (plain(y) * X).sum())(plain(X))
+    for value, expected in zip(logs["x"], inputs, strict=True):
+        equal(value, expected)
+    for value, expected in zip(logs["cotangent"], [as_mapped(last), as_mapped(first)], strict=True):
+        equal(value, expected)
+
+
+@row("K5")
+@pytest.mark.parametrize("inner", ["plain", "checkpoint", "jit"])
+def test_values_of_a_scan_are_stacked(inner):
+    body = {"plain": wave, "checkpoint": jax.checkpoint(wave), "jit": jax.jit(wave)}[inner]
+
+    def f(x):
+        return jax.lax.scan(lambda x, _: (body(x), None), x, None, length=STEPS)[0].sum()
+
+    gradient, logs = jax.jit(jaxfn.with_logs(jax.grad(f)))(X)
+    given, cotangents = inputs_of(jnp.sin, X, STEPS)
+    equal(gradient, jax.grad(lambda x: functools.reduce(lambda x, _: jnp.sin(x), range(STEPS), x).sum())(X))
+    (x,), (largest,), (cotangent,) = logs["x"], logs["largest"], logs["cotangent"]
+    equal(x, jnp.stack(given))
+    equal(largest, jnp.stack(given).max((1, 2)))
+    equal(cotangent, jnp.stack(cotangents))
+
+
+@row("K5")
+def test_nested_loops_have_an_axis_each():
+    def f(x):
+        def outer(x, scale):
+            return jax.lax.scan(lambda x, _: (wave(x) * scale, None), x, None, length=2)[0], None
+
+        return jax.lax.scan(outer, x, jnp.array([1.0, 2.0, 3.0]))[0]
+
+    _, logs = jaxfn.with_logs(f)(X)
+    (x,) = logs["x"]
+    assert x.shape == (3, 2, *X.shape)
+    equal(x[1, 0], jnp.sin(jnp.sin(X)))
+    equal(x[1, 1], 2 * jnp.sin(jnp.sin(jnp.sin(X))))
+
+
+@row("K5")
+def test_a_while_loop_gives_its_last_step_and_a_branch_not_taken_nan():
+    def loop(x):
+        return jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (wave(s[0]), s[1] + 1), (x, 0))[0]
+
+    _, logs = jax.jit(jaxfn.with_logs(loop))(X)
+    equal(logs["x"][0], jnp.sin(jnp.sin(X)))
+    _, logs = jaxfn.with_logs(lambda x: jax.lax.cond(x.sum() < 0, wave, lambda x: x, x))(X)
+    assert np.isnan(logs["x"][0]).all()
+
+
+@row("K5")
+def test_forward_mode_logs_too():
+    (_, tangent), logs = jaxfn.with_logs(lambda x: jax.jvp(Swish.apply, (x,), (2 * x,)))(X)
+    equal(tangent, jax.jvp(jax.nn.swish, (X,), (2 * X,))[1])
+    equal(logs["tangent"][0], 2 * X)
+
+
+@row("K5")
+def test_a_function_that_logs_can_be_differentiated_from_outside():
+    def loss(x):
+        y, logs = jaxfn.with_logs(lambda x: jax.jit(wave)(Swish.apply(x)))(x)
+        return y.sum(), logs
+
+    try:
+        (_, logs), gradient = jax.value_and_grad(loss, has_aux=True)(X)
+    except NotImplementedError as error:  # with JAX's coming implementations
+        assert "with_logs(jax.value_and_grad(f))" in str(error)
+        return
+    equal(gradient, jax.grad(lambda x: jnp.sin(jax.nn.swish(x)).sum())(X))
+    equal(logs["x"][1], jax.nn.swish(X))
+
+
+@row("K5")
+def test_a_function_with_effects_is_run_once():
+    printed = []
+
+    @jaxfn.function
+    def noisy(ctx, x):
+        jax.debug.callback(lambda: printed.append(1))
+        ctx.log(x=x)
+        return x * 2
+
+    @noisy.backward
+    def _(ctx, grad_output):
+        return grad_output * 2
+
+    y, logs = jax.jit(jaxfn.with_logs(noisy))(X)
+    jax.effects_barrier()
+    equal(y, 2 * X)
+    equal(logs["x"][0], X)
+    assert len(printed) == 1
+
+
+@row("K5")
+def test_numbers_names_and_mistakes():
+    @jaxfn.function
+    def counted(ctx, x, *, steps=3):
+        ctx.log(steps=steps, is_long=steps > 2)
+        return x
+
+    with jaxfn.logged() as log:
+        counted(X)
+    assert int(log["steps"][0]) == 3
+    assert bool(log["is_long"][0])
+
+    @jaxfn.function
+    def wrong(ctx, x):
+        ctx.log(label="text")
+        return x
+
+    with pytest.raises(TypeError, match=r"'label' is of type str; expected an array or a Python number"):
+        wrong(X)
+
+    @jaxfn.function
+    def own_attribute(ctx, x):
+        ctx.log = x  # the user's own name for what is saved
+        return x * x
+
+    @own_attribute.backward
+    def _(ctx, grad_output):
+        return 2 * ctx.log * grad_output
+
+    equal(jax.grad(lambda x: own_attribute(x).sum())(X), 2 * X)
+
+
+@row("K5")
+def test_static_arguments_and_pytrees_pass_through():
+    def f(tree, flag, *, scale):
+        return {"y": wave(tree["x"]) * scale if flag else tree["x"]}
+
+    result, logs = jaxfn.with_logs(f)({"x": X}, True, scale=2.0)
+    equal(result["y"], 2 * jnp.sin(X))
+    equal(logs["x"][0], X)
