@@ -8,6 +8,7 @@ from jaxfn._gradcheck import GradcheckError, Mismatch, Report, gradcheck, gradgr
 from jaxfn._inspection.find_nan import NotFinite, find_nan
 from jaxfn._inspection.logs import logged, with_logs
 from jaxfn._inspection.residuals import Ledger, Residual, residuals
+from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
 from jaxfn._parity.paritycheck import paritycheck, record_oracle
 from jaxfn._parity.report import ParityReport
 from jaxfn._protocol.context import FunctionCtx
@@ -23,6 +24,8 @@ __all__ = [  # and Explanation, which needs torch
     "Function",
     "FunctionCtx",
     "GradcheckError",
+    "KernelReport",
+    "KernelcheckError",
     "Ledger",
     "Mismatch",
     "NotFinite",
@@ -38,6 +41,7 @@ __all__ = [  # and Explanation, which needs torch
     "function",
     "gradcheck",
     "gradgradcheck",
+    "kernelcheck",
     "logged",
     "once_differentiable",
     "paritycheck",

@@ -34,6 +34,7 @@ __all__ = [
     "batches_of",
     "batching",
     "carry_out",
+    "compile_as_written",
     "compile_quickly",
     "current_trace",
     "enclosing_batches",
@@ -506,3 +507,11 @@ def compile_quickly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
             with contextlib.suppress(ValueError):  # another thread may have removed it meanwhile
                 _QUICK.remove(options)
     return lowered.compile()
+
+
+def compile_as_written(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program so that each operation is rounded to its dtype; XLA leaves that out between two otherwise."""
+    try:
+        return lowered.compile(compiler_options={"xla_allow_excess_precision": False})  # 0.10.0 and 0.12.0 know it
+    except jax.errors.JaxRuntimeError:
+        return lowered.compile()

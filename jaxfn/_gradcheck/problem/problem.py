@@ -107,8 +107,8 @@ def make_problem(
       ValueError: nothing is differentiable, or `argnums` names an argument that is not there or not differentiable.
     """
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    chosen = _chosen(argnums, len(args))
-    names = _argument_names(func, args)
+    chosen = chosen_arguments(argnums, len(args))
+    names = argument_names(func, args)
     paths, tree = tree_flatten_with_path(args, is_leaf=is_none)
     leaves: list[Any] = []  # of all arguments; the differentiated ones will be replaced
     positions: list[int] = []
@@ -159,7 +159,8 @@ def function_name(func: Callable[..., Any]) -> str:
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or type(func).__name__
 
 
-def _chosen(argnums: int | Sequence[int] | None, count: int) -> frozenset[int]:
+def chosen_arguments(argnums: int | Sequence[int] | None, count: int) -> frozenset[int]:
+    """The positions of the arguments that `argnums` names, or of all."""
     if argnums is None:
         return frozenset(range(count))
     wanted = [argnums] if isinstance(argnums, int) else list(argnums)
@@ -180,7 +181,7 @@ def _require_differentiable(argnums: int | Sequence[int] | None, chosen: frozens
         )
 
 
-def _argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+def argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
     """`input 0 ('x')` and so on, by the function's signature where it says."""
     try:
         owner = function_of(func)

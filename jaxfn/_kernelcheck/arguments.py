@@ -1,0 +1,161 @@
+"""The arguments that a kernel is tried on: taken apart, rounded to a dtype, and varied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
+
+from jaxfn._gradcheck.problem.problem import argument_names, chosen_arguments
+from jaxfn._values.arrays import is_array_leaf, is_inexact, is_none
+
+_MOVED = 4  # units in the last place, at most, between draws
+_RESIZED = 0.125  # how far copied numbers are moved relatively, so that no two rows are the same
+
+Arrays = list[Any]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A call's arguments, less their floating-point arrays.
+
+    Attributes:
+      tree: how they are arranged.
+      leaves: all of them; `None` stands for a floating-point array.
+      floats: the positions of those.
+      values: these arrays, in float64.
+      names: what reports call them.
+      differentiated: which of them are differentiated, by position in `floats`.
+      owners: which argument each of them belongs to.
+    """
+
+    tree: Any
+    leaves: tuple[Any, ...]
+    floats: tuple[int, ...]
+    values: tuple[np.ndarray[Any, Any], ...]
+    names: tuple[str, ...]
+    differentiated: tuple[int, ...]
+    owners: tuple[int, ...]
+
+    @property
+    def fixed(self) -> Arrays:
+        """The other arrays: whole numbers, truth values, keys."""
+        return [leaf for leaf in self.leaves if is_array_leaf(leaf)]
+
+    def call(self, function: Callable[..., Any], fixed: Sequence[Any], values: Sequence[Any]) -> Any:
+        """The function of these arguments with other arrays in them."""
+        others, floats = iter(fixed), iter(values)
+        merged = [
+            next(floats) if i in self.floats else next(others) if is_array_leaf(leaf) else leaf
+            for i, leaf in enumerate(self.leaves)
+        ]
+        return function(*tree_unflatten(self.tree, merged))
+
+    def undifferentiated(self) -> Arguments:
+        """The same, of which nothing is differentiated."""
+        return replace(self, differentiated=())
+
+    def resized(self, old: int, new: int) -> Arguments:
+        """Every dimension of one size made another size, filled with what there is."""
+        generator = np.random.default_rng(new)
+
+        def resize(array: Any) -> Any:
+            for axis, size in enumerate(array.shape):
+                if size == old:
+                    array = np.take(array, np.arange(new) % old, axis)
+            return array
+
+        values: list[np.ndarray[Any, Any]] = []
+        for value in self.values:
+            factors = 1 + _RESIZED * generator.uniform(-1, 1, resize(value).shape) if old in value.shape else 1.0
+            values.append(resize(value) * factors)
+        leaves = [
+            jnp.asarray(resize(np.asarray(leaf))) if is_array_leaf(leaf) and not _is_key(leaf) else leaf
+            for leaf in self.leaves
+        ]
+        return replace(self, values=tuple(values), leaves=tuple(leaves))
+
+    def sizes(self) -> list[int]:
+        """The different sizes above 1 of all dimensions."""
+        arrays = [*self.values, *(leaf for leaf in self.fixed if not _is_key(leaf))]
+        return sorted({size for array in arrays for size in array.shape if size > 1})
+
+
+def take_apart(
+    function: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None, generator: np.random.Generator
+) -> Arguments:
+    """Makes `Arguments` of a tuple of inputs, or of the one input.
+
+    Raises:
+      ValueError: there is nothing to differentiate, or an array that cannot be drawn.
+      TypeError: complex numbers.
+    """
+    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    chosen = chosen_arguments(argnums, len(args))
+    names = argument_names(function, args)
+    paths, tree = tree_flatten_with_path(args, is_leaf=is_none)
+    leaves: list[Any] = []
+    floats: list[int] = []
+    values: list[np.ndarray[Any, Any]] = []
+    described: list[str] = []
+    owners: list[int] = []
+    for position, (path, leaf) in enumerate(paths):
+        owner: int = path[0].idx
+        name = names[owner] + keystr(path[1:])
+        is_spec = isinstance(leaf, jax.ShapeDtypeStruct)
+        if not (is_spec or is_array_leaf(leaf)):
+            leaves.append(leaf)
+            continue
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if not is_inexact(dtype):
+            if is_spec:
+                raise ValueError(f"{name} is a shape of {dtype}: only floating-point arrays are drawn, give its values")
+            leaves.append(leaf if _is_key(leaf) else jnp.asarray(leaf))
+            continue
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise TypeError(f"{name} is {dtype}; kernelcheck is for real numbers. gradcheck takes complex ones.")
+        leaves.append(None)
+        floats.append(position)
+        values.append(generator.standard_normal(leaf.shape) if is_spec else np.asarray(leaf, np.float64))
+        described.append(name)
+        owners.append(owner)
+    if not floats:
+        raise ValueError("kernelcheck expects at least one floating-point array among its inputs")
+    differentiated = tuple(i for i, owner in enumerate(owners) if owner in chosen)
+    return Arguments(tree, tuple(leaves), tuple(floats), tuple(values), tuple(described), differentiated, tuple(owners))
+
+
+def rounded(array: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    """An array's values as the dtype has them, in float64."""
+    with np.errstate(all="ignore"):
+        return np.asarray(array, np.float64).astype(dtype).astype(np.float64)
+
+
+def drawn(values: Sequence[Any], draws: int, dtype: Any, generator: np.random.Generator) -> Arrays:
+    """Arrays that are near to some: these themselves first, then others a few units in the last place away."""
+    eps = _MOVED * float(jnp.finfo(dtype).eps)
+    found: Arrays = []
+    for value in values:
+        factors = 1 + eps * generator.uniform(-1, 1, (draws, *value.shape))
+        factors[0] = 1
+        found.append(rounded(value * factors, dtype))
+    return found
+
+
+def off_by_rounding(arrays: Sequence[Any], dtype: Any, generator: np.random.Generator) -> Arrays:
+    """Each number moved by half a unit in the last place, in either direction; a zero by the least there is."""
+    info = jnp.finfo(dtype)
+    moved: Arrays = []
+    for array in arrays:
+        signs = generator.choice([-1.0, 1.0], array.shape)
+        moved.append(array * (1 + signs * float(info.eps) / 2) + np.where(array == 0, signs * float(info.tiny), 0.0))
+    return moved
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)

@@ -1,0 +1,213 @@
+"""A kernel beside its reference, in one dtype and for arguments of one shape: what each gives, and what it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfn._compat import compile_as_written, compile_quickly
+from jaxfn._kernelcheck.arguments import Arguments, Arrays, drawn, off_by_rounding, rounded
+from jaxfn._kernelcheck.double import in_double
+from jaxfn._kernelcheck.judge import Expected, Verdict, expect
+from jaxfn._kernelcheck.report import Row
+from jaxfn._kernelcheck.sides import KernelError, Outputs, Results, Side, computed, on_host
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some draws of inputs and cotangents.
+
+    Attributes:
+      xs: floating-point inputs, in float64, as the dtype has them: (draws, *shape) each.
+      cotangents: likewise.
+    """
+
+    xs: Arrays
+    cotangents: Arrays
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a case's results should be, see `Results`.
+
+    Attributes:
+      others: what the reference gives in float64, and what in the dtype.
+    """
+
+    outputs: list[Expected]
+    others: list[tuple[Any, Any]]
+    gradients: list[Expected]
+
+
+@dataclass
+class Bench:
+    """A kernel and a reference.
+
+    Attributes:
+      kernel, reference: both.
+      arguments: what they are called with.
+      dtype: what floating-point arrays are.
+      draws: how many there are in a case.
+      factor: see `kernelcheck`.
+      generator: of random numbers.
+      exact: the reference in float64, which all dtypes share.
+    """
+
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+    arguments: Arguments
+    dtype: Any
+    draws: int
+    factor: float
+    generator: np.random.Generator
+    exact: Exact
+
+    @cached_property
+    def side(self) -> Side:
+        """The kernel."""
+        return Side(self.kernel, self.arguments)
+
+    @cached_property
+    def outputs(self) -> Outputs:
+        """What the kernel returns."""
+        try:
+            return self.side.outputs(self.dtype)
+        except Exception as error:
+            raise KernelError(error) from error
+
+    @cached_property
+    def wanted(self) -> Outputs:
+        """What the reference returns."""
+        return Side(self.reference, self.arguments).outputs(self.dtype)
+
+    @cached_property
+    def program(self) -> Callable[..., Any]:
+        """The kernel for all draws of a case, compiled."""
+        return jax.jit(self.side.mapped)
+
+    @cached_property
+    def _reference_program(self) -> Callable[..., Any]:
+        side = Side(self.reference, self.arguments)
+        example = self.case(self.arguments.values)
+        return compile_as_written(jax.jit(side.mapped).lower(*self.arrays(example)))
+
+    @cached_property
+    def main(self) -> Case:
+        """The inputs that were given."""
+        return self.case(self.arguments.values)
+
+    @cached_property
+    def target(self) -> Target:
+        """What is expected for them."""
+        return self.expected(self.main)
+
+    def case(self, values: Sequence[Any]) -> Case:
+        """Draws near to some values."""
+        xs = drawn(values, self.draws, self.dtype, self.generator)
+        cotangents = [
+            rounded(self.generator.standard_normal((self.draws, *y.shape)), y.dtype) for y in self.outputs.floats
+        ]
+        return Case(xs, cotangents)
+
+    def arrays(self, case: Case, draw: int | None = None) -> tuple[Arrays, Arrays, Arrays]:
+        """What a side's program takes."""
+        at: Any = slice(None) if draw is None else draw
+        xs = [jnp.asarray(x[at].astype(self.dtype)) for x in case.xs]
+        cotangents = [
+            jnp.asarray(ct[at].astype(y.dtype)) for ct, y in zip(case.cotangents, self.outputs.floats, strict=True)
+        ]
+        return self.arguments.fixed, xs, cotangents
+
+    def measured(self, case: Case) -> Results:
+        """What the kernel gives."""
+        return computed(self.program, *self.arrays(case))
+
+    def expected(self, case: Case) -> Target:
+        """What it should give."""
+        exact = self.exact.results(case.xs, case.cotangents)
+        moved = (off_by_rounding(arrays, self.dtype, self.generator) for arrays in (case.xs, case.cotangents))
+        nearby = self.exact.results(*moved)
+        reference = on_host(self._reference_program(*self.arrays(case)))
+        make = partial(expect, dtype=self.dtype)
+        return Target(
+            [make(*arrays) for arrays in zip(exact.outputs, reference.outputs, nearby.outputs, strict=True)],
+            list(zip(exact.others, reference.others, strict=True)),
+            [make(*arrays) for arrays in zip(exact.gradients, reference.gradients, nearby.gradients, strict=True)],
+        )
+
+    def gradient_names(self) -> list[str]:
+        """What reports call the gradients."""
+        return [f"gradient of {self.arguments.names[i]}" for i in self.arguments.differentiated]
+
+    def row(self, check: str, what: str, verdict: Verdict) -> Row:
+        """A verdict in the report."""
+        return Row(
+            check,
+            str(np.dtype(self.dtype)),
+            what,
+            verdict.passed,
+            verdict.message,
+            verdict.norm,
+            verdict.allowed_norm,
+            verdict.worst,
+            verdict.count,
+            verdict.total,
+        )
+
+    def said(self, check: str, what: str, message: str = "", *, passed: bool = False) -> Row:
+        """A finding in words."""
+        return Row(check, str(np.dtype(self.dtype)), what, passed, message)
+
+    def judged(
+        self, check: str, results: Results, target: Target, draws: Sequence[int] | None = None, suffix: str = ""
+    ) -> list[Row]:
+        """Rows for results of some draws of a case; by default of all."""
+        rows: list[Row] = []
+        names = (*self.outputs.names[: len(results.outputs)], *self.gradient_names())
+        expected = [*target.outputs, *target.gradients]
+        is_main = check == "outputs"
+        for position, (name, values, e) in enumerate(
+            zip(names, [*results.outputs, *results.gradients], expected, strict=True)
+        ):
+            e = e if draws is None else e.at(draws)
+            under = "gradients" if is_main and position >= len(results.outputs) else check
+            rows.append(self.row(under, name + suffix, e.judge(values, self.factor)))
+        for name, values, (exact, reference) in zip(
+            self.outputs.names[len(results.outputs) :], results.others, target.others, strict=True
+        ):
+            at = slice(None) if draws is None else list(draws)
+            wrong = (values != exact[at]) & (values != reference[at])
+            message = (
+                f"{wrong.sum():,} of {wrong.size:,} entries are others than in the reference" if wrong.any() else ""
+            )
+            rows.append(self.said(check, name + suffix, message, passed=not message))
+        return rows
+
+
+class Exact:
+    """The reference in float64, compiled when it is first needed.
+
+    Args:
+      reference: the user's function.
+      arguments: what it is called with.
+    """
+
+    def __init__(self, reference: Callable[..., Any], arguments: Arguments) -> None:
+        self._side = Side(reference, arguments)
+        self._program: Any = None
+        self.note = ""
+
+    def results(self, xs: Arrays, cotangents: Arrays) -> Results:
+        """What it gives for draws of inputs and cotangents."""
+        args = self._side.arguments.fixed, xs, cotangents
+        with jax.enable_x64(True):
+            if self._program is None:
+                function, self.note = in_double(self._side.mapped, *args)
+                self._program = compile_quickly(jax.jit(function).lower(*args))
+            return on_host(self._program(*args))

@@ -1,0 +1,319 @@
+"""The checks, by name: each looks at a kernel in one way and gives rows of the report."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfn._kernelcheck.arguments import Arguments, Arrays
+from jaxfn._kernelcheck.bench import Bench, Case, Exact
+from jaxfn._kernelcheck.report import Row
+from jaxfn._kernelcheck.sides import KernelError, Results, Side, computed
+
+Check = Callable[[Bench, "Wishes"], Iterator[Row]]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What some checks were asked for, see `kernelcheck`.
+
+    Attributes:
+      scales: factors of the inputs.
+      sizes: arguments of other sizes; `None` where these are derived.
+      shard: puts a function on several devices.
+      skip: names of checks that are left out.
+      allow_zero_gradients: whether a reference may have a gradient of zero.
+    """
+
+    scales: Sequence[float]
+    sizes: Sequence[Arguments] | None
+    shard: Callable[[Callable[..., Any]], Callable[..., Any]] | None
+    skip: frozenset[str]
+    allow_zero_gradients: bool
+
+
+def values(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """Outputs and gradients."""
+    yield from bench.judged("outputs", bench.measured(bench.main), bench.target)
+
+
+def vacuous(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """Whether gradients of zero would pass."""
+    for name, expected in zip(bench.gradient_names(), bench.target.gradients, strict=True):
+        if expected.exact.size and expected.judge(np.zeros(expected.exact.shape), bench.factor).passed:
+            message = (
+                "is zero in the reference, or not larger than rounding errors: a kernel that returns zeros passes. "
+                "Choose other inputs, leave it out by argnums=, or say allow_zero_gradients=True."
+            )
+            yield bench.said("vacuous", name, message, passed=wishes.allow_zero_gradients)
+        else:
+            yield bench.said("vacuous", name, passed=True)
+
+
+def determinism(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """The same program run twice."""
+    is_same = bench.measured(bench.main).same_as(bench.measured(bench.main))
+    message = "" if is_same else "two runs of one program on the same inputs differ"
+    yield bench.said("determinism", "compiled", message, passed=is_same)
+
+
+def eager_determinism(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """The same Python run twice."""
+    is_same = _eagerly(bench).same_as(_eagerly(bench))
+    message = "" if is_same else "two eager runs on the same inputs differ"
+    yield bench.said("determinism", "eager", message, passed=is_same)
+
+
+def jit(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """Without `jax.jit`."""
+    yield from bench.judged("jit", _eagerly(bench), bench.target, [0], " eagerly")
+
+
+def vmap(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """Under `jax.vmap`: of the gradient along axis 0, and the gradient of it along others, an argument unbatched."""
+    fixed, xs, cotangents = bench.arrays(bench.main)
+    run = jax.jit(jax.vmap(bench.side.run, in_axes=(None, 0, 0)))
+    yield from bench.judged("vmap", computed(run, fixed, xs, cotangents), bench.target, None, " along axis 0")
+    owners = sorted(set(bench.arguments.owners))
+    for owner in owners if len(owners) > 1 else ():
+        yield from _unbatched(bench, owner)
+
+
+def _unbatched(bench: Bench, owner: int) -> Iterator[Row]:
+    """One argument without the batch, the others batched along their last axis."""
+    arguments = bench.arguments
+    alone = [i for i, o in enumerate(arguments.owners) if o == owner]
+    xs = [np.repeat(x[:1], bench.draws, 0) if i in alone else x for i, x in enumerate(bench.main.xs)]
+    case = Case(xs, bench.main.cotangents)
+    target = bench.expected(case)
+    fixed, given, cotangents = bench.arrays(case)
+    given = [x[0] if i in alone else jnp.moveaxis(x, 0, -1) for i, x in enumerate(given)]
+    axes = [None if i in alone else -1 for i in range(len(given))]
+
+    def call(fixed: Arrays, xs: Arrays, nothing: Arrays) -> Any:
+        side = Side(bench.kernel, arguments.undifferentiated())
+        return jax.vmap(lambda *xs: side.run(fixed, list(xs), nothing)[:2], in_axes=axes)(*xs)
+
+    @jax.jit
+    def run(fixed: Arrays, xs: Arrays, cotangents: Arrays) -> Any:
+        chosen = arguments.differentiated
+
+        def of(*differentiated: Any) -> Any:
+            merged = list(xs)
+            for position, x in zip(chosen, differentiated, strict=True):
+                merged[position] = x
+            return call(fixed, merged, cotangents)
+
+        outputs, pull, others = jax.vjp(of, *(xs[i] for i in chosen), has_aux=True)
+        gradients = pull([ct.astype(y.dtype) for ct, y in zip(cotangents, outputs, strict=True)])
+        return outputs, others, list(gradients)
+
+    results = computed(run, fixed, given, cotangents)
+    gradients: Arrays = []
+    for position, (i, gradient) in enumerate(zip(arguments.differentiated, results.gradients, strict=True)):
+        if i in alone:
+            target.gradients[position] = target.gradients[position].summed()
+            gradients.append(gradient[None])
+        else:
+            gradients.append(np.moveaxis(gradient, -1, 0))
+    names = ", ".join(arguments.names[i] for i in alone)
+    yield from bench.judged(
+        "vmap", replace(results, gradients=gradients), target, None, f" along the last axis, {names} unbatched"
+    )
+
+
+def undefined(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """One output's cotangent at a time, the others undefined."""
+    count = len(bench.outputs.floats)
+    for kept in range(count) if count > 1 else ():
+        zeroed = [ct if i == kept else 0 * ct for i, ct in enumerate(bench.main.cotangents)]
+        target = bench.expected(Case(bench.main.xs, zeroed))
+        results = _mapped(bench, outputs=[kept])
+        yield from bench.judged("undefined", results, target, None, f", {bench.outputs.names[kept]} alone used")
+
+
+def subsets(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """One input at a time differentiated."""
+    chosen = bench.arguments.differentiated
+    for position, i in enumerate(chosen if len(chosen) > 1 else ()):
+        results = _mapped(bench, inputs=[i])
+        expected = bench.target.gradients[position]
+        what = f"{bench.gradient_names()[position]}, which alone is differentiated"
+        yield bench.row("subsets", what, expected.judge(results.gradients[0], bench.factor))
+
+
+def scales(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """Inputs that are smaller and larger."""
+    for scale in wishes.scales:
+        yield from _of_values(bench, "scales", f", inputs times {scale:g}", [scale * v for v in bench.arguments.values])
+
+
+def constants(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """Inputs that are zero, or the same number everywhere."""
+    yield from _of_values(bench, "constants", ", inputs zero", [np.zeros_like(v) for v in bench.arguments.values])
+    same = [np.full_like(v, v.flat[0] if v.size else 0) for v in bench.arguments.values]
+    yield from _of_values(bench, "constants", ", inputs constant", same)
+
+
+def nan(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """A NaN in a single entry, which shows where it is read."""
+    case = bench.case(bench.arguments.values)
+    filled = [i for i, x in enumerate(case.xs) if x[0].size]
+    for draw in range(bench.draws if filled else 0):
+        x = case.xs[filled[draw % len(filled)]][draw]
+        x.reshape(-1)[bench.generator.integers(x.size)] = np.nan
+    yield from bench.judged("nan", bench.measured(case), bench.expected(case), None, ", one NaN in an input")
+
+
+def sizes(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """Other sizes, which do not divide a block."""
+    for what, arguments in _sizes(bench) if wishes.sizes is None else _listed(wishes.sizes):
+        other = replace(bench, arguments=arguments, exact=Exact(bench.reference, arguments))
+        try:
+            problem = mismatch(other)
+        except KernelError as error:
+            yield bench.said("sizes", what, f"refused, {error}", passed=True)
+            continue
+        if problem:
+            yield bench.said("sizes", what, problem)
+        else:
+            yield from other.judged("sizes", other.measured(other.main), other.target, None, f" for {what}")
+
+
+def donation(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """Inputs that may be overwritten, and others that may not."""
+    given = bench.arrays(bench.main, 0)
+    before = [np.array(x) for x in given[1]]
+    computed(bench.side.run, *given)
+    changed = [
+        name
+        for name, x, was in zip(bench.arguments.names, given[1], before, strict=True)
+        if np.asarray(x).tobytes() != was.tobytes()
+    ]
+    message = f"{', '.join(changed)} changed: the kernel writes into its arguments" if changed else ""
+    yield bench.said("donation", "inputs", message, passed=not changed)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        results = computed(jax.jit(bench.side.run, donate_argnums=(1, 2)), *bench.arrays(bench.main, 0))
+    yield from bench.judged("donation", _one(results), bench.target, [0], ", inputs donated")
+
+
+def shard(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """On several devices."""
+    if wishes.shard is not None:
+        side = replace(bench.side, function=wishes.shard(bench.kernel))
+        results = computed(jax.jit(side.run), *bench.arrays(bench.main, 0))
+        yield from bench.judged("shard", _one(results), bench.target, [0], ", sharded")
+
+
+def run(bench: Bench, wishes: Wishes, *, is_first: bool) -> Iterator[Row]:
+    """All checks of a kernel in one dtype, less those to be skipped."""
+    problem = _problem(bench)
+    if problem and bench.arguments.differentiated:
+        arguments = bench.arguments.undifferentiated()
+        plain = replace(bench, arguments=arguments, exact=Exact(bench.reference, arguments))
+        if not _problem(plain):
+            yield bench.said("gradients", "the gradient", problem)
+            bench, problem = plain, ""
+    if problem:
+        yield bench.said("outputs", "the kernel", problem)
+        return
+    for name, check in [*IN_EVERY_DTYPE, *(IN_ONE_DTYPE if is_first else ())]:
+        if name not in wishes.skip:
+            try:
+                yield from check(bench, wishes)
+            except KernelError as error:
+                yield bench.said(name, "the kernel", str(error))
+
+
+def _problem(bench: Bench) -> str:
+    """Why a kernel cannot be compared at all: it raises, or returns something else."""
+    try:
+        problem = mismatch(bench)
+        if not problem:
+            bench.measured(bench.main)
+    except KernelError as error:
+        return str(error)
+    return problem
+
+
+def mismatch(bench: Bench) -> str:
+    """How what the kernel returns differs in shape from what the reference does, in words."""
+    got, wanted = bench.outputs, bench.wanted
+    shapes = [[y.shape for y in (*side.floats, *side.others)] for side in (got, wanted)]
+    if got.names == wanted.names and shapes[0] == shapes[1]:
+        return ""
+    return f"the kernel returns {got.listed()}, and the reference {wanted.listed()}"
+
+
+def _eagerly(bench: Bench) -> Results:
+    """The first draw, without `jax.jit`."""
+    return _one(computed(bench.side.run, *bench.arrays(bench.main, 0)))
+
+
+def _one(results: Results) -> Results:
+    """Results of one draw, with an axis for draws."""
+    return Results(
+        *([array[None] for array in arrays] for arrays in (results.outputs, results.others, results.gradients))
+    )
+
+
+def _mapped(bench: Bench, **kept: Sequence[int]) -> Results:
+    """All draws, where only some inputs or outputs count."""
+
+    def run(fixed: Arrays, xs: Arrays, cotangents: Arrays) -> Any:
+        return jax.lax.map(lambda draw: bench.side.run(fixed, *draw, **kept), (xs, cotangents))
+
+    return computed(jax.jit(run), *bench.arrays(bench.main))
+
+
+def _of_values(bench: Bench, check: str, suffix: str, values: Sequence[Any]) -> Iterator[Row]:
+    """The same programs for other inputs."""
+    case = bench.case(values)
+    yield from bench.judged(check, bench.measured(case), bench.expected(case), None, suffix)
+
+
+def _sizes(bench: Bench) -> Iterator[tuple[str, Arguments]]:
+    """Arguments in which every dimension of one size is larger by 1, or smaller, as the reference accepts it."""
+    for size in bench.arguments.sizes():
+        for new in (size + 1, size - 1):
+            arguments = bench.arguments.resized(size, new)
+            try:
+                Side(bench.reference, arguments).outputs(bench.dtype)
+            except Exception:
+                continue
+            yield f"{size} made {new}", arguments
+            break
+
+
+def _listed(given: Sequence[Arguments]) -> Iterator[tuple[str, Arguments]]:
+    for arguments in given:
+        yield "shapes " + ", ".join(str(value.shape) for value in arguments.values), arguments
+
+
+# By name, what is done in every dtype, with programs that are compiled already, and what in the first one alone.
+IN_EVERY_DTYPE: list[tuple[str, Check]] = [
+    ("outputs", values),
+    ("vacuous", vacuous),
+    ("determinism", determinism),
+    ("scales", scales),
+    ("constants", constants),
+    ("nan", nan),
+]
+IN_ONE_DTYPE: list[tuple[str, Check]] = [
+    ("determinism", eager_determinism),
+    ("jit", jit),
+    ("vmap", vmap),
+    ("undefined", undefined),
+    ("subsets", subsets),
+    ("sizes", sizes),
+    ("donation", donation),
+    ("shard", shard),
+]
+NAMES = tuple(dict.fromkeys(["outputs", "gradients", *(name for name, _ in (*IN_EVERY_DTYPE, *IN_ONE_DTYPE))]))

@@ -1,0 +1,160 @@
+"""The kernel and the reference as functions of arrays, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from jaxfn._kernelcheck.arguments import Arguments, Arrays
+from jaxfn._values.arrays import is_array_leaf, is_inexact
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one side gave, on the host.
+
+    Attributes:
+      outputs: floating-point ones.
+      others: of whole numbers and truth values.
+      gradients: one for each input that is differentiated.
+    """
+
+    outputs: Arrays
+    others: Arrays
+    gradients: Arrays
+
+    @property
+    def arrays(self) -> Arrays:
+        return [*self.outputs, *self.others, *self.gradients]
+
+    def same_as(self, other: Results) -> bool:
+        """Whether both are equal to the bit."""
+        return all(a.tobytes() == b.tobytes() for a, b in zip(self.arrays, other.arrays, strict=True))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The arrays that a function returns, less their values.
+
+    Attributes:
+      names: of the floating-point ones, then of the others.
+      floats, others: their shapes and dtypes.
+    """
+
+    names: tuple[str, ...]
+    floats: tuple[Any, ...]
+    others: tuple[Any, ...]
+
+    def listed(self) -> str:
+        """In words."""
+        return ", ".join(f"{y.dtype}{list(y.shape)}" for y in (*self.floats, *self.others)) or "nothing"
+
+
+@dataclass(frozen=True)
+class Side:
+    """A function of arguments, with its gradients, for one draw.
+
+    Attributes:
+      function: the user's.
+      arguments: what it is called with, less the arrays.
+    """
+
+    function: Callable[..., Any]
+    arguments: Arguments
+
+    def outputs(self, dtype: Any) -> Outputs:
+        """What it returns in a dtype; nothing is computed."""
+        names: list[list[str]] = []
+
+        def described(fixed: Arrays, xs: Arrays) -> Any:
+            floats, others = _returned(self.arguments.call(self.function, fixed, xs))
+            names.append([*floats, *others])
+            return list(floats.values()), list(others.values())
+
+        xs = [jax.ShapeDtypeStruct(value.shape, dtype) for value in self.arguments.values]
+        floats, others = jax.eval_shape(described, self.arguments.fixed, xs)
+        return Outputs(tuple(names[-1]), tuple(floats), tuple(others))
+
+    def run(
+        self,
+        fixed: Arrays,
+        xs: Arrays,
+        cotangents: Arrays,
+        inputs: Sequence[int] | None = None,
+        outputs: Sequence[int] | None = None,
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """Outputs, the other outputs, gradients.
+
+        Args:
+          fixed: arrays that are no floating-point ones.
+          xs: those that are.
+          cotangents: for each floating-point output.
+          inputs: which of `xs` are differentiated; by default those of the arguments.
+          outputs: which outputs have a cotangent; that of others is undefined.
+        """
+        chosen = self.arguments.differentiated if inputs is None else inputs
+        kept = range(len(cotangents)) if outputs is None else outputs
+
+        def of(*differentiated: Any) -> Any:
+            merged = list(xs)
+            for position, x in zip(chosen, differentiated, strict=True):
+                merged[position] = x
+            floats, others = (list(d.values()) for d in _returned(self.arguments.call(self.function, fixed, merged)))
+            return [floats[i] for i in kept], (floats, others)
+
+        if not chosen:
+            _, (floats, others) = of()
+            return floats, others, []
+        some, pull, (floats, others) = jax.vjp(of, *(xs[i] for i in chosen), has_aux=True)
+        gradients = pull([cotangents[i].astype(y.dtype) for i, y in zip(kept, some, strict=True)])
+        return floats, others, list(gradients)
+
+    def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """`run` for one draw after the other."""
+        return jax.lax.map(lambda draw: self.run(fixed, *draw), (xs, cotangents))
+
+
+class KernelError(Exception):
+    """What a kernel raised, in words; the cause is the error itself."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"it raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+
+def computed(run: Callable[..., Any], *args: Any) -> Results:
+    """What a kernel's program gives.
+
+    Raises:
+      KernelError: the kernel raised something.
+    """
+    try:
+        return on_host(run(*args))
+    except Exception as error:
+        raise KernelError(error) from error
+
+
+def on_host(results: tuple[Arrays, Arrays, Arrays]) -> Results:
+    """Results as NumPy arrays."""
+    outputs, others, gradients = ([np.asarray(array) for array in arrays] for arrays in results)
+    return Results(outputs, others, gradients)
+
+
+def _returned(returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The floating-point arrays that a function returned, and its other arrays, by name."""
+    floats: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for path, leaf in tree_flatten_with_path(returned)[0]:
+        if not is_array_leaf(leaf):
+            continue
+        array = jnp.asarray(leaf)
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            raise TypeError("kernelcheck is for real numbers, and an output is complex. gradcheck takes those.")
+        name = f"output{keystr(path)}" if path else "output"
+        (floats if is_inexact(array.dtype) else others)[name] = array
+    return floats, others
