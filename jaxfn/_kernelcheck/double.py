@@ -1,11 +1,114 @@
-"""A reference in double precision, whatever it casts to."""
+"""A reference in double precision, whatever it casts to.
+
+# Note: casts inside of a reference
+
+Many functions are written so that low precision is computed in float32:
+
+    def layer_norm(x, scale):
+        h = x.astype(jnp.float32)
+        return (h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True)) * scale).astype(x.dtype)
+
+Called with float64 this computes in float32 all the same, and says nothing about errors of a float32 kernel. So its
+program is looked at, and where anything is less than float64, the operations are carried out one by one on float64,
+without the casts. JAX has differentiated them before, by whatever rules they have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import tree_map
+
+from jaxfn._compat import make_jaxpr
+from jaxfn._gradcheck.problem.traced import Traced
+from jaxfn._values.arrays import double, is_inexact
+
+# Operations that are the program inside of them, and under which name they have it.
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALLING = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint"})
 
 
 def in_double(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], str]:
-    """PLACEHOLDER"""
-    return function, ""
+    """A function in float64, and what is to be said about that; x64 is switched on.
+
+    Args:
+      function: takes and returns pytrees of arrays.
+      args: its arguments, floating-point ones in float64.
+    """
+    try:
+        traced = Traced(function, *args)
+    except Exception:  # it may mix dtypes in a way that float64 does not go with
+        with jax.enable_x64(False):
+            traced = Traced(function, *tree_map(_single, args))
+    casts = {str(aval.dtype) for aval in traced.from_inputs() if _is_coarse(getattr(aval, "dtype", bool))}
+    if not casts:
+        return traced, ""
+    of = f"the reference computes in {', '.join(sorted(casts))} even where its inputs are float64"
+    try:
+        promoted = Traced(lambda *args: traced.run_by(_evaluated, *args), *args)
+    except Exception as error:
+        return traced, f"{of}, and cannot be made not to ({type(error).__name__}), so errors are known less exactly"
+    return promoted, f"{of}; what is right was computed in float64 without these casts"
+
+
+def _evaluated(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
+    """What a program gives where every floating-point number is float64."""
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_promoted, constants), strict=True))
+    known.update(zip(jaxpr.invars, map(_promoted, args), strict=True))
+
+    def value(v: Any) -> Any:
+        return _promoted(v.val) if hasattr(v, "val") else known[v]
+
+    for equation in jaxpr.eqns:
+        results = _carried_out(equation, [value(v) for v in equation.invars])
+        known.update(zip(equation.outvars, map(_promoted, results), strict=True))
+    return [value(v) for v in jaxpr.outvars]
+
+
+def _carried_out(equation: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """The results of one operation on float64."""
+    name, params = equation.primitive.name, equation.params
+    if name in ("convert_element_type", "reduce_precision") and is_inexact(args[0].dtype):
+        wanted = equation.outvars[0].aval.dtype
+        return [args[0] if _is_coarse(wanted) else args[0].astype(wanted)]
+    if name == "bitcast_convert_type":
+        args = [args[0].astype(equation.invars[0].aval.dtype)]
+    if name in _CALLING:
+        inner = next(params[key] for key in _CALLS if key in params)
+        return _evaluated(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *args)
+    results = equation.primitive.bind(*args, **{key: _parameter(item) for key, item in params.items()})
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _parameter(item: Any) -> Any:
+    """A parameter of an operation: a program in float64, a dtype of float64, or what it is."""
+    if isinstance(item, tuple) and item and all(hasattr(i, "jaxpr") for i in item):
+        return tuple(map(_parameter, item))
+    inner = getattr(item, "jaxpr", item)
+    if hasattr(inner, "eqns"):
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, _double(v.aval.dtype)) for v in inner.invars]
+        closed = make_jaxpr(lambda *args: _evaluated(inner, getattr(item, "consts", ()), *args), *avals)
+        return closed.jaxpr if inner is item else closed
+    return _double(item) if isinstance(item, np.dtype) and _is_coarse(item) else item
+
+
+def _promoted(value: Any) -> Any:
+    dtype = jnp.result_type(value)
+    return jnp.asarray(value, double(dtype)) if _is_coarse(dtype) else value
+
+
+def _double(dtype: Any) -> Any:
+    return double(dtype) if _is_coarse(dtype) else dtype
+
+
+def _is_coarse(dtype: Any) -> bool:
+    return is_inexact(dtype) and dtype != double(dtype)
+
+
+def _single(array: Any) -> Any:
+    dtype = np.float32 if is_inexact(array.dtype) else array.dtype
+    return jax.ShapeDtypeStruct(array.shape, dtype)

@@ -62,7 +62,11 @@ class Traced:
         return self._recorded.jaxpr
 
     def __call__(self, *args: Any) -> Any:
-        results = eval_jaxpr(self.jaxpr, self.constants, *tree_flatten(args)[0])
+        return self.run_by(eval_jaxpr, *args)
+
+    def run_by(self, evaluate: Callable[..., Sequence[Any]], *args: Any) -> Any:
+        """What it returns where something else than JAX goes through the jaxpr, given that, constants and arrays."""
+        results = evaluate(self.jaxpr, self.constants, *tree_flatten(args)[0])
         return tree_unflatten(self._recorded.tree, results)
 
     def part(self, position: int) -> Traced:
