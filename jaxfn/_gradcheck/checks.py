@@ -27,7 +27,7 @@ from jaxfn._gradcheck.problem.derivatives import (
     rows_of,
 )
 from jaxfn._gradcheck.problem.problem import OfLeaves
-from jaxfn._gradcheck.problem.traced import Traced, bytes_each
+from jaxfn._gradcheck.problem.traced import Traced, bytes_each, is_part
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, largest, rounding_of_differences
 
 _COMBINATION = (2.0, -3.0)
@@ -273,7 +273,7 @@ class Checks:
                     f"backward fails where {leaf.name} alone is differentiated: {type(error).__name__}: {error}"
                 )
                 continue
-            if not _is_part(alone, d.rule, len(d.varied) + j):
+            if not is_part(alone, d.rule, len(d.varied) + j):
                 made[j] = alone
         return made
 
@@ -312,12 +312,6 @@ def _one_input(call: OfLeaves, position: int) -> Derivative:
         return rows_of(of_some(call, xs, [position]))([xs[position]], cotangents)[1][0]
 
     return gradient
-
-
-def _is_part(alone: Any, rule: Any, position: int) -> bool:
-    """Whether a derivative recorded the operations that make one of the arrays that the rule returns."""
-    is_traced = isinstance(alone, Traced) and isinstance(rule, Traced)
-    return is_traced and alone.part(0).same_as(rule.part(position))
 
 
 def _zeros(vectors: Arrays) -> Arrays:

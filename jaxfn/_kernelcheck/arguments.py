@@ -15,6 +15,7 @@ from jaxfn._gradcheck.problem.problem import argument_names, chosen_arguments
 from jaxfn._values.arrays import is_array_leaf, is_inexact, is_none
 
 _MOVED = 4  # units in the last place, at most, between draws
+_ALIGNED = 64  # bytes: where arrays begin that JAX takes over without copying
 _RESIZED = 0.125  # how far copied numbers are moved relatively, so that no two rows are the same
 
 Arrays = list[Any]
@@ -155,6 +156,17 @@ def off_by_rounding(arrays: Sequence[Any], dtype: Any, generator: np.random.Gene
         signs = generator.choice([-1.0, 1.0], array.shape)
         moved.append(array * (1 + signs * float(info.eps) / 2) + np.where(array == 0, signs * float(info.tiny), 0.0))
     return moved
+
+
+def surrounded(array: Any) -> jax.Array:
+    """An array whose memory lies between NaNs, on backends that take over what NumPy has."""
+    given = np.asarray(array)
+    guard = max(_ALIGNED, given.nbytes // _ALIGNED * _ALIGNED)
+    memory = np.full((2 * guard + given.nbytes + 2 * _ALIGNED) // given.itemsize, np.nan, given.dtype)
+    start = (guard + -memory.ctypes.data % _ALIGNED) // given.itemsize
+    inside = memory[start : start + given.size].reshape(given.shape)
+    inside[...] = given
+    return jax.device_put(inside, may_alias=True)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -44,6 +44,14 @@ class Target:
     others: list[tuple[Any, Any]]
     gradients: list[Expected]
 
+    def no_sharper_than(self, other: Target) -> Target:
+        """The same, where errors may be as large as for another case."""
+        outputs, gradients = (
+            [e.no_sharper_than(o) for e, o in zip(mine, others, strict=True)]
+            for mine, others in ((self.outputs, other.outputs), (self.gradients, other.gradients))
+        )
+        return Target(outputs, self.others, gradients)
+
 
 @dataclass
 class Bench:
@@ -165,7 +173,13 @@ class Bench:
         return Row(check, str(np.dtype(self.dtype)), what, passed, message)
 
     def judged(
-        self, check: str, results: Results, target: Target, draws: Sequence[int] | None = None, suffix: str = ""
+        self,
+        check: str,
+        results: Results,
+        target: Target,
+        draws: Sequence[int] | None = None,
+        suffix: str = "",
+        only_overflow: bool = False,
     ) -> list[Row]:
         """Rows for results of some draws of a case; by default of all."""
         rows: list[Row] = []
@@ -177,10 +191,10 @@ class Bench:
         ):
             e = e if draws is None else e.at(draws)
             under = "gradients" if is_main and position >= len(results.outputs) else check
-            rows.append(self.row(under, name + suffix, e.judge(values, self.factor)))
-        for name, values, (exact, reference) in zip(
-            self.outputs.names[len(results.outputs) :], results.others, target.others, strict=True
-        ):
+            verdict = e.overflow(values) if only_overflow else e.judge(values, self.factor)
+            rows.append(self.row(under, name + suffix, verdict))
+        others = self.outputs.names[len(results.outputs) :]
+        for name, values, (exact, reference) in zip(others, results.others, target.others, strict=True):
             at = slice(None) if draws is None else list(draws)
             wrong = (values != exact[at]) & (values != reference[at])
             message = (

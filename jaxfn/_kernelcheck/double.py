@@ -88,7 +88,7 @@ def _parameter(item: Any) -> Any:
     """A parameter of an operation: a program in float64, a dtype of float64, or what it is."""
     if isinstance(item, tuple) and item and all(hasattr(i, "jaxpr") for i in item):
         return tuple(map(_parameter, item))
-    inner = getattr(item, "jaxpr", item)
+    inner: Any = getattr(item, "jaxpr", item)
     if hasattr(inner, "eqns"):
         avals = [jax.ShapeDtypeStruct(v.aval.shape, _double(v.aval.dtype)) for v in inner.invars]
         closed = make_jaxpr(lambda *args: _evaluated(inner, getattr(item, "consts", ()), *args), *avals)

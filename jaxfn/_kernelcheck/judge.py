@@ -21,7 +21,8 @@ So one number does not tell how large errors are, and four things are done about
   gradient that cancels, a difference of large numbers, a kink).
 - Few numbers. Where errors of `n` entries tell about their size, two good implementations have root mean squares that
   differ by a factor of up to `1 + (14 / n) ** 2`, but for once in a million times, and their largest error is up to
-  `sqrt(2 log(n / 1e-6))` times the root mean square. Where a few entries dominate, `n` is as good as so few.
+  `sqrt(2 log(n / 1e-6))` times the root mean square. Where a few entries dominate, `n` is as good as so few. A largest
+  error that stands out from the others is taken twice: another implementation has its own elsewhere.
 - The last digit. Two units in the last place of an entry are always allowed, and half a unit in norm.
 
 An entry that is not finite in the reference, in that dtype, is not judged, but where float64 says the same infinity. A
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ _NORM_ULPS = 0.5
 _FALSE_ALARMS = 1e-6
 _FEW = 14
 _GAUSSIAN = 3  # n entries with a normal error are as good as n / 3 by their fourth moments
+_STANDS_OUT = 2
 _WORST_KEPT = 5
 
 
@@ -70,34 +72,49 @@ class Expected:
       deviation: how far off a good implementation is expected to be; infinite where nothing can be said.
       precision: the relative spacing of the dtype.
       tiny: the smallest number that the dtype has all digits of.
+      ordinary: what `spread` is at the least, as it is for other inputs.
     """
 
     exact: np.ndarray[Any, Any]
     deviation: np.ndarray[Any, Any]
     precision: float
     tiny: float
+    ordinary: tuple[float, float] = (0.0, 0.0)
 
     def at(self, draws: Sequence[int]) -> Expected:
         """The same for some of the draws, with what is known of errors from all of them."""
-        return _Part(self.exact[list(draws)], self.deviation[list(draws)], self.precision, self.tiny, self)
+        return replace(
+            self, exact=self.exact[list(draws)], deviation=self.deviation[list(draws)], ordinary=self.spread()
+        )
+
+    def no_sharper_than(self, other: Expected) -> Expected:
+        """The same, where errors may be as large as of another array."""
+        return replace(self, ordinary=other.spread())
 
     def summed(self) -> Expected:
         """The sum over all draws, as a single one."""
         with np.errstate(all="ignore"):
             rounding = self.precision * abs(self.exact).sum(0, keepdims=True)
             deviation = np.hypot(np.sqrt((self.deviation**2).sum(0, keepdims=True)), rounding)
-        return Expected(self.exact.sum(0, keepdims=True), deviation, self.precision, self.tiny)
+        return replace(self, exact=self.exact.sum(0, keepdims=True), deviation=deviation)
 
     def spread(self) -> tuple[float, float]:
         """The largest error and the root mean square that are expected, with what few entries cannot tell."""
         errors = self.deviation[np.isfinite(self.deviation)]
         size = float(errors.max(initial=0.0))
         if size == 0.0:
-            return 0.0, 0.0
+            return self.ordinary
         squares = (errors / size) ** 2
         n = min(errors.size, _GAUSSIAN * squares.sum() ** 2 / (squares**2).sum())
         rms = size * math.sqrt(squares.mean()) * (1 + (_FEW / n) ** 2)
-        return max(size, rms * math.sqrt(2 * math.log(errors.size / _FALSE_ALARMS))), rms
+        largest = max(_STANDS_OUT * size, rms * math.sqrt(2 * math.log(errors.size / _FALSE_ALARMS)))
+        return max(largest, self.ordinary[0]), max(rms, self.ordinary[1])
+
+    def overflow(self, values: np.ndarray[Any, Any]) -> Verdict:
+        """Whether a kernel's values are finite where those of the reference are; all else is right."""
+        values = np.asarray(values, np.float64)
+        is_wrong = np.isfinite(self.deviation) & np.isfinite(self.exact) & ~np.isfinite(values)
+        return self.judge(np.where(is_wrong, values, self.exact), 0.0)
 
     def judge(self, values: np.ndarray[Any, Any], factor: float) -> Verdict:
         """Whether a kernel's values are as good as they should be."""
@@ -116,29 +133,21 @@ class Expected:
         allowed_norm = factor * rms
         if is_judged.any():
             allowed_norm += _NORM_ULPS * float(np.sqrt(np.mean(rounding[is_judged] ** 2)))
-        order = np.argsort(-excess, axis=None, kind="stable")[:_WORST_KEPT]
         worst: list[Entry] = []
-        for position in order:
-            index = np.unravel_index(position, exact.shape)
-            if worst and excess[index] <= 1:
+        of_all_draws = excess.max(0, initial=0.0)
+        for position in np.argsort(-of_all_draws, axis=None, kind="stable")[:_WORST_KEPT]:
+            place = tuple(map(int, np.unravel_index(position, of_all_draws.shape)))
+            if worst and of_all_draws[place] <= 1:
                 break
+            index = int(excess[:, *place].argmax()), *place
             ulps = errors[index] / _ulp(exact[index], self.precision, self.tiny)
-            numbers = (values[index], exact[index], errors[index], allowed[index], ulps)
-            worst.append(Entry(tuple(map(int, index[1:])), *map(float, numbers)))
+            worst.append(Entry(place, *map(float, (values[index], exact[index], errors[index], allowed[index], ulps))))
         message = ""
         if count:
             message = f"{count:,} of {exact.size:,} entries are further off than is allowed"
         elif norm > allowed_norm:
             message = f"the errors' root mean square is {norm:.2g}, of {allowed_norm:.2g} that are allowed"
         return Verdict(not message, message, norm, allowed_norm, worst, count, exact.size)
-
-
-@dataclass(frozen=True)
-class _Part(Expected):
-    whole: Expected
-
-    def spread(self) -> tuple[float, float]:
-        return self.whole.spread()
 
 
 def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> Expected:

@@ -42,10 +42,12 @@ def kernelcheck(
     - "outputs", "gradients": of inputs near to those that are given, for random cotangents.
     - "vacuous": no gradient is zero in the reference, or so small that a kernel which returns zeros would pass.
     - "determinism": two runs are equal to the bit, compiled and eagerly.
-    - "scales": inputs that are scaled. What overflows in the kernel must overflow in the reference.
+    - "scales": inputs that are scaled. Of larger ones it is asked only that nothing is infinite or NaN that is finite
+      in the reference.
     - "constants": inputs that are zero, or the same number everywhere.
-    - "nan": one NaN in an input goes where it goes in the reference, and no further.
     - "jit": run eagerly.
+    - "padding": inputs that lie between NaNs in memory, which a kernel gets that reads out of bounds. (Pallas itself
+      fills up blocks with NaNs in its interpret mode, so there it is "sizes" that shows it.)
     - "vmap": along the first axis and along the last, each argument unbatched once.
     - "undefined": one output is used, the others' cotangents are undefined.
     - "subsets": one input alone is differentiated.
@@ -53,7 +55,7 @@ def kernelcheck(
     - "donation": arguments keep their values, unless they are donated.
     - "shard": the same on several devices.
 
-    The first six are made in each dtype, the others in the first one.
+    The first five are made in each dtype, the others in the first one.
 
     Args:
       kernel: any differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`.

@@ -115,9 +115,13 @@ class Side:
         gradients = pull([cotangents[i].astype(y.dtype) for i, y in zip(kept, some, strict=True)])
         return floats, others, list(gradients)
 
-    def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays, **kept: Sequence[int]) -> Any:
         """`run` for one draw after the other."""
-        return jax.lax.map(lambda draw: self.run(fixed, *draw), (xs, cotangents))
+
+        def of_one(draw: tuple[Arrays, Arrays]) -> Any:
+            return self.run(fixed, *draw, **kept)
+
+        return jax.lax.map(of_one, (xs, cotangents))
 
 
 class KernelError(Exception):

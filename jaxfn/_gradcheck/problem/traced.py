@@ -95,6 +95,13 @@ class Traced:
         return avals
 
 
+def is_part(alone: object, whole: object, position: int) -> bool:
+    """Whether a trace recorded the operations that make one of the arrays that another one returns."""
+    if not (isinstance(alone, Traced) and isinstance(whole, Traced)):
+        return False
+    return alone.part(0).same_as(whole.part(position))
+
+
 def bytes_each(function: object) -> int:
     """What one call of a trace computes, all intermediate results included; 0 of what is not traced."""
     return computed_bytes(function.jaxpr) if isinstance(function, Traced) else 0
