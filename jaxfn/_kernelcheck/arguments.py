@@ -149,11 +149,11 @@ def drawn(values: Sequence[Any], draws: int, dtype: Any, generator: np.random.Ge
 
 
 def off_by_rounding(arrays: Sequence[Any], dtype: Any, generator: np.random.Generator) -> Arrays:
-    """Each number moved by half a unit in the last place, in either direction; a zero by the least there is."""
+    """Each number moved by less than half a unit in the last place; a zero by the least there is."""
     info = jnp.finfo(dtype)
     moved: Arrays = []
     for array in arrays:
-        signs = generator.choice([-1.0, 1.0], array.shape)
+        signs = generator.uniform(-1, 1, array.shape)
         moved.append(array * (1 + signs * float(info.eps) / 2) + np.where(array == 0, signs * float(info.tiny), 0.0))
     return moved
 

@@ -15,9 +15,8 @@ So one number does not tell how large errors are, and four things are done about
 
 - Several draws. Inputs are moved by a few units in their last place, with cotangents that are new each time, and errors
   are those of all draws together.
-- Rounding of the inputs. Where an input is off by half a unit in the last place, the value in float64 is off by
-  something too, and no implementation is blamed for that much. So the error that is expected of an entry is
-  `sqrt(reference's error ** 2 + this difference ** 2)`. It is large just where a function is ill-conditioned (a
+- Rounding of the inputs. Where each input is moved by less than half a unit in the last place, as rounding does, the
+  value in float64 moves too. That much is allowed besides: it is large just where a function is ill-conditioned (a
   gradient that cancels, a difference of large numbers, a kink).
 - Few numbers. Where errors of `n` entries tell about their size, two good implementations have root mean squares that
   differ by a factor of up to `1 + (14 / n) ** 2`, but for once in a million times, and their largest error is up to
@@ -34,12 +33,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._kernelcheck.report import Entry
+
+Array = np.ndarray[Any, Any]
 
 _ENTRY_ULPS = 2.0
 _NORM_ULPS = 0.5
@@ -63,76 +64,82 @@ class Verdict:
     total: int
 
 
+class Spread(NamedTuple):
+    """How large errors are expected to be: the largest of them, and their root mean square."""
+
+    largest: float
+    rms: float
+
+    def at_least(self, other: Spread) -> Spread:
+        """The larger one of both."""
+        return Spread(max(self.largest, other.largest), max(self.rms, other.rms))
+
+    def scaled(self, factor: float) -> Spread:
+        """Of errors so many times as large."""
+        return Spread(factor * self.largest, factor * self.rms)
+
+
 @dataclass(frozen=True)
 class Expected:
     """What one output or gradient should be, for several draws.
 
     Attributes:
       exact: in float64, (draws, *shape).
-      deviation: how far off a good implementation is expected to be; infinite where nothing can be said.
+      is_judged: where anything can be said.
+      error: of the reference in the dtype.
+      moved: what rounding of the inputs does to `exact`.
       precision: the relative spacing of the dtype.
       tiny: the smallest number that the dtype has all digits of.
-      ordinary: what `spread` is at the least, as it is for other inputs.
     """
 
-    exact: np.ndarray[Any, Any]
-    deviation: np.ndarray[Any, Any]
+    exact: Array
+    is_judged: Array
+    error: Spread
+    moved: Spread
     precision: float
     tiny: float
-    ordinary: tuple[float, float] = (0.0, 0.0)
 
     def at(self, draws: Sequence[int]) -> Expected:
         """The same for some of the draws, with what is known of errors from all of them."""
-        return replace(
-            self, exact=self.exact[list(draws)], deviation=self.deviation[list(draws)], ordinary=self.spread()
-        )
+        return replace(self, exact=self.exact[list(draws)], is_judged=self.is_judged[list(draws)])
 
     def no_sharper_than(self, other: Expected) -> Expected:
         """The same, where errors may be as large as of another array."""
-        return replace(self, ordinary=other.spread())
+        return replace(self, error=self.error.at_least(other.error), moved=self.moved.at_least(other.moved))
 
     def summed(self) -> Expected:
         """The sum over all draws, as a single one."""
-        with np.errstate(all="ignore"):
-            rounding = self.precision * abs(self.exact).sum(0, keepdims=True)
-            deviation = np.hypot(np.sqrt((self.deviation**2).sum(0, keepdims=True)), rounding)
-        return replace(self, exact=self.exact.sum(0, keepdims=True), deviation=deviation)
+        exact = np.where(self.is_judged, self.exact, 0.0)
+        rounding = self.precision * abs(exact).sum(0)
+        more = Spread(float(rounding.max(initial=0.0)), _rms(rounding))
+        root = math.sqrt(len(exact))
+        return replace(
+            self,
+            exact=exact.sum(0, keepdims=True),
+            is_judged=self.is_judged.all(0, keepdims=True),
+            error=self.error.scaled(root).at_least(more),
+            moved=self.moved.scaled(root),
+        )
 
-    def spread(self) -> tuple[float, float]:
-        """The largest error and the root mean square that are expected, with what few entries cannot tell."""
-        errors = self.deviation[np.isfinite(self.deviation)]
-        size = float(errors.max(initial=0.0))
-        if size == 0.0:
-            return self.ordinary
-        squares = (errors / size) ** 2
-        n = min(errors.size, _GAUSSIAN * squares.sum() ** 2 / (squares**2).sum())
-        rms = size * math.sqrt(squares.mean()) * (1 + (_FEW / n) ** 2)
-        largest = max(_STANDS_OUT * size, rms * math.sqrt(2 * math.log(errors.size / _FALSE_ALARMS)))
-        return max(largest, self.ordinary[0]), max(rms, self.ordinary[1])
-
-    def overflow(self, values: np.ndarray[Any, Any]) -> Verdict:
+    def overflow(self, values: Array) -> Verdict:
         """Whether a kernel's values are finite where those of the reference are; all else is right."""
         values = np.asarray(values, np.float64)
-        is_wrong = np.isfinite(self.deviation) & np.isfinite(self.exact) & ~np.isfinite(values)
-        return self.judge(np.where(is_wrong, values, self.exact), 0.0)
+        is_wrong = self.is_judged & np.isfinite(self.exact) & ~np.isfinite(values)
+        return self.judge(np.where(is_wrong, values, self.exact), 1.0)
 
-    def judge(self, values: np.ndarray[Any, Any], factor: float) -> Verdict:
+    def judge(self, values: Array, factor: float) -> Verdict:
         """Whether a kernel's values are as good as they should be."""
-        exact = self.exact
+        exact, judged = self.exact, self.is_judged
         values = np.asarray(values, np.float64)
-        is_judged = np.isfinite(self.deviation)
-        largest, rms = self.spread()
         with np.errstate(all="ignore"):
-            errors = np.where(values == exact, 0.0, np.where(is_judged, abs(values - exact), 0.0))
+            errors = np.where((values == exact) | ~judged, 0.0, abs(values - exact))
             errors[np.isnan(errors)] = np.inf
             rounding = np.where(np.isfinite(exact), self.precision * abs(exact), 0.0) + self.tiny
-            allowed = factor * largest + _ENTRY_ULPS * rounding
+            allowed = factor * self.error.largest + self.moved.largest + _ENTRY_ULPS * rounding
             excess = errors / allowed
         count = int((excess > 1).sum())
-        norm = float(np.sqrt(np.mean(errors[is_judged] ** 2))) if is_judged.any() else 0.0
-        allowed_norm = factor * rms
-        if is_judged.any():
-            allowed_norm += _NORM_ULPS * float(np.sqrt(np.mean(rounding[is_judged] ** 2)))
+        norm = _rms(errors[judged])
+        allowed_norm = factor * self.error.rms + self.moved.rms + _NORM_ULPS * _rms(rounding[judged])
         worst: list[Entry] = []
         of_all_draws = excess.max(0, initial=0.0)
         for position in np.argsort(-of_all_draws, axis=None, kind="stable")[:_WORST_KEPT]:
@@ -156,16 +163,33 @@ def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> Expected:
     Args:
       exact: what the reference gives in float64.
       reference: what it gives in the dtype.
-      nearby: what it gives in float64 where its inputs are half a unit in the last place off.
+      nearby: what it gives in float64 where its inputs are off by a rounding error.
       dtype: of the kernel's inputs.
     """
     exact, reference, nearby = (np.asarray(a, np.float64) for a in (exact, reference, nearby))
     info = jnp.finfo(dtype)
+    is_infinite = np.isinf(exact) & (reference == exact)
     with np.errstate(all="ignore"):
-        deviation = np.hypot(reference - exact, nearby - exact)
-    deviation[np.isnan(deviation)] = np.inf
-    deviation[np.isinf(exact) & (reference == exact)] = 0.0
-    return Expected(exact, deviation, float(info.eps), float(info.smallest_normal))
+        deviation, moved = abs(reference - exact), abs(nearby - exact)
+    is_finite = np.isfinite(deviation) & np.isfinite(moved)
+    spreads = _spread(deviation[is_finite]), _spread(moved[is_finite])
+    return Expected(exact, is_finite | is_infinite, *spreads, float(info.eps), float(info.smallest_normal))
+
+
+def _spread(errors: Array) -> Spread:
+    """What some errors say of those that are to be expected elsewhere."""
+    size = float(errors.max(initial=0.0))
+    if size == 0.0:
+        return Spread(0.0, 0.0)
+    squares = (errors / size) ** 2
+    n = min(errors.size, _GAUSSIAN * squares.sum() ** 2 / (squares**2).sum())
+    rms = size * math.sqrt(squares.mean()) * (1 + (_FEW / n) ** 2)
+    return Spread(max(_STANDS_OUT * size, rms * math.sqrt(2 * math.log(errors.size / _FALSE_ALARMS))), rms)
+
+
+def _rms(errors: Array) -> float:
+    with np.errstate(all="ignore"):
+        return float(np.sqrt(np.mean(errors**2))) if errors.size else 0.0
 
 
 def _ulp(value: Any, precision: float, tiny: float) -> float:
