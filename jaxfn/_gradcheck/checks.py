@@ -27,7 +27,7 @@ from jaxfn._gradcheck.problem.derivatives import (
     rows_of,
 )
 from jaxfn._gradcheck.problem.problem import OfLeaves
-from jaxfn._gradcheck.problem.traced import Traced, bytes_each, is_part
+from jaxfn._gradcheck.problem.traced import bytes_each, is_part
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, largest, rounding_of_differences
 
 _COMBINATION = (2.0, -3.0)
@@ -279,7 +279,7 @@ class Checks:
 
     def _recorded(self, derivative: Derivative, vectors: Arrays) -> Derivative:
         if self.derivatives.is_traced:
-            return Traced(derivative, self.xs, vectors)
+            return self.derivatives.trace(derivative, self.xs, vectors)
         derivative(self.xs, vectors)
         return derivative
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxfn._gradcheck.problem.derivatives import UnavailableError
 from jaxfn._gradcheck.problem.problem import make_problem
@@ -38,6 +40,7 @@ def gradcheck(
     argnums: int | Sequence[int] | None = None,
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
+    dtype: Any = None,
     max_memory: int = _MAX_MEMORY,
     return_report: bool = False,
 ) -> bool | Report:
@@ -84,6 +87,11 @@ def gradcheck(
         that stops a gradient, finite differences decide.
       surrogate: for a rule that is deliberately not the derivative (straight-through): a function of the same inputs
         whose derivative the rule claims to be.
+      dtype: for a function that cannot run in double precision, such as a kernel with a float32 output: what its
+        inputs are cast to. The reference is autodiff in float64, of `surrogate` or else of the operations in `forward`,
+        and no finite differences are taken, since rounding would be most of them. Tolerances are those of the dtype: by
+        default `rtol` is the square root of its epsilon, and `atol` a hundredth of that, for entries of order 1.
+        `kernelcheck` judges by the errors that a plain implementation makes, which is sharper.
       max_memory: bytes that may be used at a time; large Jacobians are compared in parts and never held.
       return_report: whether to return the report, which is true where nothing is wrong, in place of True or False.
 
@@ -109,6 +117,7 @@ def gradcheck(
 
     Torch counterpart: `torch.autograd.gradcheck`.
     """
+    atol, rtol = _tolerances(atol, rtol, dtype)
     options = Options(
         eps=eps,
         atol=atol,
@@ -123,10 +132,11 @@ def gradcheck(
         fast_mode=fast_mode,
         reference=reference,
         has_surrogate=surrogate is not None,
+        dtype=dtype,
         max_memory=max_memory,
     )
     with jax.enable_x64(True):
-        problem = make_problem(func, inputs, argnums, surrogate)
+        problem = make_problem(func, inputs, argnums, surrogate, dtype)
     return _concluded(run_check(problem, options), raise_exception, return_report)
 
 
@@ -151,6 +161,7 @@ def gradgradcheck(
     argnums: int | Sequence[int] | None = None,
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
+    dtype: Any = None,
     max_memory: int = _MAX_MEMORY,
     return_report: bool = False,
 ) -> bool | Report:
@@ -166,7 +177,7 @@ def gradgradcheck(
       check_undefined_grad, check_grad_dtypes, check_batched_grad: see `gradcheck`.
       check_fwd_over_rev: whether to check forward mode over reverse mode.
       check_rev_over_rev: whether to check reverse mode over reverse mode.
-      fast_mode, masked, argnums, reference, surrogate, max_memory, return_report: see `gradcheck`.
+      fast_mode, masked, argnums, reference, surrogate, dtype, max_memory, return_report: see `gradcheck`.
 
     Returns:
       True, or False where something is wrong and `raise_exception` is off.
@@ -182,6 +193,7 @@ def gradgradcheck(
 
     Torch counterpart: `torch.autograd.gradgradcheck`.
     """
+    atol, rtol = _tolerances(atol, rtol, dtype)
     options = Options(
         name="gradgradcheck",
         eps=eps,
@@ -197,16 +209,25 @@ def gradgradcheck(
         fast_mode=fast_mode,
         reference=reference,
         has_surrogate=surrogate is not None,
+        dtype=dtype,
         max_memory=max_memory,
     )
     with jax.enable_x64(True):
-        problem = make_problem(func, inputs, argnums, surrogate)
+        problem = make_problem(func, inputs, argnums, surrogate, dtype)
         try:
             problem = second_order(problem, grad_outputs)
         except UnavailableError as error:
             report = Report(problem.name, options.name, problems=[f"backward raised {error}"])
             return _concluded(report, raise_exception, return_report)
     return _concluded(run_check(problem, options), raise_exception, return_report)
+
+
+def _tolerances(atol: float, rtol: float, dtype: Any) -> tuple[float, float]:
+    """Both tolerances; where neither was chosen, those of the dtype."""
+    if dtype is not None and isinstance(atol, Default) and isinstance(rtol, Default):
+        root = math.sqrt(float(jnp.finfo(dtype).eps))
+        return Default(root / 100), Default(root)
+    return atol, rtol
 
 
 def _concluded(report: Report, raise_exception: bool, return_report: bool) -> bool | Report:

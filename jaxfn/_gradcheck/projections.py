@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from jaxfn._gradcheck.compare import Comparison, Pair
-from jaxfn._gradcheck.numbers.vectors import Vectors, random_vectors
+from jaxfn._gradcheck.numbers.vectors import Arrays, Vectors, random_vectors
 from jaxfn._gradcheck.problem.derivatives import Derivative, Direction, available
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.tolerance import SAFETY, excess, largest
@@ -28,7 +29,13 @@ class Projections:
         d = comparison.derivatives
         self._of_outputs = [_unit_vectors(leaf, 10 + i) for i, leaf in enumerate(d.outputs)]
         self._of_inputs = [_unit_vectors(leaf, 1000 + j) for j, leaf in enumerate(d.inputs)]
-        self._differences = comparison.sweep.differences(d.measured, _each(d.inputs, self._of_inputs), comparison.step)
+
+    @cached_property
+    def _differences(self) -> tuple[Arrays, Arrays]:
+        """Finite differences along the inputs' vectors, and what their errors are."""
+        c = self._comparison
+        every = _each(c.derivatives.inputs, self._of_inputs)
+        return c.sweep.differences(c.derivatives.measured, every, c.step)
 
     def with_autodiff(self, direction: Direction) -> list[Pair]:
         """`v^T J`, or `J u`, by the rule and by autodiff, entry by entry."""

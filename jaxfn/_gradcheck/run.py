@@ -50,12 +50,15 @@ class Options:
     fast_mode: bool
     reference: str
     has_surrogate: bool
+    dtype: Any
     max_memory: int
     name: str = "gradcheck"
 
     def __post_init__(self) -> None:
         if self.reference not in REFERENCES:
             raise ValueError(f"reference is {self.reference!r}; it must be one of {', '.join(map(repr, REFERENCES))}")
+        if self.dtype is not None and self.reference == "finite_differences":
+            raise ValueError("with dtype= there are no finite differences, which would be mostly rounding")
         needs = (
             ("check_batched_grad", self.check_batched_grad, "check_backward_ad", self.check_backward_ad),
             ("check_batched_forward_grad", self.check_batched_forward_grad, "check_forward_ad", self.check_forward_ad),
@@ -147,12 +150,23 @@ class _Check:
         d, note = self.derivatives, self.report.notes.append
         if not d.is_traced:
             note("the function cannot be traced by JAX, so it ran in a Python loop")
-        if d.precision > _DOUBLE_EPS:
+        dtype = self.problem.dtype
+        if dtype is not None:
+            of = "surrogate" if self.options.has_surrogate else "forward"
+            by = f"atol {self.tolerance.atol:.2g}, rtol {self.tolerance.rtol:.2g}"
+            note(f"computed in {dtype}, with tolerances for that ({by}); compared with autodiff of {of} in float64")
+        elif d.precision > _DOUBLE_EPS:
             note(f"the function computes in lower precision than double (spacing {d.precision:.1g})")
-        if self.options.reference == "autodiff":
+        if self.options.reference == "autodiff" or dtype is not None:
             for direction in self.directions:
                 if isinstance(direction.reference, UnavailableError):
                     why = direction.reference
+                    if dtype is not None:
+                        raise ValueError(
+                            f"in {dtype} the reference is autodiff in float64, which is not possible for "
+                            f"{self.problem.name}: {why}. Give surrogate=, a function of plain operations of JAX whose "
+                            "derivative the rule claims to be."
+                        )
                     raise ValueError(f'reference="autodiff" is not possible for {self.problem.name}: {why}')
         elif self.options.reference == "both" and isinstance(d.reverse.reference, UnavailableError):
             note(f"compared with finite differences only, not with autodiff: {d.reverse.reference}")
@@ -171,7 +185,8 @@ class _Check:
                 tolerance=self.tolerance,
                 nondet_tol=o.nondet_tol,
                 undefined=o.check_undefined_grad,
-                samples_autodiff=o.reference == "both" and not o.fast_mode,  # fast mode has projections of its own
+                # Fast mode has projections of its own.
+                samples_autodiff=o.reference == "both" and not o.fast_mode and self.problem.dtype is None,
                 max_memory=o.max_memory,
             )
             found = self._in_fastest_mode(checks)
@@ -211,10 +226,13 @@ class _Check:
             else:
                 pairs = by.with_differences(direction, available(direction.rule))
             if pairs:
-                diagnosis = Diagnosis(comparison, direction, by_autodiff, self.options.reference != "autodiff")
+                diagnosis = Diagnosis(comparison, direction, by_autodiff, self._takes_differences())
                 self.report.mismatches += self._explained(diagnosis, pairs)
         if self.report.mismatches and not self.options.has_surrogate:
             self.report.notes.append(_WAY_OUT)
+
+    def _takes_differences(self) -> bool:
+        return self.options.reference != "autodiff" and self.problem.dtype is None
 
     def _explained(self, diagnosis: Diagnosis, pairs: Sequence[Pair]) -> list[Mismatch]:
         """Mismatches with the entries that make them; those of projections only where that is affordable."""
@@ -233,8 +251,8 @@ class _Check:
     def _is_trusted(self, by: Comparison | Projections) -> bool:
         """Whether autodiff of the bare function may decide: finite differences agree with it, or are not asked."""
         d = self.derivatives
-        if self.options.reference != "both":
-            return self.options.reference == "autodiff"
+        if self.options.reference != "both" or self.problem.dtype is not None:
+            return self.options.reference != "finite_differences"
         if self.autodiff_agrees:
             return True
         for direction in (d.forward, d.reverse):

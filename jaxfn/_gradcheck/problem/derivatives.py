@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxfn._compat import SymbolicZero, is_reverse_only
 from jaxfn._gradcheck.problem.problem import Leaf, OfLeaves, Problem
-from jaxfn._gradcheck.problem.traced import Traced, equations
+from jaxfn._gradcheck.problem.traced import Traced, equations, traced_without_x64
 from jaxfn._values.arrays import is_inexact
 from jaxfn._watch import Watch, watching
 
@@ -163,6 +163,7 @@ class Derivatives:
       functions: the Functions whose rules were taken off for the references.
       casts: gradients that were returned in another dtype than their input's: (where, dtype, input's dtype).
       precision: the relative spacing of the coarsest floating-point type on the way.
+      trace: makes a trace of something else about `call`.
     """
 
     is_traced: bool
@@ -178,6 +179,7 @@ class Derivatives:
     functions: list[Any]
     casts: list[tuple[str, str, str]]
     precision: float
+    trace: Callable[..., Traced]
 
 
 def derive(problem: Problem, *, reverse: bool, forward: bool, reference: bool) -> Derivatives:
@@ -207,7 +209,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     described = problem.describe_outputs()
     measured = primal
     if problem.measured is not problem.call:
-        measured, meant = tracer.primal(problem.measured)
+        measured, meant = tracer.primal(problem.measured, Traced)
         if [(y.shape, y.dtype) for y in meant] != [(y.shape, y.dtype) for y in avals]:
             raise ValueError(f"surrogate returns {_listed(meant)}, but {problem.name} returns {_listed(avals)}")
     leaves = [Leaf(name, y.shape, y.dtype) for (name, _), y in zip(described, avals, strict=True)]
@@ -233,14 +235,16 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
         call, bare_call = only(call, kept), only(bare_call, kept)
         own = rules(call, outputs)
         if kept:
-            primal, measured = (tracer.primal(only(f, kept))[0] for f in (problem.call, problem.measured))
+            primal = measured = tracer.primal(only(problem.call, kept))[0]
+            if problem.measured is not problem.call:
+                measured = tracer.primal(only(problem.measured, kept), Traced)[0]
     bare = Watch(undecorated=True)
     undecorated = watched(bare_call, bare)
     references: list[Derivative | UnavailableError] = [
-        tracer.derivative(rows_of(undecorated), outputs) if reference and reverse else _UNCHECKED,
-        tracer.derivative(forward_of(undecorated), problem.inputs) if reference else _UNCHECKED,
+        tracer.derivative(rows_of(undecorated), outputs, Traced) if reference and reverse else _UNCHECKED,
+        tracer.derivative(forward_of(undecorated), problem.inputs, Traced) if reference else _UNCHECKED,
     ]
-    if reference and not bare.functions and problem.reference is problem.call:
+    if reference and not bare.functions and not problem.has_reference:
         references = [UnavailableError("there is no rule to take off: it would be the derivative that is checked")] * 2
     elif watch.functions.keys() - bare.functions.keys():
         # Finite differences shall vouch for reverse mode then, and not for rules of forward mode, which are others.
@@ -267,6 +271,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
         functions=list(bare.functions) or list(watch.functions),
         casts=list(watch.casts),
         precision=precision,
+        trace=tracer.trace,
     )
 
 
@@ -278,28 +283,38 @@ class _Tracer:
 
     def __init__(self, problem: Problem, *, is_tracing: bool) -> None:
         self.is_tracing = is_tracing
+        self.trace = Traced if problem.dtype is None else traced_without_x64
         self._values = problem.values
         self._inputs = _avals(problem.inputs)
 
-    def primal(self, call: OfLeaves) -> tuple[OfLeaves, list[Any]]:
-        """A function itself, and the types of what it returns."""
+    def primal(self, call: OfLeaves, trace: Callable[..., Traced] | None = None) -> tuple[OfLeaves, list[Any]]:
+        """A function itself, and the types of what it returns.
+
+        Args:
+          call: the function.
+          trace: makes the trace; by default as it is made of the function that is checked.
+        """
         if not self.is_tracing:
             return call, [jax.typeof(y) for y in call(*self._values)]
         try:
-            traced = Traced(call, *self._inputs)
+            traced = (trace or self.trace)(call, *self._inputs)
         except Exception as error:
             raise _UntraceableError from error
         return traced, traced.out_avals()
 
     def derivative(
-        self, derivative: Derivative, varied: Sequence[Leaf], retry_eagerly: bool = False
+        self,
+        derivative: Derivative,
+        varied: Sequence[Leaf],
+        trace: Callable[..., Traced] | None = None,
+        retry_eagerly: bool = False,
     ) -> Derivative | UnavailableError:
         """A derivative of the function, of vectors for some leaves."""
         try:
             if not self.is_tracing:
                 derivative(self._values, [jnp.ones(leaf.shape, leaf.dtype) for leaf in varied])
                 return derivative
-            traced = Traced(derivative, self._inputs, _avals(varied))
+            traced = (trace or self.trace)(derivative, self._inputs, _avals(varied))
         except Exception as error:
             if retry_eagerly and self.is_tracing:
                 raise _UntraceableError from error

@@ -71,6 +71,8 @@ class Problem:
       values: their values, in double precision.
       describe_outputs: the names of what `call` returned last, and their dtypes before they were made double.
       may_stop: whether an output may have no derivative, as one that is marked non-differentiable.
+      dtype: what `call` computes in, where that is not double precision: it is to be traced without x64 then.
+      has_reference: whether `reference` is another function than `call`, whatever rules of Functions are taken off.
     """
 
     name: str
@@ -81,12 +83,14 @@ class Problem:
     values: list[jax.Array]
     describe_outputs: Callable[[], list[tuple[str, Any]]]
     may_stop: bool = True
+    dtype: np.dtype[Any] | None = None
+    has_reference: bool = False
 
 
 def as_double(array: Any) -> jax.Array:
-    """An inexact array in double precision, any other as it is."""
+    """An inexact array in double precision, or in what is nearest to that without x64; any other as it is."""
     array = jnp.asarray(array)
-    return array.astype(double(array.dtype)) if is_inexact(array.dtype) else array
+    return array.astype(jax.dtypes.canonicalize_dtype(double(array.dtype))) if is_inexact(array.dtype) else array
 
 
 def make_problem(
@@ -94,6 +98,7 @@ def make_problem(
     inputs: Any,
     argnums: int | Sequence[int] | None,
     surrogate: Callable[..., Any] | None = None,
+    dtype: Any = None,
 ) -> Problem:
     """Takes the inputs apart.
 
@@ -102,10 +107,12 @@ def make_problem(
       inputs: its positional arguments, or the one argument.
       argnums: which of them are differentiated; by default every floating or complex array leaf of all of them.
       surrogate: another function whose derivative is meant.
+      dtype: what the function computes in, where it cannot in double precision.
 
     Raises:
       ValueError: nothing is differentiable, or `argnums` names an argument that is not there or not differentiable.
     """
+    dtype = None if dtype is None else _coarse(dtype)
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     chosen = chosen_arguments(argnums, len(args))
     names = argument_names(func, args)
@@ -124,21 +131,23 @@ def make_problem(
         if not (is_number or is_array_leaf(leaf)):
             leaves.append(leaf)
             continue
-        array = as_double(leaf)
+        array = as_double(_cast(leaf, dtype))
         if argument in chosen and is_inexact(array.dtype):
             name = names[argument] + keystr(path[1:])
-            _warn_of_precision(name, leaf)
+            if dtype is None:
+                _warn_of_precision(name, leaf)
             positions.append(len(leaves))
             described.append(Leaf(name, array.shape, double(array.dtype)))
         leaves.append(array)
     _require_differentiable(argnums, chosen, [paths[i][0][0].idx for i in positions])
     outputs: list[list[tuple[str, Any]]] = [[]]
 
-    def flat(function: Callable[..., Any]) -> OfLeaves:
+    def flat(function: Callable[..., Any], dtype: Any = None) -> OfLeaves:
         def call(*values: Any) -> list[jax.Array]:
             merged = list(leaves)
             for position, value in zip(positions, values, strict=True):
                 merged[position] = value
+            merged = [_cast(leaf, dtype) if is_array_leaf(leaf) else leaf for leaf in merged]
             returned = function(*tree_unflatten(tree, merged))
             outputs[0], arrays = _inexact_outputs(returned)
             return arrays
@@ -146,12 +155,41 @@ def make_problem(
         return call
 
     values = [leaves[i] for i in positions]
-    call = flat(func)
+    call = flat(func, dtype)
     measured = call if surrogate is None else flat(surrogate)
     # JAX's own rules are taken off here; Functions lose theirs when they are called.
     has_rule = surrogate is None and isinstance(func, (jax.custom_vjp, jax.custom_jvp))
-    bare = flat(cast(Any, func).__wrapped__) if has_rule else measured
-    return Problem(function_name(func), call, measured, bare, tuple(described), values, lambda: outputs[0])
+    bare = flat(cast(Any, func).__wrapped__ if has_rule else surrogate or func) if has_rule or dtype else measured
+    return Problem(
+        function_name(func),
+        call,
+        measured,
+        bare,
+        tuple(described),
+        values,
+        lambda: outputs[0],
+        dtype=dtype,
+        has_reference=has_rule or surrogate is not None,
+    )
+
+
+def _coarse(dtype: Any) -> np.dtype[Any]:
+    """A dtype that a function may be checked in, in place of double precision."""
+    kind = jnp.dtype(dtype)
+    if not jnp.issubdtype(kind, jnp.floating) or double(kind) == kind:
+        raise ValueError(f"dtype is {kind}; it must be a floating-point type below float64, or None for float64")
+    return kind
+
+
+def _cast(leaf: Any, dtype: Any) -> Any:
+    """An inexact array in a dtype, if there is one; complex ones in that with such parts."""
+    if dtype is None or not is_inexact(jnp.result_type(leaf)):
+        return leaf
+    if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+        if dtype != np.float32:
+            raise ValueError(f"there are no complex numbers of {dtype}, and an input is complex")
+        dtype = np.complex64
+    return jnp.asarray(leaf).astype(dtype)
 
 
 def function_name(func: Callable[..., Any]) -> str:

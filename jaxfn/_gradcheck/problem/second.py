@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -41,14 +42,14 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
 
     call = gradients(problem.call)
     measured = call if problem.measured is problem.call else gradients(problem.measured)
-    return Problem(
-        problem.name,
-        call,
-        measured,
-        measured if problem.reference is problem.measured else gradients(problem.reference),
-        (*problem.inputs, *cotangents),
-        [*problem.values, *_cotangents(d.outputs, grad_outputs)],
-        lambda: [(name, leaf.dtype) for name, leaf in zip(names, problem.inputs, strict=True)],
+    return replace(
+        problem,
+        call=call,
+        measured=measured,
+        reference=measured if problem.reference is problem.measured else gradients(problem.reference),
+        inputs=(*problem.inputs, *cotangents),
+        values=[*problem.values, *_cotangents(d.outputs, grad_outputs)],
+        describe_outputs=lambda: [(name, leaf.dtype) for name, leaf in zip(names, problem.inputs, strict=True)],
         may_stop=False,  # a gradient without a derivative must be constant
     )
 

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.tree_util import register_pytree_node_class, tree_flatten, tree_structure, tree_unflatten
+from jax.tree_util import register_pytree_node_class, tree_flatten, tree_map, tree_structure, tree_unflatten
 
 from jaxfn._compat import Var, make_jaxpr, without_unused
+from jaxfn._values.arrays import double
 
 # Their parameters are rules of derivatives and of batching, of which none is taken any more when a program is compiled.
 _HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "attach", "detach", "settle"})
@@ -93,6 +94,34 @@ class Traced:
                 known.update(equation.outvars)
                 avals += [v.aval for inner in (equation, *_inside(equation)) for v in inner.outvars]
         return avals
+
+
+def traced_without_x64(function: Callable[..., Any], *args: Any) -> Traced:
+    """A trace that takes and returns double precision, of a function that was traced in single precision.
+
+    Kernels are written for JAX's own default; with x64, their whole numbers would be others, of which many fail.
+    """
+    with jax.enable_x64(False):
+        single = Traced(function, *tree_map(_single, args))
+
+    def widened(*args: Any) -> Any:
+        return tree_map(_double, single(*tree_map(_cast, args, tree_map(_single, args))))
+
+    return Traced(widened, *args)
+
+
+def _cast(array: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.asarray(array, like.dtype)
+
+
+def _double(array: Any) -> jax.Array:
+    return array.astype(double(array.dtype))
+
+
+def _single(array: Any) -> jax.ShapeDtypeStruct:
+    """The type of a double-precision array in single precision."""
+    dtypes = {"f": np.dtype(np.float32), "c": np.dtype(np.complex64)}
+    return jax.ShapeDtypeStruct(array.shape, dtypes.get(array.dtype.kind, array.dtype))
 
 
 def is_part(alone: object, whole: object, position: int) -> bool:
