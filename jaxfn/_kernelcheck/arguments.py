@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from jaxfn._gradcheck.problem.problem import argument_names, chosen_arguments
-from jaxfn._values.arrays import is_array_leaf, is_inexact, is_none
+from jaxfn._values.arrays import is_array_leaf, is_inexact, is_key, is_none
 
 _MOVED = 4  # units in the last place, at most, between draws
 _ALIGNED = 64  # bytes: where arrays begin that JAX takes over without copying
@@ -76,14 +76,14 @@ class Arguments:
             factors = 1 + _RESIZED * generator.uniform(-1, 1, resize(value).shape) if old in value.shape else 1.0
             values.append(resize(value) * factors)
         leaves = [
-            jnp.asarray(resize(np.asarray(leaf))) if is_array_leaf(leaf) and not _is_key(leaf) else leaf
+            jnp.asarray(resize(np.asarray(leaf))) if is_array_leaf(leaf) and not is_key(leaf) else leaf
             for leaf in self.leaves
         ]
         return replace(self, values=tuple(values), leaves=tuple(leaves))
 
     def sizes(self) -> list[int]:
         """The different sizes above 1 of all dimensions."""
-        arrays = [*self.values, *(leaf for leaf in self.fixed if not _is_key(leaf))]
+        arrays = [*self.values, *(leaf for leaf in self.fixed if not is_key(leaf))]
         return sorted({size for array in arrays for size in array.shape if size > 1})
 
 
@@ -116,7 +116,7 @@ def take_apart(
         if not is_inexact(dtype):
             if is_spec:
                 raise ValueError(f"{name} is a shape of {dtype}: only floating-point arrays are drawn, give its values")
-            leaves.append(leaf if _is_key(leaf) else jnp.asarray(leaf))
+            leaves.append(jnp.asarray(leaf))
             continue
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise TypeError(f"{name} is {dtype}; kernelcheck is for real numbers. gradcheck takes complex ones.")
@@ -167,7 +167,3 @@ def surrounded(array: Any) -> jax.Array:
     inside = memory[start : start + given.size].reshape(given.shape)
     inside[...] = given
     return jax.device_put(inside, may_alias=True)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)

@@ -296,9 +296,10 @@ def _mapped(bench: Bench, **kept: Sequence[int]) -> Results:
 
 
 def _sizes(bench: Bench) -> Iterator[tuple[str, Arguments]]:
-    """Arguments in which every dimension of one size is larger by 1, or smaller, as the reference accepts it."""
+    """Arguments in which every dimension of one size has another, as the reference accepts it: some blocks more and a
+    last one that is not full, or one entry less."""
     for size in bench.arguments.sizes():
-        for new in (size + 1, size - 1):
+        for new in (2 * size + 1, size - 1):
             arguments = bench.arguments.resized(size, new)
             try:
                 Side(bench.reference, arguments).outputs(bench.dtype)

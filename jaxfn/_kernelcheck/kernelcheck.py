@@ -68,8 +68,8 @@ def kernelcheck(
       draws: how many times outputs and gradients are computed, each for other cotangents and inputs that are a few
         units in the last place away. Fewer draws make the check less sharp, and never raise a false alarm.
       scales: factors of the inputs for the check of that name.
-      sizes: inputs of other sizes. By default each size of a dimension is made larger by 1 wherever it occurs, or
-        smaller by 1, if the reference accepts that.
+      sizes: inputs of other sizes. By default each size `n` of a dimension is made `2 * n + 1` wherever it occurs, or
+        else `n - 1`, if the reference accepts that.
       shard: for that check, a function that puts the kernel on devices, such as
         `lambda f: jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)`.
       skip: names of checks to leave out.

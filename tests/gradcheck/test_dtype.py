@@ -1,0 +1,126 @@
+"""Rows G1 and G3: functions that cannot run in double precision are checked in their own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import jaxfn
+from jaxfn import GradcheckError, gradcheck, gradgradcheck
+from tests.gradcheck.test_gradcheck import normal
+from tests.support.marks import row
+
+
+def by_pallas(kernel, *arrays):
+    """A kernel whose output is float32, whatever goes in; its whole numbers are those of JAX's default."""
+
+    def body(*refs):
+        place = jax.lax.div(pl.program_id(0) + jnp.arange(1)[0], jnp.int32(1))
+        refs[-1][...] = kernel(*(ref[...] for ref in refs[:-1])) + 0 * place.astype(jnp.float32)
+
+    like = arrays[0]
+    shape = jax.ShapeDtypeStruct(like.shape, jnp.float32)
+    return pl.pallas_call(body, grid=(1,), out_shape=shape, interpret=True)(*arrays)
+
+
+def cube(factor=3.0):
+    @jaxfn.function
+    def cube(ctx, x):
+        ctx.save_for_backward(x)
+        return by_pallas(lambda x: x * x * x, x)
+
+    @cube.backward
+    def _(ctx, g):
+        (x,) = ctx.saved_tensors
+        return by_pallas(lambda x, g: factor * x * x * g, x, g)
+
+    return cube
+
+
+def plain(x):
+    return x**3
+
+
+@row("G1", "G3")
+@pytest.mark.parametrize("fast_mode", [False, True])
+def test_a_pallas_kernel_is_checked_in_float32(fast_mode):
+    with pytest.raises(Exception, match="dtype"):
+        gradcheck(cube(), normal(5))  # as ever
+    options = {"dtype": "float32", "surrogate": plain, "fast_mode": fast_mode, "return_report": True}
+    report = gradcheck(cube(), normal(5), **options)
+    assert report
+    assert "computed in float32, with tolerances for that (atol 3.5e-06, rtol 0.00035)" in report.notes[0]
+    report = gradcheck(cube(3.003), normal(5), **options)
+    assert report.mismatches[0].kind == "a constant factor: 1.001 times what it should be"
+    assert all(entry.numeric is None for entry in report.mismatches[0].entries)
+
+
+@row("G3")
+def test_without_surrogate_autodiff_of_forward_is_the_reference():
+    def made(factor):
+        @jaxfn.function
+        def half(ctx, x):
+            ctx.save_for_backward(x)
+            return (x * x).astype(jnp.float32)
+
+        half.backward(lambda ctx, g: factor * ctx.saved_tensors[0] * g)
+        return half
+
+    for dtype in ("float32", "bfloat16", jnp.float16):
+        assert gradcheck(made(2.0), normal(4, 3), dtype=dtype)
+    assert gradgradcheck(made(2.0), normal(4, 3), dtype="float32")
+    for check in (gradcheck, gradgradcheck):
+        with pytest.raises(GradcheckError, match="1.001 times"):
+            check(made(2.002), normal(4, 3), dtype="float32")
+
+
+@row("G3")
+def test_the_function_sees_arrays_of_the_dtype_without_x64():
+    seen = set()
+
+    @jaxfn.function
+    def double(ctx, x, table):
+        seen.add(("forward", x.dtype, table.dtype, jnp.arange(2).dtype))
+        return x * 2
+
+    @double.backward
+    def _(ctx, g):
+        seen.add(("backward", g.dtype, jnp.arange(2).dtype))
+        return g * 2, None
+
+    assert gradcheck(double, (normal(3), np.ones(2)), argnums=0, dtype="bfloat16", surrogate=lambda x, table: 2 * x)
+    assert seen == {("forward", jnp.bfloat16, jnp.bfloat16, jnp.int32), ("backward", jnp.bfloat16, jnp.int32)}
+
+
+@row("G1", "G3")
+def test_small_checks_are_made_in_the_dtype_too():
+    undefined = jaxfn.function(lambda ctx, x, y: (x * 2, y * 3))
+    undefined.backward(lambda ctx, g, h: (2 * g, 3 * h + jnp.where(jnp.all(g == 0), 1.0, 0.0)))
+    with pytest.raises(GradcheckError, match="undefined"):
+        gradcheck(undefined, (normal(3), normal(3)), dtype="float32", surrogate=lambda x, y: (2 * x, 3 * y))
+    ignoring = jaxfn.function(lambda ctx, x: x * 2)
+    ignoring.backward(lambda ctx, g: jnp.full_like(g, 2.0))
+    with pytest.raises(GradcheckError, match="not multiplied"):
+        gradcheck(ignoring, normal(3), dtype="float32")
+
+
+@row("G3")
+def test_chosen_tolerances_mean_what_they_say():
+    assert gradcheck(cube(3.003), normal(5), dtype="float32", surrogate=plain, rtol=2e-3)
+    with pytest.raises(GradcheckError):
+        gradcheck(cube(), normal(5), dtype="float32", surrogate=plain, atol=0.0, rtol=1e-9)
+
+
+@row("G3")
+def test_impossible_wishes_are_refused():
+    with pytest.raises(ValueError, match=r"autodiff in float64, which is not possible for cube.*Give surrogate="):
+        gradcheck(cube(), normal(5), dtype="float32")
+    with pytest.raises(ValueError, match="no finite differences"):
+        gradcheck(cube(), normal(5), dtype="float32", surrogate=plain, reference="finite_differences")
+    with pytest.raises(ValueError, match="below float64"):
+        gradcheck(cube(), normal(5), dtype="float64", surrogate=plain)
+    with pytest.raises(ValueError, match="no rule to take off"):
+        gradcheck(plain, normal(5), dtype="float32")

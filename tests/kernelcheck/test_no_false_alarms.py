@@ -1,0 +1,166 @@
+"""Row K1: kernels that are as good as their references pass, whoever wrote them."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxfn import kernelcheck
+from tests.support.kernel_faults import shape
+from tests.support.marks import row, thorough
+
+
+def operations(name):
+    """A module of JAX's own Pallas kernels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            return importlib.import_module(f"jax.experimental.pallas.ops.{name}")
+        except ImportError:
+            return pytest.skip(f"this JAX has no {name}")
+
+
+@row("K1")
+def test_softmax_in_pallas():
+    softmax = operations("gpu.softmax").softmax
+
+    def kernel(x):
+        return softmax(x, interpret=True)
+
+    report = kernelcheck(kernel, jax.nn.softmax, shape(6, 32), skip=["gradients"])  # it has none
+    assert report.checks[0] == "outputs" and "gradients" not in report.checks
+
+
+@row("K1")
+@thorough
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_norms_in_pallas(name):
+    module = operations(f"gpu.{name}")
+
+    def kernel(x, weight, bias):
+        return getattr(module, name)(x, weight, bias, interpret=True)
+
+    assert kernelcheck(kernel, getattr(module, f"{name}_reference"), (shape(2, 4, 32), shape(32), shape(32)))
+
+
+@row("K1")
+@thorough
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_in_pallas(causal):
+    module = operations("gpu.attention")
+    sizes = ("block_q", "block_k", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    blocks = module.BlockSizes(**dict.fromkeys(sizes, 16))
+
+    def kernel(q, k, v):
+        return module.mha(q, k, v, None, sm_scale=0.25, causal=causal, block_sizes=blocks, interpret=True)
+
+    def reference(q, k, v):
+        return module.mha_reference(q, k, v, None, sm_scale=0.25, causal=causal)
+
+    report = kernelcheck(kernel, reference, (shape(2, 32, 2, 16),) * 3)
+    assert any("refused" in r.message and "multiple of block_q" in r.message for r in report.rows if r.check == "sizes")
+    assert "without these casts" in report.notes[0]
+
+
+@row("K1")
+@thorough
+def test_decode_attention_in_pallas():
+    module = operations("gpu.decode_attention")
+
+    def kernel(q, k, v):
+        return module.mqa(q, k, v, interpret=True, k_splits=2, block_h=16)
+
+    def reference(q, k, v):
+        return module.mqa_reference(q, k, v)
+
+    assert kernelcheck(kernel, reference, (shape(2, 16, 16), shape(2, 64, 16), shape(2, 64, 16)), skip=["gradients"])
+
+
+@row("K1")
+@thorough
+def test_kernels_for_tpus_in_pallas():
+    """What interprets them cannot be batched: JAX says so, and that is skipped."""
+    flash, product = operations("tpu.flash_attention"), operations("tpu.matmul")
+
+    def attention(q, k, v):
+        return flash.flash_attention(q, k, v, causal=True)
+
+    def reference(q, k, v):
+        return flash.mha_reference_no_custom_vjp(q, k, v, causal=True)
+
+    def matmul(x, y):
+        return product.matmul(x, y, block_shape=(8, 128), block_k=128)
+
+    with pltpu.force_tpu_interpret_mode():
+        assert kernelcheck(attention, reference, (shape(1, 1, 128, 128),) * 3, skip=["vmap"])
+        given = (shape(16, 128), shape(128, 256))
+        assert kernelcheck(matmul, jnp.matmul, given, skip=["vmap", "gradients", "sizes"])
+        # JAX's example of a matmul does not look at sizes, and is wrong where they are no multiples of its blocks.
+        report = kernelcheck(matmul, jnp.matmul, given, skip=["vmap", "gradients"], raise_exception=False)
+    assert report.failed_checks == ["sizes"]
+
+
+def attention(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+def attention_by_rows(q, k, v):
+    def of_row(q):
+        logits = jnp.einsum("nh,snh->ns", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+        return jnp.einsum("ns,snh->nh", jax.nn.softmax(logits, -1).astype(v.dtype), v)
+
+    return jax.vmap(of_row)(q)
+
+
+def log_softmax(x):
+    return x - jax.nn.logsumexp(x, -1, keepdims=True)
+
+
+def gelu(x):
+    return 0.5 * x * (1 + jax.lax.erf(x * np.sqrt(0.5).astype(x.dtype)))
+
+
+def standardized(x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
+
+
+def glu(x):
+    half = x.shape[-1] // 2
+    return x[..., :half] / (1 + jnp.exp(-x[..., half:]))
+
+
+PAIRS = {
+    "softmax": (jax.nn.softmax, lambda x: jnp.exp(log_softmax(x)), [shape(7, 19)]),
+    "log_softmax": (jax.nn.log_softmax, log_softmax, [shape(7, 19)]),
+    "logsumexp": (lambda x: jax.nn.logsumexp(x, -1), None, [shape(7, 19)]),
+    "gelu": (lambda x: jax.nn.gelu(x, approximate=False), gelu, [shape(40)]),
+    "silu": (jax.nn.silu, lambda x: x / (1 + jnp.exp(-x)), [shape(40)]),
+    "softplus": (jax.nn.softplus, lambda x: jnp.logaddexp(x, 0.0), [shape(40)]),
+    "selu": (jax.nn.selu, None, [shape(40)]),
+    "standardize": (lambda x: jax.nn.standardize(x, epsilon=1e-5), standardized, [shape(7, 19)]),
+    "glu": (jax.nn.glu, glu, [shape(7, 12)]),
+    "attention": (attention, attention_by_rows, [shape(9, 2, 4)] * 3),
+    "one number": (jnp.sum, lambda x: x.reshape(-1, 4).sum(0).sum(), [shape(64)]),
+    "relu of a product": (lambda x, w: jax.nn.relu(x @ w), lambda x, w: jnp.where((w.T @ x.T).T > 0, x @ w, 0), None),
+}
+PAIRS["relu of a product"] = (*PAIRS["relu of a product"][:2], [shape(6, 8), shape(8, 5)])
+ONCE = ["determinism", "jit", "padding", "vmap", "subsets", "sizes", "donation"]
+SEEDS = 25
+
+
+@row("K1")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "softmax" else [thorough]) for n in PAIRS])
+def test_functions_of_jax_on_both_sides(name):
+    """The same function, and another way to compute it, for many seeds; either way round."""
+    function, other, inputs = PAIRS[name]
+    for kernel, reference in ((function, function), (other or function, function), (function, other or function)):
+        for seed in range(2 if name == "softmax" else SEEDS):
+            assert kernelcheck(kernel, reference, tuple(inputs), skip=ONCE + ["scales", "constants"], seed=seed)
+        assert kernelcheck(kernel, reference, tuple(inputs), skip=["sizes"] if name in ("glu", "one number") else [])
