@@ -10,7 +10,8 @@ Many functions are written so that low precision is computed in float32:
 
 Called with float64 this computes in float32 all the same, and says nothing about errors of a float32 kernel. So its
 program is looked at, and where anything is less than float64, the operations are carried out one by one on float64,
-without the casts. JAX has differentiated them before, by whatever rules they have.
+without the casts. JAX has differentiated them before, by whatever rules they have. The same is done where it draws
+random numbers, since those are others with x64.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import numpy as np
 from jax.tree_util import tree_map
 
 from jaxfn._compat import make_jaxpr
-from jaxfn._gradcheck.problem.traced import Traced
+from jaxfn._gradcheck.problem.traced import Traced, equations, single, traced_without_x64
 from jaxfn._values.arrays import double, is_inexact
 
 # Operations that are the program inside of them, and under which name they have it.
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CALLING = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint"})
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+# Operations that give other random numbers with x64, where the same key is to give the same ones.
+_DRAWING = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 
 
 def in_double(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], str]:
@@ -41,18 +44,34 @@ def in_double(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., A
     """
     try:
         traced = Traced(function, *args)
-    except Exception:  # it may mix dtypes in a way that float64 does not go with
-        with jax.enable_x64(False):
-            traced = Traced(function, *tree_map(_single, args))
-    casts = {str(aval.dtype) for aval in traced.from_inputs() if _is_coarse(getattr(aval, "dtype", bool))}
-    if not casts:
+        why = _unlike_double(traced)
+    except Exception as error:  # it may mix dtypes in a way that float64 does not go with
+        traced, why = None, f"does not run in float64 ({type(error).__name__})"
+    if traced is not None and not why:
         return traced, ""
-    of = f"the reference computes in {', '.join(sorted(casts))} even where its inputs are float64"
+    if traced is None or _draws(traced):
+        with jax.enable_x64(False):
+            recorded = Traced(function, *tree_map(single, args))
+        as_it_is = traced_without_x64(function, *args)
+    else:
+        recorded = as_it_is = traced
     try:
-        promoted = Traced(lambda *args: traced.run_by(_evaluated, *args), *args)
+        promoted = Traced(lambda *args: recorded.run_by(_evaluated, *args), *args)
     except Exception as error:
-        return traced, f"{of}, and cannot be made not to ({type(error).__name__}), so errors are known less exactly"
-    return promoted, f"{of}; what is right was computed in float64 without these casts"
+        return as_it_is, f"the reference {why}, and cannot be made to ({type(error).__name__}), so less is certain"
+    return promoted, f"the reference {why}; what is right was computed by the same operations on float64"
+
+
+def _unlike_double(traced: Traced) -> str:
+    """What a trace does that is not the function in double precision, in words."""
+    if _draws(traced):
+        return "draws random numbers, which are others with x64"
+    casts = {str(aval.dtype) for aval in traced.from_inputs() if _is_coarse(getattr(aval, "dtype", np.dtype(bool)))}
+    return f"computes in {', '.join(sorted(casts))} even where its inputs are float64" if casts else ""
+
+
+def _draws(traced: Traced) -> bool:
+    return any(equation.primitive.name in _DRAWING for equation in equations(traced.jaxpr))
 
 
 def _evaluated(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
@@ -61,7 +80,7 @@ def _evaluated(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
     known.update(zip(jaxpr.invars, map(_promoted, args), strict=True))
 
     def value(v: Any) -> Any:
-        return _promoted(v.val) if hasattr(v, "val") else known[v]
+        return jnp.asarray(v.val, _double(v.aval.dtype)) if hasattr(v, "val") else known[v]
 
     for equation in jaxpr.eqns:
         results = _carried_out(equation, [value(v) for v in equation.invars])
@@ -75,8 +94,8 @@ def _carried_out(equation: Any, args: Sequence[Any]) -> Sequence[Any]:
     if name in ("convert_element_type", "reduce_precision") and is_inexact(args[0].dtype):
         wanted = equation.outvars[0].aval.dtype
         return [args[0] if _is_coarse(wanted) else args[0].astype(wanted)]
-    if name == "bitcast_convert_type":
-        args = [args[0].astype(equation.invars[0].aval.dtype)]
+    if name == "bitcast_convert_type":  # of bits, which are those of the dtypes there are
+        return [equation.primitive.bind(args[0].astype(equation.invars[0].aval.dtype), **params)]
     if name in _CALLING:
         inner = next(params[key] for key in _CALLS if key in params)
         return _evaluated(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *args)
@@ -107,8 +126,3 @@ def _double(dtype: Any) -> Any:
 
 def _is_coarse(dtype: Any) -> bool:
     return is_inexact(dtype) and dtype != double(dtype)
-
-
-def _single(array: Any) -> Any:
-    dtype = np.float32 if is_inexact(array.dtype) else array.dtype
-    return jax.ShapeDtypeStruct(array.shape, dtype)

@@ -147,7 +147,7 @@ class Expected:
             if worst and of_all_draws[place] <= 1:
                 break
             index = int(excess[:, *place].argmax()), *place
-            ulps = errors[index] / _ulp(exact[index], self.precision, self.tiny)
+            ulps = self._ulps(float(errors[index]), float(exact[index]))
             worst.append(Entry(place, *map(float, (values[index], exact[index], errors[index], allowed[index], ulps))))
         message = ""
         if count:
@@ -155,6 +155,12 @@ class Expected:
         elif norm > allowed_norm:
             message = f"the errors' root mean square is {norm:.2g}, of {allowed_norm:.2g} that are allowed"
         return Verdict(not message, message, norm, allowed_norm, worst, count, exact.size)
+
+    def _ulps(self, error: float, exact: float) -> float:
+        """An error in units of the last place of what is expected."""
+        if not math.isfinite(error + exact):
+            return math.inf if error else 0.0
+        return error / (self.precision * 2.0 ** math.floor(math.log2(max(abs(exact), self.tiny))))
 
 
 def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> Expected:
@@ -190,9 +196,3 @@ def _spread(errors: Array) -> Spread:
 def _rms(errors: Array) -> float:
     with np.errstate(all="ignore"):
         return float(np.sqrt(np.mean(errors**2))) if errors.size else 0.0
-
-
-def _ulp(value: Any, precision: float, tiny: float) -> float:
-    """The spacing of numbers of a value's size."""
-    size = max(abs(float(value)), tiny)
-    return precision * 2.0 ** math.floor(math.log2(size)) if math.isfinite(size) else math.inf

@@ -83,23 +83,30 @@ def test_the_function_sees_arrays_of_the_dtype_without_x64():
 
     @jaxfn.function
     def double(ctx, x, table):
-        seen.add(("forward", x.dtype, table.dtype, jnp.arange(2).dtype))
+        seen.add(("forward", *(str(a.dtype) for a in (x, table, jnp.arange(2)))))
         return x * 2
 
     @double.backward
     def _(ctx, g):
-        seen.add(("backward", g.dtype, jnp.arange(2).dtype))
+        seen.add(("backward", *(str(a.dtype) for a in (g, jnp.arange(2)))))
         return g * 2, None
 
     assert gradcheck(double, (normal(3), np.ones(2)), argnums=0, dtype="bfloat16", surrogate=lambda x, table: 2 * x)
-    assert seen == {("forward", jnp.bfloat16, jnp.bfloat16, jnp.int32), ("backward", jnp.bfloat16, jnp.int32)}
+    assert seen == {("forward", "bfloat16", "bfloat16", "int32"), ("backward", "bfloat16", "int32")}
 
 
 @row("G1", "G3")
 def test_small_checks_are_made_in_the_dtype_too():
-    undefined = jaxfn.function(lambda ctx, x, y: (x * 2, y * 3))
-    undefined.backward(lambda ctx, g, h: (2 * g, 3 * h + jnp.where(jnp.all(g == 0), 1.0, 0.0)))
-    with pytest.raises(GradcheckError, match="undefined"):
+    def forward(ctx, x, y):
+        ctx.set_materialize_grads(False)
+        return x * 2, y * 3
+
+    def backward(ctx, g, h):
+        return None if g is None else 2 * g, 3 * h if h is not None else jnp.ones(3)
+
+    undefined = jaxfn.function(forward)
+    undefined.backward(backward)
+    with pytest.raises(GradcheckError, match="takes an undefined cotangent of output 1 for something else than zeros"):
         gradcheck(undefined, (normal(3), normal(3)), dtype="float32", surrogate=lambda x, y: (2 * x, 3 * y))
     ignoring = jaxfn.function(lambda ctx, x: x * 2)
     ignoring.backward(lambda ctx, g: jnp.full_like(g, 2.0))

@@ -102,10 +102,10 @@ def traced_without_x64(function: Callable[..., Any], *args: Any) -> Traced:
     Kernels are written for JAX's own default; with x64, their whole numbers would be others, of which many fail.
     """
     with jax.enable_x64(False):
-        single = Traced(function, *tree_map(_single, args))
+        traced = Traced(function, *tree_map(single, args))
 
     def widened(*args: Any) -> Any:
-        return tree_map(_double, single(*tree_map(_cast, args, tree_map(_single, args))))
+        return tree_map(_double, traced(*tree_map(_cast, args, tree_map(single, args))))
 
     return Traced(widened, *args)
 
@@ -118,10 +118,10 @@ def _double(array: Any) -> jax.Array:
     return array.astype(double(array.dtype))
 
 
-def _single(array: Any) -> jax.ShapeDtypeStruct:
+def single(array: Any) -> jax.ShapeDtypeStruct:
     """The type of a double-precision array in single precision."""
-    dtypes = {"f": np.dtype(np.float32), "c": np.dtype(np.complex64)}
-    return jax.ShapeDtypeStruct(array.shape, dtypes.get(array.dtype.kind, array.dtype))
+    dtypes: dict[Any, Any] = {np.float64: np.float32, np.complex128: np.complex64}
+    return jax.ShapeDtypeStruct(array.shape, dtypes.get(array.dtype.type, array.dtype))
 
 
 def is_part(alone: object, whole: object, position: int) -> bool:
