@@ -102,8 +102,7 @@ class Bench:
     @cached_property
     def _reference_program(self) -> Callable[..., Any]:
         side = Side(self.reference, self.arguments)
-        example = self.case(self.arguments.values)
-        return compile_as_written(jax.jit(side.mapped).lower(*self.arrays(example)))
+        return compile_as_written(jax.jit(side.mapped).lower(*self.arrays(self.main)))
 
     @cached_property
     def main(self) -> Case:
@@ -132,6 +131,15 @@ class Bench:
         ]
         return self.arguments.fixed, xs, cotangents
 
+    def eagerly(self) -> Results:
+        """What the kernel gives for the first of the draws without `jax.jit`."""
+        return computed(self.side.run, *self.arrays(self.main, 0)).as_draw()
+
+    @cached_property
+    def eager(self) -> Results:
+        """The first time that it did."""
+        return self.eagerly()
+
     def measured(self, case: Case) -> Results:
         """What the kernel gives."""
         return computed(self.program, *self.arrays(case))
@@ -155,18 +163,7 @@ class Bench:
 
     def row(self, check: str, what: str, verdict: Verdict) -> Row:
         """A verdict in the report."""
-        return Row(
-            check,
-            str(np.dtype(self.dtype)),
-            what,
-            verdict.passed,
-            verdict.message,
-            verdict.norm,
-            verdict.allowed_norm,
-            verdict.worst,
-            verdict.count,
-            verdict.total,
-        )
+        return Row(check, str(np.dtype(self.dtype)), what, **vars(verdict))
 
     def said(self, check: str, what: str, message: str = "", *, passed: bool = False) -> Row:
         """A finding in words."""
@@ -220,8 +217,10 @@ class Exact:
     def results(self, xs: Arrays, cotangents: Arrays) -> Results:
         """What it gives for draws of inputs and cotangents."""
         args = self._side.arguments.fixed, xs, cotangents
+        config: Any = jax.config
+        has_x64: bool = config.jax_enable_x64
         with jax.enable_x64(True):
             if self._program is None:
-                function, self.note = in_double(self._side.mapped, *args)
+                function, self.note = in_double(self._side.mapped, *args, draws_alike=has_x64)
                 self._program = compile_quickly(jax.jit(function).lower(*args))
             return on_host(self._program(*args))

@@ -35,21 +35,23 @@ _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _DRAWING = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 
 
-def in_double(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], str]:
+def in_double(function: Callable[..., Any], *args: Any, draws_alike: bool = False) -> tuple[Callable[..., Any], str]:
     """A function in float64, and what is to be said about that; x64 is switched on.
 
     Args:
       function: takes and returns pytrees of arrays.
       args: its arguments, floating-point ones in float64.
+      draws_alike: whether it draws the random numbers that are wanted, since these are drawn with x64 too.
     """
     try:
         traced = Traced(function, *args)
-        why = _unlike_double(traced)
+        draws = not draws_alike and any(equation.primitive.name in _DRAWING for equation in equations(traced.jaxpr))
+        why = "draws random numbers, which are others with x64" if draws else _casts(traced)
     except Exception as error:  # it may mix dtypes in a way that float64 does not go with
-        traced, why = None, f"does not run in float64 ({type(error).__name__})"
+        traced, draws, why = None, True, f"does not run in float64 ({type(error).__name__})"
     if traced is not None and not why:
         return traced, ""
-    if traced is None or _draws(traced):
+    if traced is None or draws:
         with jax.enable_x64(False):
             recorded = Traced(function, *tree_map(single, args))
         as_it_is = traced_without_x64(function, *args)
@@ -62,16 +64,10 @@ def in_double(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., A
     return promoted, f"the reference {why}; what is right was computed by the same operations on float64"
 
 
-def _unlike_double(traced: Traced) -> str:
-    """What a trace does that is not the function in double precision, in words."""
-    if _draws(traced):
-        return "draws random numbers, which are others with x64"
-    casts = {str(aval.dtype) for aval in traced.from_inputs() if _is_coarse(getattr(aval, "dtype", np.dtype(bool)))}
-    return f"computes in {', '.join(sorted(casts))} even where its inputs are float64" if casts else ""
-
-
-def _draws(traced: Traced) -> bool:
-    return any(equation.primitive.name in _DRAWING for equation in equations(traced.jaxpr))
+def _casts(traced: Traced) -> str:
+    """What a trace computes in, other than double precision, in words."""
+    found = {str(aval.dtype) for aval in traced.from_inputs() if _is_coarse(getattr(aval, "dtype", np.dtype(bool)))}
+    return f"computes in {', '.join(sorted(found))} even where its inputs are float64" if found else ""
 
 
 def _evaluated(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:

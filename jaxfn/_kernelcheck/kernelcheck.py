@@ -40,11 +40,11 @@ def kernelcheck(
     What is checked has a name in the report, and may be left out by that name:
 
     - "outputs", "gradients": of inputs near to those that are given, for random cotangents.
-    - "vacuous": no gradient is zero in the reference, or so small that a kernel which returns zeros would pass.
     - "determinism": two runs are equal to the bit, compiled and eagerly.
     - "scales": inputs that are scaled. Of larger ones it is asked only that nothing is infinite or NaN that is finite
       in the reference.
     - "constants": inputs that are zero, or the same number everywhere.
+    - "vacuous": no gradient is zero in the reference, or so small that a kernel which returns zeros would pass.
     - "jit": run eagerly.
     - "padding": inputs that lie between NaNs in memory, which a kernel gets that reads out of bounds. (Pallas itself
       fills up blocks with NaNs in its interpret mode, so there it is "sizes" that shows it.)
@@ -55,7 +55,7 @@ def kernelcheck(
     - "donation": arguments keep their values, unless they are donated.
     - "shard": the same on several devices.
 
-    The first five are made in each dtype, the others in the first one.
+    The first four are made in each dtype, the others in the first one.
 
     Args:
       kernel: any differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`.
@@ -101,7 +101,7 @@ def kernelcheck(
       ...     return g - y * g.sum(-1, keepdims=True)
       >>> report = jaxfn.kernelcheck(softmax, jax.nn.softmax, jax.ShapeDtypeStruct((4, 7), "float32"))
       >>> bool(report), report.checks[:3]
-      (True, ['outputs', 'gradients', 'vacuous'])
+      (True, ['outputs', 'gradients', 'determinism'])
 
     Torch counterpart: none.
     """

@@ -33,6 +33,10 @@ class Results:
     def arrays(self) -> Arrays:
         return [*self.outputs, *self.others, *self.gradients]
 
+    def as_draw(self) -> Results:
+        """Results of one draw, with an axis for draws."""
+        return Results(*([array[None] for array in arrays] for arrays in (self.outputs, self.others, self.gradients)))
+
     def same_as(self, other: Results) -> bool:
         """Whether both are equal to the bit."""
         return all(a.tobytes() == b.tobytes() for a, b in zip(self.arrays, other.arrays, strict=True))
@@ -70,16 +74,21 @@ class Side:
 
     def outputs(self, dtype: Any) -> Outputs:
         """What it returns in a dtype; nothing is computed."""
-        names: list[list[str]] = []
+        names: list[str] = []
 
         def described(fixed: Arrays, xs: Arrays) -> Any:
             floats, others = _returned(self.arguments.call(self.function, fixed, xs))
-            names.append([*floats, *others])
+            names[:] = [*floats, *others]
             return list(floats.values()), list(others.values())
 
         xs = [jax.ShapeDtypeStruct(value.shape, dtype) for value in self.arguments.values]
         floats, others = jax.eval_shape(described, self.arguments.fixed, xs)
-        return Outputs(tuple(names[-1]), tuple(floats), tuple(others))
+        return Outputs(tuple(names), tuple(floats), tuple(others))
+
+    def call(self, fixed: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+        """The floating-point outputs, and the others."""
+        floats, others = _returned(self.arguments.call(self.function, fixed, xs))
+        return list(floats.values()), list(others.values())
 
     def run(
         self,
@@ -105,7 +114,7 @@ class Side:
             merged = list(xs)
             for position, x in zip(chosen, differentiated, strict=True):
                 merged[position] = x
-            floats, others = (list(d.values()) for d in _returned(self.arguments.call(self.function, fixed, merged)))
+            floats, others = self.call(fixed, merged)
             return [floats[i] for i in kept], (floats, others)
 
         if not chosen:
@@ -122,6 +131,23 @@ class Side:
             return self.run(fixed, *draw, **kept)
 
         return jax.lax.map(of_one, (xs, cotangents))
+
+
+@dataclass(frozen=True)
+class BatchedSide(Side):
+    """The same under `jax.vmap`.
+
+    Attributes:
+      axes: of floating-point inputs; `None` of those that have no batch.
+    """
+
+    axes: tuple[int | None, ...]
+
+    def call(self, fixed: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+        def of_one(*xs: Any) -> Any:
+            return super(BatchedSide, self).call(fixed, list(xs))
+
+        return jax.vmap(of_one, in_axes=self.axes)(*xs)
 
 
 class KernelError(Exception):
