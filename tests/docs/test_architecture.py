@@ -30,7 +30,7 @@ FLOORS = [
     ("jaxfn._torch",),
     ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report"),
     ("jaxfn._gradcheck.numbers",),
-    ("jaxfn._gradcheck", "jaxfn._parity"),
+    ("jaxfn._gradcheck", "jaxfn._kernelcheck", "jaxfn._parity"),
     ("jaxfn",),
 ]
 
