@@ -44,10 +44,10 @@ class Target:
     others: list[tuple[Any, Any]]
     gradients: list[Expected]
 
-    def no_sharper_than(self, other: Target) -> Target:
-        """The same, where errors may be as large as for another case."""
+    def of_equal_inputs(self, other: Target) -> Target:
+        """See `Expected.of_equal_inputs`; the other case has inputs that are not."""
         outputs, gradients = (
-            [e.no_sharper_than(o) for e, o in zip(mine, others, strict=True)]
+            [e.of_equal_inputs(o) for e, o in zip(mine, others, strict=True)]
             for mine, others in ((self.outputs, other.outputs), (self.gradients, other.gradients))
         )
         return Target(outputs, self.others, gradients)

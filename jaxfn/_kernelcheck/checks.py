@@ -157,7 +157,7 @@ def constants(bench: Bench, wishes: Wishes) -> Iterator[Row]:
     same = [np.full_like(value, value.flat[0] if value.size else 0) for value in values]
     for what, given in (("zero", [np.zeros_like(value) for value in values]), ("constant", same)):
         case = bench.case(given)
-        target = bench.expected(case).no_sharper_than(bench.target)
+        target = bench.expected(case).of_equal_inputs(bench.target)
         yield from bench.judged("constants", bench.measured(case), target, suffix=f", inputs {what}")
 
 

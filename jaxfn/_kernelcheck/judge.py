@@ -103,9 +103,11 @@ class Expected:
         """The same for some of the draws, with what is known of errors from all of them."""
         return replace(self, exact=self.exact[list(draws)], is_judged=self.is_judged[list(draws)])
 
-    def no_sharper_than(self, other: Expected) -> Expected:
-        """The same, where errors may be as large as of another array."""
-        return replace(self, error=self.error.at_least(other.error), moved=self.moved.at_least(other.moved))
+    def of_equal_inputs(self, other: Expected) -> Expected:
+        """The same, where inputs are equal to each other, and so are their errors: all at once may be as large as the
+        largest one of an array for inputs that are not."""
+        error, moved = (Spread(s.largest, s.largest) for s in (other.error, other.moved))
+        return replace(self, error=self.error.at_least(error), moved=self.moved.at_least(moved))
 
     def summed(self) -> Expected:
         """The sum over all draws, as a single one."""
