@@ -136,10 +136,10 @@ def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | 
       >>> ledger = jaxfn.residuals(lambda x: jnp.sin(swish(x)), x)
       >>> print(ledger)
       Function  saved as  shape    dtype    bytes  is
-      -------------------------------------------------------------
+      ---------------------------------------------------------------------
       swish     x         (1000,)  float32  4,000  input         is args[0]
       JAX                 (1000,)  float32  4,000  intermediate
-      -------------------------------------------------------------
+      ---------------------------------------------------------------------
       swish                                 4,000                total
       JAX                                   4,000                total
       all                                   8,000                total

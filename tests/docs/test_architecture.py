@@ -14,7 +14,7 @@ MODULES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path f
 
 # From the ground up. A module belongs to the longest of these that it begins with.
 FLOORS = [
-    ("jaxfn._compat", "jaxfn._watch"),
+    ("jaxfn._compat", "jaxfn._observation", "jaxfn._watch"),
     ("jaxfn._values",),
     ("jaxfn._primitives",),
     ("jaxfn._protocol",),
@@ -30,7 +30,7 @@ FLOORS = [
     ("jaxfn._torch",),
     ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report"),
     ("jaxfn._gradcheck.numbers",),
-    ("jaxfn._gradcheck", "jaxfn._kernelcheck", "jaxfn._parity"),
+    ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity"),
     ("jaxfn",),
 ]
 
