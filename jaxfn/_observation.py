@@ -5,6 +5,7 @@ See `jaxfn._primitives.mark`. Nothing is left in a program while nothing is look
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import Enum
@@ -46,3 +47,14 @@ def observing(observation: Observation | Collector) -> Generator[None]:
     """Looks for something, and for nothing else, in what is traced inside."""
     with _observation(observation):
         yield
+
+
+def line_name(line: str) -> str:
+    """A line of code as a part of an operation's name, for code that Python is not running when JAX sees it."""
+    return "line{{" + line + "}}"
+
+
+def named_line(names: str) -> str | None:
+    """The innermost line in an operation's names, if there is one."""
+    lines = re.findall(r"line\{\{(.*?)\}\}", names)
+    return lines[-1] or None if lines else None

@@ -27,7 +27,7 @@ from jaxfn._compat import line_of, lowered_jaxpr, open_jaxpr
 from jaxfn._inspection.execution import Execution, Frame, Noted, first_not_finite
 from jaxfn._inspection.harvest import Path
 from jaxfn._inspection.subprograms import Subprogram, is_variable
-from jaxfn._observation import Observation, observing
+from jaxfn._observation import Observation, named_line, observing
 from jaxfn._primitives.mark import mark_p
 from jaxfn._values.layouts import Layout, split
 
@@ -277,7 +277,7 @@ class _Search:
             method,
             self._value_of(origin, function, method),
             *noted.told(equation.primitive.name),
-            line_of(equation),
+            named_line("/".join(names)) or line_of(equation),
             tuple(inside),
         )
 

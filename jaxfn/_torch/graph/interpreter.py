@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, cast
@@ -18,6 +19,7 @@ import torch
 from jax import lax
 from torch.fx import GraphModule, Node
 
+from jaxfn._observation import Observation, current_observation, line_name
 from jaxfn._torch._compat import plain_torch
 from jaxfn._torch.graph.jax_call import JaxCall
 from jaxfn._torch.graph.names import Operations, by_name, name_of
@@ -147,7 +149,8 @@ class Translation:
             arguments = (jax.random.fold_in(key, call.num_drawn), *arguments)
         if jax_dtype(torch.int64) != np.int64 and self._needs_64_bits(step, arguments, options):
             return self._run_wide(step, operation.function, arguments, options)
-        return _recorded(operation.function(*arguments, **options), node)
+        with _told_line(node):
+            return _recorded(operation.function(*arguments, **options), node)
 
     def _may_be_wide(self, nodes: Sequence[Node]) -> bool:
         is_narrow = jax_dtype(torch.int64) != np.int64
@@ -338,6 +341,12 @@ def _results(node: Node) -> list[torch.Tensor]:
     recorded = node.meta.get("val")
     results = recorded if isinstance(recorded, (tuple, list)) else [recorded]
     return [result for result in results if isinstance(result, torch.Tensor)]
+
+
+def _told_line(node: Node) -> AbstractContextManager[object]:
+    """Tells the line of a node to `find_nan`, if that looks, as a part of operations' names."""
+    is_wanted = current_observation() is Observation.VALUES
+    return jax.named_scope(line_name(line_of(node) or "")) if is_wanted else nullcontext()
 
 
 def line_of(node: Node) -> str | None:
