@@ -65,7 +65,7 @@ class NotFinite:
             return f"{self.number} is in {self.value}, at index {self.index} of shape {self.shape}"
         lines = [
             f"{self.number} begins in {where}{reached}",
-            f"  {self.operation} made it of finite numbers, at index {self.index} of shape {self.shape}",
+            f"  {self.operation} gave it first, at index {self.index} of shape {self.shape}",
             f"  {self.line}",
         ]
         return "\n".join([*lines, *(f"  in {around}" for around in self.inside)])
@@ -97,7 +97,7 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | No
       ...     return grad_output / (2 * y)
       >>> found = jaxfn.find_nan(jax.grad(lambda x: root(x).sum()), jnp.array([4.0, 0.0]))  # doctest: +ELLIPSIS
       inf begins in root.backward (gradient of x)
-        div made it of finite numbers, at index (1,) of shape (2,)
+        div gave it first, at index (1,) of shape (2,)
       ...
       >>> print(found.function, found.method, found.value)
       root backward gradient of x
