@@ -178,19 +178,20 @@ class Bench:
         suffix: str = "",
         only_overflow: bool = False,
     ) -> list[Row]:
-        """Rows for results of some draws of a case; by default of all."""
+        """Rows for results of some draws of a case; by default of all. Results may be without gradients."""
         rows: list[Row] = []
-        names = (*self.outputs.names[: len(results.outputs)], *self.gradient_names())
-        expected = [*target.outputs, *target.gradients]
-        is_main = check == "outputs"
-        for position, (name, values, e) in enumerate(
-            zip(names, [*results.outputs, *results.gradients], expected, strict=True)
-        ):
+        count = len(results.outputs)
+        gradients = zip(self.gradient_names(), results.gradients, target.gradients, strict=True)
+        named = [
+            *zip(self.outputs.names[:count], results.outputs, target.outputs, strict=True),
+            *(gradients if results.gradients else ()),
+        ]
+        for position, (name, values, e) in enumerate(named):
             e = e if draws is None else e.at(draws)
-            under = "gradients" if is_main and position >= len(results.outputs) else check
+            under = "gradients" if check == "outputs" and position >= count else check
             verdict = e.overflow(values) if only_overflow else e.judge(values, self.factor)
             rows.append(self.row(under, name + suffix, verdict))
-        others = self.outputs.names[len(results.outputs) :]
+        others = self.outputs.names[count:]
         for name, values, (exact, reference) in zip(others, results.others, target.others, strict=True):
             at = slice(None) if draws is None else list(draws)
             wrong = (values != exact[at]) & (values != reference[at])

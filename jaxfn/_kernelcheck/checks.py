@@ -72,6 +72,13 @@ def eager_determinism(bench: Bench, wishes: Wishes) -> Iterator[Row]:
     yield bench.said("determinism", "eager", message, passed=is_same)
 
 
+def undifferentiated(bench: Bench, wishes: Wishes) -> Iterator[Row]:
+    """Outputs where nothing is differentiated, which a rule may compute by other code."""
+    side = replace(bench.side, arguments=bench.arguments.undifferentiated())
+    results = computed(jax.jit(side.mapped), *bench.arrays(bench.main))
+    yield from bench.judged("undifferentiated", results, bench.target)
+
+
 def jit(bench: Bench, wishes: Wishes) -> Iterator[Row]:
     """Without `jax.jit`."""
     yield from bench.judged("jit", bench.eager, bench.target, [0], " eagerly")
@@ -107,9 +114,8 @@ def _unbatched(bench: Bench, owner: int) -> Iterator[Row]:
         else:
             gradients.append(np.moveaxis(gradient, -1, 0))
     names = ", ".join(arguments.names[i] for i in alone)
-    yield from bench.judged(
-        "vmap", replace(results, gradients=gradients), target, suffix=f" along the last axis, {names} unbatched"
-    )
+    suffix = f" along the last axis, {names} unbatched"
+    yield from bench.judged("vmap", replace(results, gradients=gradients), target, suffix=suffix)
 
 
 def undefined(bench: Bench, wishes: Wishes) -> Iterator[Row]:
@@ -288,6 +294,7 @@ IN_EVERY_DTYPE: list[tuple[str, Check]] = [
 ]
 IN_ONE_DTYPE: list[tuple[str, Check]] = [
     ("vacuous", vacuous),
+    ("undifferentiated", undifferentiated),
     ("determinism", eager_determinism),
     ("jit", jit),
     ("padding", padding),

@@ -45,6 +45,7 @@ def kernelcheck(
       in the reference.
     - "constants": inputs that are zero, or the same number everywhere.
     - "vacuous": no gradient is zero in the reference, or so small that a kernel which returns zeros would pass.
+    - "undifferentiated": outputs where no gradient is asked for, which is other code in a `jax.custom_vjp`.
     - "jit": run eagerly.
     - "padding": inputs that lie between NaNs in memory, which a kernel gets that reads out of bounds. (Pallas itself
       fills up blocks with NaNs in its interpret mode, so there it is "sizes" that shows it.)

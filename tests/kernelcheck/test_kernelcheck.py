@@ -18,7 +18,7 @@ from jaxfn._kernelcheck.judge import expect
 from tests.support.kernel_faults import KERNELS, shape
 from tests.support.marks import row
 
-QUICK = ["vmap", "sizes", "donation", "jit", "padding", "determinism"]
+QUICK = ["vmap", "sizes", "donation", "jit", "padding", "determinism", "undifferentiated"]
 
 
 def rule(forward, backward):
