@@ -11,7 +11,7 @@ from types import ModuleType
 
 import jax
 
-from benchmarks import checking, suite, table, training
+from benchmarks import checking, kernels, suite, table, training
 from benchmarks.environment import environment
 from benchmarks.functions import TORCH, installed_forms
 from benchmarks.measure import settle
@@ -32,6 +32,7 @@ def main() -> None:
     print("\n" + "\n".join(table.summary(rows)))
     checks = _measure_checks(TORCH in forms, options.quick)
     models = [] if options.quick else _measure_models()
+    measured_kernels = [] if options.quick else _measure_kernels()
     if options.quick:
         print("Quick: few samples, and one executable of each form; take the verdicts from a full run.")
     _save(
@@ -42,6 +43,7 @@ def main() -> None:
             "rows": [row.as_json() for row in rows],
             "checking": [c.as_json() for c in checks],
             "training": [m.as_json() for m in models],
+            "kernels": [k.as_json() for k in measured_kernels],
         },
     )
     print(f"\n{time.perf_counter() - begin:.0f} s; saved to {options.output}")
@@ -86,6 +88,16 @@ def _measure_models() -> list[training.Result]:
     print("\n" + training.header())
     results: list[training.Result] = []
     for result in training.run(_FULL.steps):
+        print(result.line(), flush=True)
+        results.append(result)
+    return results
+
+
+def _measure_kernels() -> list[kernels.Result]:
+    """Prints what kernels need and take, as it is measured."""
+    print("\n" + kernels.header())
+    results: list[kernels.Result] = []
+    for result in kernels.run(_FULL.steps):
         print(result.line(), flush=True)
         results.append(result)
     return results

@@ -15,6 +15,8 @@ import pytest
 
 import jaxfn
 from tests.support.cases import host_memory_is_apart
+from tests.support.kernel_examples import FOLDER
+from tests.support.kernel_examples import load as load_kernel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Packages that are not among the extra requirements of tests.
@@ -200,3 +202,35 @@ def test_residual_hooks():
     assert results["no hooks"].gradient_error == results["host memory"].gradient_error == 0
     assert 0 < results["bfloat16"].gradient_error < 0.01
     assert 0 < results["int8"].gradient_error < 0.02
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+def test_importing_a_kernel_does_not_run_it(name, capsys):
+    load_kernel(name)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "cross_entropy", "flash_attention", "lapack"])
+def test_a_kernel_is_what_plain_JAX_is_and_keeps_less(name):
+    results = load_kernel(name).main()
+    assert results.differences.keys() == {"jit", "vmap", "shard_map"}
+    assert 0 < max(results.differences.values()) < 1e-4
+    assert results.kept < results.kept_by_plain / 2
+    if name == "lapack":
+        assert results.hessian_difference < 1e-4
+
+
+def test_cross_entropy_and_attention_have_no_large_array():
+    """With other sizes than those that the examples assert it for."""
+    entropy = load_kernel("cross_entropy").main(num_rows=320, num_words=3001, width=20)
+    assert entropy.largest < entropy.logits / 4
+    assert entropy.needed < 4 * entropy.logits < entropy.needed_by_plain
+    attention = load_kernel("flash_attention").main(length=400, width=10)
+    assert attention.largest < attention.scores / 4
+
+
+def test_host_routine():
+    results = load_kernel("host_routine").main(sigma=0.5, gamma=0.7)
+    assert results.difference < 1e-12
+    assert max(results.slope_difference, results.curvature_difference) < 1e-4
+    assert results.host_calls == [(31,)]

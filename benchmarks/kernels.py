@@ -1,0 +1,152 @@
+"""The kernels of `examples/kernels` beside the same functions in plain JAX: memory, and on an accelerator time.
+
+Memory is that of a compiled value and gradient, and of what is kept from the one to the other. On a CPU Pallas
+interprets kernels: that is not timed, and the copies that the interpreter makes of whole arrays count as the kernel's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.measure import Samples, interleaved
+from benchmarks.steps import peak_memory
+
+KERNEL, PLAIN = "kernel", "plain JAX"
+_FOLDER = Path(__file__).parents[1] / "examples" / "kernels"
+_KEPT, _PEAK, _TIME = "kept for backward", "memory of a gradient", "a gradient"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A kernel and what it is called with.
+
+    Attributes:
+      name: what is printed.
+      module: the example's file.
+      function: in it; the function that it stands for is `plain`.
+      shapes: of the floating arguments.
+      num_labels: of whole numbers after them, below the size of the second argument.
+      options: keywords.
+    """
+
+    name: str
+    module: str
+    function: str
+    shapes: tuple[tuple[int, ...], ...]
+    num_labels: int = 0
+    options: Mapping[str, Any] | None = None
+
+    def forms(self) -> dict[str, Callable[..., jax.Array]]:
+        """The kernel, and the same in plain JAX."""
+        module = example(self.module)
+        functions = {KERNEL: getattr(module, self.function), PLAIN: module.plain}
+        return {form: partial(function, **self.options or {}) for form, function in functions.items()}
+
+    def args(self, dtype: Any) -> list[jax.Array]:
+        """Random arguments."""
+        keys = jax.random.split(jax.random.key(0), len(self.shapes))
+        floats = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, self.shapes, strict=True)]
+        if not self.num_labels:
+            return floats
+        return [*floats, jax.random.randint(jax.random.key(1), (self.num_labels,), 0, self.shapes[1][0])]
+
+
+_HEADS = ((16, 2048, 64),) * 3
+WORKLOADS = (
+    Workload("layer norm, 8,192 rows of 1,024", "layer_norm", "layer_norm", ((8192, 1024), (1024,), (1024,))),
+    Workload(
+        "cross entropy, 4,096 rows, 32,000 words", "cross_entropy", "cross_entropy", ((4096, 256), (32000, 256)), 4096
+    ),
+    Workload("attention, 16 heads of 2,048", "flash_attention", "flash_attention", _HEADS),
+    Workload(
+        "causal attention, 16 heads of 2,048", "flash_attention", "flash_attention", _HEADS, options={"causal": True}
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement of a workload in both forms: samples, in bytes or in seconds."""
+
+    workload: str
+    dtype: str
+    measurement: str
+    samples: Samples
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Of each form."""
+        return {form: statistics.median(values) for form, values in self.samples.items()}
+
+    def line(self) -> str:
+        """As a line of the table."""
+        is_time = self.measurement == _TIME
+        cells = [f"{v * 1e3:,.3f} ms" if is_time else f"{v / 2**20:,.1f} MiB" for v in self.medians.values()]
+        ratio = self.medians[KERNEL] / self.medians[PLAIN]
+        what = f"{self.workload}, {self.dtype}: {self.measurement}"
+        return what.ljust(72) + "".join(cell.rjust(16) for cell in cells) + f"   {ratio:.3f}x"
+
+    def as_json(self) -> dict[str, Any]:
+        """What is saved."""
+        return {
+            "kernel": self.workload,
+            "dtype": self.dtype,
+            "measurement": self.measurement,
+            "unit": "seconds" if self.measurement == _TIME else "bytes",
+            "medians": self.medians,
+            "num_samples": {form: len(values) for form, values in self.samples.items()},
+        }
+
+
+def header() -> str:
+    """The lines over the table."""
+    how = "interpreted, so not timed" if jax.default_backend() == "cpu" else f"on {jax.devices()[0].device_kind}"
+    return f"kernels of examples/kernels, {how}\n" + " " * 72 + KERNEL.rjust(16) + PLAIN.rjust(16)
+
+
+def run(rounds: int) -> Iterator[Result]:
+    """Every measurement, as it is taken."""
+    beside_plain = example("beside_plain")
+    for workload in WORKLOADS:
+        forms = workload.forms()
+        for dtype in ("float32", "bfloat16"):
+            args = workload.args(dtype)
+            kept = {form: [float(beside_plain.bytes_kept(f, args))] for form, f in forms.items()}
+            yield Result(workload.name, dtype, _KEPT, kept)
+            compiled = {form: jax.jit(beside_plain.step(f)).lower(*args).compile() for form, f in forms.items()}
+            peaks = {form: peak_memory(executable) for form, executable in compiled.items()}
+            if None not in peaks.values():
+                yield Result(workload.name, dtype, _PEAK, {form: [float(peak or 0)] for form, peak in peaks.items()})
+            if jax.default_backend() != "cpu":
+                _check_same(compiled, args)
+                calls = {form: partial(_wait, executable, args) for form, executable in compiled.items()}
+                yield Result(workload.name, dtype, _TIME, interleaved(calls, rounds))
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module; the kernels import each other's helpers from their folder."""
+    if str(_FOLDER) not in sys.path:
+        sys.path.append(str(_FOLDER))
+    return importlib.import_module(name)
+
+
+def _wait(executable: Callable[..., Any], args: list[jax.Array]) -> Any:
+    return jax.block_until_ready(executable(*args))
+
+
+def _check_same(compiled: Mapping[str, Callable[..., Any]], args: list[jax.Array]) -> None:
+    """Fails where they compute something else, loosely: a time would mean nothing."""
+    for ours, theirs in zip(compiled[KERNEL](*args), compiled[PLAIN](*args), strict=True):
+        ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
+        assert jnp.max(jnp.abs(ours - theirs)) <= 0.05 * jnp.max(jnp.abs(theirs))

@@ -1,0 +1,110 @@
+"""A tridiagonal solve by LAPACK, called through XLA's FFI, with a derivative.
+
+    python examples/kernels/lapack.py
+
+Why a Function: JAX cannot differentiate `jax.ffi.ffi_call`. The derivative of a solve is a solve with the transposed
+matrix, which has the outer two diagonals exchanged: `backward` calls the Function itself, so there is a derivative of
+every order. Kept for backward are the diagonals and the solution, and neither a matrix nor its factors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import beside_plain
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxlib import lapack
+
+import jaxfn
+
+
+class TridiagonalSolve(jaxfn.Function):
+    """The x for which T @ x = b, where T has these diagonals.
+
+    Args:
+      lower: (n,), of which the first entry lies outside of the matrix.
+      diagonal: (n,).
+      upper: (n,), of which the last entry lies outside of the matrix.
+      b: (n, k), k right sides.
+    """
+
+    @staticmethod
+    def forward(ctx, lower: jax.Array, diagonal: jax.Array, upper: jax.Array, b: jax.Array) -> jax.Array:
+        if jax.default_backend() != "cpu":
+            raise NotImplementedError(f"LAPACK runs on the CPU, and JAX is on a {jax.default_backend()} here.")
+        by_columns = (1, 0)  # major to minor: Fortran's order
+        solve = jax.ffi.ffi_call(
+            lapack.prepare_lapack_call("gtsv_ffi", b.dtype),  # JAX's own target, and what it is linked to
+            [jax.typeof(x) for x in (lower, diagonal, upper, b)] + [jax.ShapeDtypeStruct((), jnp.int32)],
+            vmap_method="broadcast_all",  # which the target knows of: it takes leading axes
+            input_layouts=(None, None, None, by_columns),
+            output_layouts=(None, None, None, by_columns, None),
+        )
+        _, _, _, x, info = solve(lower, diagonal, upper, b)
+        x = jnp.where(info == 0, x, jnp.nan)  # singular
+        ctx.save_for_backward(lower=lower, diagonal=diagonal, upper=upper, x=x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad_x: jax.Array):
+        lower, diagonal, upper, x = ctx.saved_tensors
+        grad_b = TridiagonalSolve.apply(_shifted(upper, 1), diagonal, _shifted(lower, -1), grad_x)
+        before, after = _shifted(x, 1), _shifted(x, -1)
+        return *(-jnp.sum(grad_b * other, axis=1) for other in (before, x, after)), grad_b
+
+
+def _shifted(rows: jax.Array, by: int) -> jax.Array:
+    """The row before, or the row after, with zeros where there is none."""
+    ends = [(max(by, 0), max(-by, 0)), *[(0, 0)] * (rows.ndim - 1)]
+    return jnp.pad(rows, ends)[max(-by, 0) :][: len(rows)]
+
+
+def plain(lower: jax.Array, diagonal: jax.Array, upper: jax.Array, b: jax.Array) -> jax.Array:
+    """The same with the whole matrix, to compare with."""
+    return jnp.linalg.solve(jnp.diag(diagonal) + jnp.diag(lower[1:], -1) + jnp.diag(upper[:-1], 1), b)
+
+
+class Results(NamedTuple):
+    differences: dict[str, float]  # of the solution and the gradients from those by the whole matrix
+    hessian_difference: float
+    kept: int  # bytes
+    kept_by_plain: int
+
+
+def main(n: int = 40, k: int = 8) -> Results | None:
+    if jax.default_backend() != "cpu":
+        print(f"LAPACK runs on the CPU, and JAX is on a {jax.default_backend()} here: nothing to show.")
+        return None
+    keys = jax.random.split(jax.random.key(0))
+    lower, diagonal, upper = jax.random.normal(keys[0], (3, n)) + jnp.array([[0.0], [4.0], [0.0]])
+    args = lower, diagonal, upper, jax.random.normal(keys[1], (n, k))
+    solve = TridiagonalSolve.apply
+
+    def curvature(function: beside_plain.Call) -> jax.Array:
+        """The second derivative of a sum of squares by the diagonal."""
+        return jax.jacrev(jax.grad(lambda x: jnp.sum(function(lower, x, upper, args[3]) ** 2)))(diagonal)
+
+    shared, by_column = PartitionSpec(), PartitionSpec(None, "devices")
+    results = Results(
+        beside_plain.differences(
+            solve, plain, args, (None, 0, None, 1), (shared, shared, shared, by_column), by_column
+        ),
+        float(jnp.max(jnp.abs(curvature(solve) - curvature(plain)))),
+        *(beside_plain.bytes_kept(f, args) for f in (solve, plain)),
+    )
+    assert max(results.differences.values()) < 1e-4
+    assert results.hessian_difference < 1e-4
+    assert results.kept == (3 * n + n * k) * 4
+
+    print(f"a tridiagonal system of {n} equations with {k} right sides, by LAPACK")
+    beside_plain.show(results.differences)
+    print(f"  a Hessian: {results.hessian_difference:.0e} from plain JAX")
+    print(f"  kept for backward: {results.kept:,} bytes; by plain JAX: {results.kept_by_plain:,}")
+    return results
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()
