@@ -1,0 +1,69 @@
+"""kernelcheck judges the kernels of `examples/kernels`: right ones pass, and whatever is wrong with one is found."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+import jaxfn
+from tests.support.kernel_examples import KERNELS, small
+from tests.support.pallas_faults import FAULTS, found_by, inputs
+from tests.support.marks import row, thorough
+
+# (rows, columns, width), beside the sizes that kernelcheck tries by itself.
+SIZES = [(1, 2, 3), (16, 32, 16), (33, 31, 5), (50, 20, 17)]
+QUICK = FAULTS[:: len(FAULTS) // 20]
+
+
+@row("K1")
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_a_right_kernel_passes(kernel):
+    module = small(kernel.module)
+    skip = ["jit", "padding", "vmap", "sizes"]  # which compile much
+    assert jaxfn.kernelcheck(kernel.of(module), kernel.plain(module), inputs(kernel), draws=4, skip=skip)
+
+
+@row("K1")
+@thorough
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_a_right_kernel_passes_every_check(kernel):
+    module = small(kernel.module)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    def shard(f):
+        in_specs, out_specs = kernel.split
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    args = tuple(kernel.args(24, 19, 5))
+    report = jaxfn.kernelcheck(kernel.of(module), kernel.plain(module), args, shard=shard)
+    assert {"outputs", "gradients", "scales", "jit", "vmap", "sizes", "subsets", "shard"} <= {*report.checks}
+
+
+@row("K1")
+@thorough
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_right_kernels_raise_no_alarm(kernel, sizes, seed):
+    module = small(kernel.module)
+    args = tuple(kernel.args(*sizes, seed=seed))
+    assert jaxfn.kernelcheck(kernel.of(module), kernel.plain(module), args, seed=seed, skip=["vmap", "jit", "padding"])
+
+
+@row("K1")
+@pytest.mark.parametrize(
+    "fault", [fault if fault in QUICK else pytest.param(fault, marks=thorough) for fault in FAULTS], ids=str
+)
+def test_a_planted_fault_is_found(fault):
+    assert found_by(fault)
+
+
+@row("K1")
+def test_the_faults_are_many_and_each_is_another_program():
+    """And the text that each replaces is there."""
+    assert len(FAULTS) == len({(fault.kernel.module, fault.change()) for fault in FAULTS}) >= 150
+    for fault in FAULTS:
+        _, old, new = fault.change()
+        compile(new, str(fault), "exec")
+        assert old != new
