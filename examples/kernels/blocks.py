@@ -22,7 +22,7 @@ import jaxfn
 
 
 def platform() -> str:
-    """ "gpu", "tpu", or "cpu", which has the interpreter."""
+    """Where kernels run: "gpu", "tpu", or "cpu", where they are interpreted."""
     return jax.default_backend()
 
 

@@ -210,23 +210,21 @@ def test_importing_a_kernel_does_not_run_it(name, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "cross_entropy", "flash_attention", "lapack"])
+SMALLER = {
+    "layer_norm": {"num_rows": 160, "width": 40},
+    "cross_entropy": {"num_rows": 160, "num_words": 1501, "width": 12},
+    "flash_attention": {"length": 160, "width": 10},
+    "lapack": {"n": 20},
+}
+
+
+@pytest.mark.parametrize("name", SMALLER)
 def test_a_kernel_is_what_plain_JAX_is_and_keeps_less(name):
-    results = load_kernel(name).main()
+    """`main` asserts what else it claims: that no array has the size of the logits or scores, and what is needed."""
+    results = load_kernel(name).main(**SMALLER[name])
     assert results.differences.keys() == {"jit", "vmap", "shard_map"}
     assert 0 < max(results.differences.values()) < 1e-4
     assert results.kept < results.kept_by_plain / 2
-    if name == "lapack":
-        assert results.hessian_difference < 1e-4
-
-
-def test_cross_entropy_and_attention_have_no_large_array():
-    """With other sizes than those that the examples assert it for."""
-    entropy = load_kernel("cross_entropy").main(num_rows=320, num_words=3001, width=20)
-    assert entropy.largest < entropy.logits / 4
-    assert entropy.needed < 4 * entropy.logits < entropy.needed_by_plain
-    attention = load_kernel("flash_attention").main(length=400, width=10)
-    assert attention.largest < attention.scores / 4
 
 
 def test_host_routine():
