@@ -500,12 +500,6 @@ planted(
     file="blocks",
 )  # fmt: skip
 planted(
-    CROSS_ENTROPY,
-    "dot",
-    ("products in bf16", "preferred_element_type=jnp.float32", "preferred_element_type=a.dtype", "outputs"),
-    file="blocks",
-)
-planted(
     LAYER_NORM,
     "store",
     ("output rounded", "value.astype(ref.dtype)", "value.astype(jnp.bfloat16).astype(ref.dtype)"),
