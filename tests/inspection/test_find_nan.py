@@ -146,8 +146,9 @@ def test_the_culprit_is_named(plant, around, capsys):
 
 
 @row("K4")
+@sampled
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("style", ["reverse", "both modes"])
+@pytest.mark.parametrize("style", STYLES)
 def test_nothing_is_found_where_there_is_nothing(style, around, capsys):
     assert jaxfn.find_nan(loss_of(AROUND[around](chain(None, "output", "nan", style))), X, WHEN) is None
     assert capsys.readouterr().out == ""
