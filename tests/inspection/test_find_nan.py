@@ -112,11 +112,8 @@ INSIDE = {
     "shard_map": "shard_map: device 1",
     "scan in shard_map": "scan: step 3 of 5",
 }
-PLANTS = list(
-    product(
-        ["First", "Second", "Third"], ["output", "saved", "gradient"], ["nan", "inf", "-inf"], ["reverse", "both modes"]
-    )
-)
+LAYERS, PLACES, STYLES = ["First", "Second", "Third"], ["output", "saved", "gradient"], ["reverse", "both modes"]
+PLANTS = list(product(LAYERS, PLACES, ["nan", "inf", "-inf"], STYLES))
 TOLD = {"output": "output 0", "saved": "saved saved", "gradient": "gradient of x"}
 
 

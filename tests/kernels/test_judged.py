@@ -14,6 +14,8 @@ from tests.support.pallas_faults import FAULTS, found_by, inputs
 # (rows, columns, width), beside the sizes that kernelcheck tries by itself.
 SIZES = [(2, 5, 3), (16, 32, 16), (33, 31, 5), (50, 20, 17)]
 QUICK = [fault for fault in FAULTS if not fault.check][::20]
+# Each takes seconds. `python -m tests.support.pallas_faults` tries all, and says which check has found which.
+TRIED = [fault for i, fault in enumerate(FAULTS) if i % 6 == 0 or fault in QUICK]
 
 
 @row("K1")
@@ -42,7 +44,7 @@ def test_a_right_kernel_passes_every_check(kernel):
 
 @row("K1")
 @thorough
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_right_kernels_raise_no_alarm(kernel, sizes, seed):
@@ -54,7 +56,7 @@ def test_right_kernels_raise_no_alarm(kernel, sizes, seed):
 
 @row("K1")
 @pytest.mark.parametrize(
-    "fault", [fault if fault in QUICK else pytest.param(fault, marks=thorough) for fault in FAULTS], ids=str
+    "fault", [fault if fault in QUICK else pytest.param(fault, marks=thorough) for fault in TRIED], ids=str
 )
 def test_a_planted_fault_is_found(fault):
     assert found_by(fault)
