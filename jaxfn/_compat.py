@@ -72,7 +72,7 @@ __all__ = [
 
 
 # Operations come from the user's lines of code, not from jaxfn's (0.10.0 to 0.12.0).
-register_exclusion(os.path.dirname(__file__))
+register_exclusion(os.path.dirname(__file__) + os.sep)
 
 
 def current_trace() -> object:
