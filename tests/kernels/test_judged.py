@@ -44,7 +44,7 @@ def test_a_right_kernel_passes_every_check(kernel):
 
 @row("K1")
 @thorough
-@pytest.mark.parametrize(("seed", "sizes"), enumerate(SIZES), ids=str)
+@pytest.mark.parametrize(("seed", "sizes"), list(enumerate(SIZES)))
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_right_kernels_raise_no_alarm(kernel, seed, sizes):
     module = small(kernel.module)
