@@ -185,7 +185,9 @@ def _grad_logits(
     word = first_word + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     is_word = (labels >= 0) & (labels < num_words)
     grad_loss = jnp.where(labels == ignored, 0, jnp.where(is_word, grad_loss, jnp.nan))
-    return grad_loss * (jnp.exp(logits - log_sum) - (word == labels))
+    # Beyond the last word logits are 0, far above the others where those are large and negative: infinity times 0.
+    softmax = jnp.where(word < num_words, jnp.exp(logits - log_sum), 0)
+    return grad_loss * (softmax - (word == labels))
 
 
 def _hidden_kernel(

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxfn
-from tests.support.kernel_examples import KERNELS, small
+from tests.support.kernel_examples import ATTENTION, CAUSAL, KERNELS, small
 from tests.support.marks import row, thorough
 from tests.support.pallas_faults import FAULTS, found_by, inputs
 
@@ -50,7 +50,9 @@ def test_right_kernels_raise_no_alarm(kernel, seed, sizes):
     module = small(kernel.module)
     args = tuple(kernel.args(*sizes, seed=seed))
     skip = ["determinism", "jit", "padding", "vmap"]
-    assert jaxfn.kernelcheck(kernel.of(module), kernel.plain(module), args, seed=seed, skip=skip)
+    # Probabilities that are computed again from a logarithm are a little less exact than those of a softmax.
+    factor = 3 if kernel in (ATTENTION, CAUSAL) else 2
+    assert jaxfn.kernelcheck(kernel.of(module), kernel.plain(module), args, seed=seed, skip=skip, factor=factor)
 
 
 @row("K1")

@@ -42,7 +42,7 @@ def module(kernel):
 def check(function, plain, args, dtype=np.float32, transform=jax.jit):
     got = transform(lambda *args: value_and_gradients(function, args))(*args)
     for ours, exact in zip(got, expected(plain, args), strict=True):
-        largest = max(np.abs(exact).max(), 1e-3)
+        largest = max(np.abs(exact).max(), 1e-2)  # a gradient of zero is a difference of numbers of about 1
         assert ours.shape == exact.shape
         np.testing.assert_allclose(ours.astype(np.float32), exact, atol=TOLERANCE[dtype] * largest, rtol=0)
 
