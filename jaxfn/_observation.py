@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
@@ -20,6 +21,7 @@ class Observation(Enum):
     RESIDUALS = "what backward reads of what forward saved"
     VALUES = "all arrays that pass between JAX and the methods of a Function"
     LOGS = "what `ctx.log` is given"
+    EAGER_LOGS = "the same, outside of traced programs"
 
 
 class Collector:
@@ -37,16 +39,36 @@ class Collector:
 _observation: Any = jax.make_user_context(default_value=None)
 
 
-def current_observation() -> Observation | Collector | None:
+# Not a part of that key: each collector would have all programs traced anew, and caches would keep it, with its values.
+_collector: ContextVar[Collector | None] = ContextVar("collector", default=None)
+
+
+def current_observation() -> Observation | None:
     """What is looked for, if anything."""
     return _observation.value
 
 
+def current_collector() -> Collector | None:
+    """Who takes what is logged in eager code, if anybody."""
+    return _collector.get() if current_observation() is Observation.EAGER_LOGS else None
+
+
 @contextmanager
-def observing(observation: Observation | Collector) -> Generator[None]:
+def observing(observation: Observation) -> Generator[None]:
     """Looks for something, and for nothing else, in what is traced inside."""
     with _observation(observation):
         yield
+
+
+@contextmanager
+def collecting(collector: Collector) -> Generator[None]:
+    """Hands what is logged in eager code inside to the collector."""
+    token = _collector.set(collector)
+    try:
+        with observing(Observation.EAGER_LOGS):
+            yield
+    finally:
+        _collector.reset(token)
 
 
 def line_name(line: str) -> str:

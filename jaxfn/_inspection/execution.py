@@ -18,10 +18,11 @@ from jaxfn._compat import carry_out, named_as, scan_sizes
 from jaxfn._inspection.harvest import Harvest, Path, Probe, harvest_programs
 from jaxfn._inspection.subprograms import Subprogram, is_variable, subprograms
 from jaxfn._values.arrays import is_inexact
+from jaxfn._values.varying import zeros_in_place_of
 
 
 class Noted(NamedTuple):
-    """The first number of a value that is not finite.
+    """The first NaN of a value, or else its first infinity.
 
     Attributes:
       number: "nan", "inf" or "-inf".
@@ -39,11 +40,12 @@ class Noted(NamedTuple):
 
 
 def first_not_finite(value: Any) -> Noted | None:
-    """The first number of an array that is not finite, if any."""
+    """The first NaN of an array, or else its first infinity, if any."""
     if not np.size(value) or not is_inexact(jax.typeof(value).dtype) or bool(_is_finite(value)):
         return None
     value = np.asarray(value)
-    index = tuple(np.argwhere(~np.isfinite(value))[0])
+    nans = np.isnan(value)
+    index = tuple(np.argwhere(nans if nans.any() else ~np.isfinite(value))[0])
     return Noted(_name(value[index]), value.shape, tuple(map(int, index)))
 
 
@@ -243,7 +245,7 @@ class Execution:
 
 
 class _FirstNumbers(Probe):
-    """For each value, the flat index of the first number that is not finite, or -1; and of which kind it is."""
+    """For each value, the flat index of the first NaN, or else of the first infinity, or -1; and which of them it is."""
 
     def is_wanted(self, equation: Any) -> bool:
         return any(is_inexact(v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "dtype"))
@@ -255,7 +257,7 @@ class _FirstNumbers(Probe):
         return {i: _first_number(x) for i, x in enumerate(arguments)}
 
     def absent(self, value: Any) -> Any:
-        return jnp.broadcast_to(_NOTHING, value.shape)
+        return zeros_in_place_of(value) + _NOTHING
 
     def later(self, before: Harvest, now: Harvest) -> Harvest:
         """Those of the first step that has something."""
@@ -270,7 +272,8 @@ def _first_number(x: Any) -> Any:
     if not np.size(x) or not is_inexact(jax.typeof(x).dtype):
         return jnp.asarray(_NOTHING)
     x = jnp.ravel(x)
-    bad = ~jnp.isfinite(x)
+    nans = jnp.isnan(x)
+    bad = jnp.where(nans.any(), nans, ~jnp.isfinite(x))
     first = jnp.argmax(bad)
     kind = jnp.where(jnp.isnan(x[first]), 0, jnp.where(jnp.real(x[first]) > 0, 1, 2))
     return jnp.where(bad.any(), jnp.stack([first, kind]), _NOTHING).astype(jnp.int32)

@@ -156,13 +156,16 @@ class _Search:
         if bad:
             return self._told(self._whole, bad)
         for frame, number, place in self._bad_marks():
-            return self._told(frame, [frame.jaxpr.eqns[number].outvars[place]])
+            told = self._told(frame, [frame.jaxpr.eqns[number].outvars[place]])
+            if told.operation != "argument" or told.number == "nan":  # an infinity begins nowhere, as that of a mask
+                return told
         return None
 
     def _told(self, frame: Frame, variables: Sequence[Any]) -> NotFinite:
         first: _Origin | None = None
         seen: set[tuple[Path, tuple[int, ...], Any]] = set()
-        waiting = [(frame, v) for v in variables]
+        starts = [(frame, v) for v in variables]
+        waiting = list(starts)
         while waiting:
             frame, variable = waiting.pop()
             key = (frame.path, frame.steps, variable)
@@ -173,15 +176,16 @@ class _Search:
             waiting += before
             if origin is not None and (first is None or origin.order < first.order):
                 first = origin
-        if first is None:  # an infinity that was passed in, or is written in the program
-            return self._of_argument()
+        if first is None:  # an infinity that was passed in, or something that is written in the program
+            return self._of_argument(is_nan=any(self._number(*start) == "nan" for start in starts))
         return self._of_argument(first.result) if first.number < 0 else self._described(first)
 
-    def _of_argument(self, place: int | None = None) -> NotFinite:
+    def _of_argument(self, place: int | None = None, is_nan: bool = False) -> NotFinite:
         invars = self._whole.jaxpr.invars
         bad = [i for i, v in enumerate(invars) if self._is_bad(self._whole, v)]
-        if place is None and not bad:
-            return NotFinite(None, None, "a constant of the program", "inf", "argument", (), (), "", ())
+        if place is None and (is_nan or not bad):
+            number = "nan" if is_nan else "inf"
+            return NotFinite(None, None, "a constant of the program", number, "argument", (), (), "", ())
         place = bad[0] if place is None else place
         noted = self._noted(self._whole, invars[place])
         return NotFinite(None, None, self._names[place], *noted.told("argument"), "", ())
@@ -286,7 +290,13 @@ class _Search:
         for frame, number, place in self._bad_marks():
             label = frame.jaxpr.eqns[number].params["labels"][place]
             is_after = (*frame.order, number) > origin.order
-            if is_after and label.function == function and label.method == method and label.role in _MADE:
+            if (
+                label is not None
+                and is_after
+                and label.function == function
+                and label.method == method
+                and label.role in _MADE
+            ):
                 return _MADE[label.role].format(name=label.name)
         return ""
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfn._compat import lowered_jaxpr, open_jaxpr
 from jaxfn._inspection.harvest import Harvest, Place, Probe, harvest, place_of
-from jaxfn._observation import Collector, Observation, observing
+from jaxfn._observation import Collector, Observation, collecting, observing
 from jaxfn._primitives.attach import attach
 from jaxfn._primitives.mark import mark_p
 from jaxfn._primitives.refusal import Refusal
 from jaxfn._values.arrays import is_inexact
 from jaxfn._values.layouts import split
+from jaxfn._values.varying import zeros_in_place_of
 
 Logs = dict[str, list[jax.Array]]
 
@@ -46,7 +48,7 @@ def logged() -> Generator[Logs]:
     Torch counterpart: none.
     """
     collector = Collector()
-    with observing(collector):
+    with collecting(collector):
         yield collector.log
 
 
@@ -142,10 +144,10 @@ class _Logs(Probe):
         return [jnp.asarray(x) for x in operands[equation.params["num_arrays"] :]]
 
     def absent(self, value: Any) -> Any:
+        zeros = zeros_in_place_of(value)
         if jnp.issubdtype(value.dtype, jnp.bool_):
-            return jnp.zeros(value.shape, value.dtype)
-        least = jnp.nan if jnp.issubdtype(value.dtype, jnp.inexact) else jnp.iinfo(value.dtype).min
-        return jnp.full(value.shape, least, value.dtype)
+            return zeros
+        return zeros + np.array(jnp.nan if is_inexact(value.dtype) else jnp.iinfo(value.dtype).min, value.dtype)
 
     def later(self, before: Harvest, now: Harvest) -> Harvest:
         return now

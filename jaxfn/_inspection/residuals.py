@@ -120,6 +120,7 @@ def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | 
 
     Raises:
       TypeError: an output is no array, as for `jax.vjp`.
+      ValueError: `argnums` names an argument that was not given.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -147,8 +148,10 @@ def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | 
 
     Torch counterpart: none; `torch.autograd.graph.saved_tensors_hooks` can be made to print what is saved.
     """
-    wanted = range(len(args)) if argnums is None else [argnums] if isinstance(argnums, int) else argnums
-    return Ledger(list(_Passes(f, args, list(wanted)).rows()))
+    wanted = range(len(args)) if argnums is None else np.atleast_1d(argnums).tolist()
+    if any(not -len(args) <= i < len(args) for i in wanted):
+        raise ValueError(f"residuals: argnums={argnums}, but the function was given {len(args)} arguments.")
+    return Ledger(list(_Passes(f, args, [i % len(args) for i in wanted]).rows()))
 
 
 class _Passes:

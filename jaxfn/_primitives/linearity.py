@@ -53,7 +53,7 @@ all_gather all_gather_invariant all_to_all ppermute reduce_scatter pbroadcast
 """
 _LINEAR_IN = dict.fromkeys(_LINEAR_IN_FIRST.split(), 0) | {"triangular_solve": 1, "tridiagonal_solve": 3}
 # Each result belongs to the operand in the same place.
-_ONE_BY_ONE = {"attach", "detach", "settle", "optimization_barrier", "device_put", "psum", "psum_invariant"}
+_ONE_BY_ONE = {"attach", "detach", "settle", "optimization_barrier", "device_put", "psum", "psum_invariant", "mark"}
 
 
 def is_linear(function: Callable[..., Any], like: Sequence[Any]) -> bool:

@@ -51,8 +51,15 @@ def _mark_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, labe
     return mark_p.bind(*arrays, *noted, labels=labels, num_arrays=num_arrays), dims[:num_arrays]
 
 
+def _mark_transpose(cotangents: Sequence[Any], *operands: Any, labels: Any, num_arrays: int) -> list[Any]:
+    """Where reverse mode transposes a `jvp`, its tangents have no values: what is noted of them is left out."""
+    noted = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands[num_arrays:]]
+    return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(cotangents, operands, strict=False)] + noted
+
+
 mark_p.def_impl(_mark_impl)
 mark_p.def_abstract_eval(_mark_impl)
 mlir.register_lowering(mark_p, _mark_lowering, cacheable=False)
 ad.primitive_jvps[mark_p] = _mark_jvp
+ad.primitive_transposes[mark_p] = _mark_transpose
 batching.fancy_primitive_batchers[mark_p] = _mark_batch

@@ -7,6 +7,9 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+import jax
+import numpy as np
+
 from jaxfn._observation import current_observation
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import is_array_leaf
@@ -271,12 +274,14 @@ class FunctionCtx:
         Torch counterpart: none.
         """
         for name, value in values.items():
-            if not is_array_leaf(value) and not isinstance(value, (bool, int, float, complex)):
+            is_array = is_array_leaf(value) and not isinstance(value, jax.Ref)
+            if not is_array and not isinstance(value, (bool, int, float, complex)):
                 raise TypeError(
                     f"ctx.log(...): {name!r} is of type {type(value).__name__}; expected an array or a Python number."
                 )
         if current_observation() is not None:
-            self._jaxfn.logged = [*self._jaxfn.logged, *values.items()]
+            copies = {name: x.copy() if isinstance(x, np.ndarray) else x for name, x in values.items()}
+            self._jaxfn.logged = [*self._jaxfn.logged, *copies.items()]
 
     def set_materialize_grads(self, value: bool) -> None:
         """With `False`, `backward` gets `None`, not zeros, for an output whose gradient is symbolically zero.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from jaxfn._observation import Collector, Observation, current_observation
+import jax
+
+from jaxfn._observation import Observation, current_collector, current_observation
 from jaxfn._primitives.mark import mark_beside
 from jaxfn._protocol.context import ContextState
 from jaxfn._run.observed import Label
-from jaxfn._values.arrays import as_array, is_array_leaf, is_traced
+from jaxfn._values.arrays import as_array, is_array_leaf, is_jax_type, is_traced
 
 _Arrays = TypeVar("_Arrays", bound=Sequence[Any])
 
@@ -22,17 +24,19 @@ def hand_over_logs(function: str, method: str, state: ContextState, results: _Ar
       state: of the ctx that the method was given.
       results: array leaves of what it returned, `None`s among them.
     """
-    observation = current_observation()
-    if isinstance(observation, Collector):
-        for name, value in state.logged:
-            if is_traced(value):
+    collector = current_collector()
+    if collector is not None:
+        for name, value in state.logged:  # a number too has no place in a program, which is run again without Python
+            if any(map(is_traced, [value, *results])):
                 raise RuntimeError(
                     f"{function}.{method} logs {name!r} inside of jaxfn.logged(), where JAX traces it (jit, vmap, "
                     "scan, a higher derivative), so that there is no value yet. Use jaxfn.with_logs(f), which returns "
                     "the result and the logs, and jit that."
                 )
-            observation.log.setdefault(name, []).append(as_array(value))
-    if observation is not Observation.LOGS:
+            # Under a derivative of a Function that has both modes, `jnp.asarray` makes a tracer of a number (0.12.0).
+            is_of_jax = is_jax_type(type(value)) or hasattr(value, "__jax_array__")
+            collector.log.setdefault(name, []).append(as_array(value) if is_of_jax else jax.device_put(value))
+    if current_observation() is not Observation.LOGS:
         return results
     places = [i for i, x in enumerate(results) if is_array_leaf(x)]
     if not places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxfn._compat import varying_axes
 
@@ -13,6 +14,11 @@ def widened(value: jax.Array, aval: Any) -> jax.Array:
     """Makes a value vary over all the manual mesh axes that another one varies over."""
     missing = varying_axes(aval) - varying_axes(jax.typeof(value))
     return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+
+def zeros_in_place_of(value: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of the same type: with its sharding over explicit mesh axes, varying over the same manual ones."""
+    return widened(jnp.zeros_like(value), value)
 
 
 def match_varying(cotangent: jax.Array, aval: Any) -> jax.Array:

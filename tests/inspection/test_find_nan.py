@@ -292,3 +292,65 @@ def test_looking_leaves_nothing_in_programs():
     f = jax.jit(loss_of(chain(None, "output", "nan", "reverse")))
     jaxfn.find_nan(f, X, WHEN)
     assert "mark" not in str(jax.make_jaxpr(f)(X, WHEN))
+
+
+@row("K4")
+def test_a_nan_behind_an_infinity_is_seen():
+    found = jaxfn.find_nan(lambda x: jnp.exp(-x), jnp.array([jnp.inf, jnp.nan]))
+    assert (found.operation, found.value, found.number, found.index) == ("argument", "args[0]", "nan", (1,))
+
+
+@row("K4")
+def test_a_nan_that_is_written_in_the_program():
+    found = jaxfn.find_nan(lambda x: x + jnp.array([1, jnp.nan]), jnp.array([jnp.inf, 1.0]))
+    assert (found.number, found.value) == ("nan", "a constant of the program")
+
+
+@row("K4")
+def test_a_mask_that_is_saved_is_no_beginning():
+    @jaxfn.function
+    def logsumexp(ctx, x):
+        masked = jnp.where(x > 0, x, -jnp.inf)
+        ctx.save_for_backward(masked)
+        return jax.nn.logsumexp(masked)
+
+    @logsumexp.backward
+    def _(ctx, grad_output):
+        return grad_output * jax.nn.softmax(ctx.saved_tensors[0])
+
+    assert jaxfn.find_nan(jax.grad(logsumexp), jnp.array([-1.0, 1.0, 2.0])) is None
+
+
+@row("K4")
+def test_logs_and_forward_mode_are_looked_through():
+    @jaxfn.function
+    def root(ctx, x):
+        ctx.log(x=x)
+        y = jnp.sqrt(x)
+        ctx.save_for_forward(y)
+        return y
+
+    @root.jvp
+    def _(ctx, tangent):
+        return tangent / (2 * ctx.saved_tensors[0])
+
+    found = jaxfn.find_nan(jaxfn.with_logs(root), jnp.array([4.0, -1.0]))
+    assert (found.function, found.method, found.operation) == ("root", "forward", "sqrt")
+    found = jaxfn.find_nan(jax.grad(lambda x: root(x).sum()), jnp.array([4.0, 0.0]))
+    assert (found.number, found.operation, found.index) == ("inf", "div", (1,))
+
+
+@row("K4")
+@pytest.mark.parametrize("around", ["cond", "while"])
+def test_branches_and_loops_on_devices(around):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def body(x):
+        if around == "cond":
+            return jax.lax.cond(x[0] > 2, lambda x: jnp.log(-x), jnp.sin, x)
+        return jax.lax.while_loop(lambda x: x[0] > 2, lambda x: jnp.log(-x), x)
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    found = jaxfn.find_nan(f, jnp.array([1.0, 1.0, 3.0, 3.0]))
+    assert (found.number, found.operation) == ("nan", "log")
+    assert found.inside[0] == "shard_map: device 1"

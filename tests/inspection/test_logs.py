@@ -1,7 +1,9 @@
 """`ctx.log`, `jaxfn.logged` and `jaxfn.with_logs`."""
 
 import functools
+import gc
 import itertools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -285,3 +287,93 @@ def test_static_arguments_and_pytrees_pass_through():
     result, logs = jaxfn.with_logs(f)({"x": X}, True, scale=2.0)
     equal(result["y"], 2 * jnp.sin(X))
     equal(logs["x"][0], X)
+
+
+@row("K5")
+def test_eager_collection_compiles_nothing_anew_and_keeps_nothing():
+    traces = []
+
+    @jax.jit
+    def plain(x):
+        traces.append(x)
+        return 2 * x
+
+    kept = []
+    for _ in range(3):
+        with jaxfn.logged() as log:
+            plain(wave(X * 1))
+        kept.append(weakref.ref(log["x"][0]))
+    assert len(traces) == 1
+    del log
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
+
+
+@row("K5")
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize("around", ["cond", "while"])
+def test_what_stands_for_absent_values_is_sharded_as_they_are(kind, around):
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+
+    def in_cond(x):
+        return jax.lax.cond(x.sum() > 0, wave, jnp.cos, x)
+
+    def in_while(x):
+        return jax.lax.while_loop(lambda x: x.sum() > 0, lambda x: wave(x) - 2, x)
+
+    f = plain = in_cond if around == "cond" else in_while
+    if kind == "shard_map":
+        f = jax.shard_map(plain, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    x = jnp.array([0.5, 0.25, -0.5, -0.25])
+    with jax.set_mesh(mesh):
+        y, logs = jax.jit(jaxfn.with_logs(f))(jax.device_put(x, jax.NamedSharding(mesh, P("data"))))
+    parts = jnp.split(x, 2) if kind == "shard_map" else [x]
+    equal(y, jnp.concatenate([plain(part) for part in parts]))
+    expected = [part if part.sum() > 0 else jnp.full_like(part, jnp.nan) for part in parts]
+    equal(logs["x"][0], jnp.stack(expected) if kind == "shard_map" else jnp.full_like(x, jnp.nan))
+
+
+@row("K5")
+def test_a_jvp_that_reverse_mode_transposes_can_log():
+    @jaxfn.function
+    def sine(ctx, x):
+        ctx.save_for_forward(x)
+        return jnp.sin(x)
+
+    @sine.jvp
+    def _(ctx, tangent):
+        (x,) = ctx.saved_tensors
+        ctx.log(x=x, tangent=tangent)
+        return tangent * jnp.cos(x)
+
+    gradient, logs = jaxfn.with_logs(jax.grad(lambda x: sine(x).sum()))(X)
+    equal(gradient, jnp.cos(X))
+    assert "tangent" not in logs  # which has no value in reverse mode
+
+
+@row("K5")
+def test_numbers_and_numpy_arrays_are_collected_as_they_were():
+    class Double(jaxfn.Function):
+        @staticmethod
+        def forward(x):
+            return 2 * x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            buffer = np.zeros(2, np.float32)
+            ctx.log(number=3, buffer=buffer)
+            buffer[:] = 1
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return 2 * grad_output
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return 2 * tangent
+
+    with jaxfn.logged() as log:
+        jax.grad(lambda x: Double.apply(x).sum())(X)
+    equal(log["number"][0], 3)
+    equal(log["buffer"][0], np.zeros(2))

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
@@ -356,3 +357,22 @@ def test_the_ledger_of_a_stack_agrees_with_what_xla_allocates(monkeypatch):
     ledger = jaxfn.residuals(stack, p, x)
     memory = jax.jit(lambda p, x: jax.vjp(stack, p, x)).lower(p, x).compile().memory_analysis()
     assert ledger.total_bytes == pytest.approx(memory.output_size_in_bytes - 4 * B * T * D, rel=0.01)
+
+
+@row("K2")
+def test_argnums_counts_from_the_end_too():
+    def f(x, w):
+        return square(x) @ w
+
+    x, w = jnp.ones(4), jnp.ones((4, 3))
+    for argnums in (-1, -2, (0, -1), np.int64(1)):
+        places = [int(i) % 2 for i in np.atleast_1d(argnums)]
+
+        def of_wanted(*values, places=places):
+            given = dict(zip(places, values, strict=True))
+            return f(given.get(0, x), given.get(1, w))
+
+        kept = jax.tree.leaves(jax.vjp(of_wanted, *([x, w][i] for i in places))[1])
+        assert jaxfn.residuals(f, x, w, argnums=argnums).total_bytes == sum(a.nbytes for a in kept)
+    with pytest.raises(ValueError, match="argnums=2, but the function was given 2 arguments"):
+        jaxfn.residuals(f, x, w, argnums=2)
