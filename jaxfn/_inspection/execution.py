@@ -245,7 +245,9 @@ class Execution:
 
 
 class _FirstNumbers(Probe):
-    """For each value, the flat index of the first NaN, or else of the first infinity, or -1; and which of them it is."""
+    """For each value, the flat index of the first NaN, or else first infinity, or -1; and of which kind it is."""
+
+    """For each value, the flat index of the first NaN, or else first infinity, or -1; and of which kind it is."""
 
     def is_wanted(self, equation: Any) -> bool:
         return any(is_inexact(v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "dtype"))

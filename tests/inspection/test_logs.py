@@ -353,6 +353,7 @@ def test_a_jvp_that_reverse_mode_transposes_can_log():
 
 
 @row("K5")
+@TRACES_ALWAYS
 def test_numbers_and_numpy_arrays_are_collected_as_they_were():
     class Double(jaxfn.Function):
         @staticmethod
