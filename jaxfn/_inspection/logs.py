@@ -67,7 +67,7 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
       outermost first: the steps of a `scan`, the devices of a `shard_map`; a value that `vmap` maps has its batch at
       axis 0. In a `while` loop it is the last step's. In a branch that was not taken, and a loop that did not run,
       numbers are NaN, integers the least of their dtype, booleans false. What `jax.checkpoint` computes again is not
-      logged again.
+      logged again, and what a `jvp` logs of its tangents is left out where reverse mode transposes it: it has no value.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfn
