@@ -101,10 +101,12 @@ class Execution:
 
     Attributes:
       noted: by path and steps of a frame, and variable, what is not finite.
+      selected: by the same, of what a `select_n` made: which operand that number is of.
     """
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> None:
         self.noted: dict[tuple[Path, tuple[int, ...], Any], Noted] = {}
+        self.selected: dict[tuple[Path, tuple[int, ...], Any], int] = {}
         self._num_steps: dict[tuple[Path, tuple[int, ...]], int] = {}  # of the programs that ran
         self._compiled: dict[int, Callable[..., tuple[Sequence[Any], Harvest]]] = {}
         self._run(jaxpr, consts, arguments, (), ())
@@ -142,6 +144,10 @@ class Execution:
             else:
                 results = carry_out(equation, operands, is_of_jaxpr=True)
             bind(equation.outvars, results)
+            key = (path, steps, equation.outvars[0]) if equation.outvars else None
+            if equation.primitive.name == "select_n" and key in self.noted:
+                which = np.asarray(operands[0])
+                self.selected[key] = 1 + int(which[self.noted[key].place] if which.ndim else which)
         return [read(atom) for atom in jaxpr.outvars]
 
     def _run_programs(
@@ -245,8 +251,6 @@ class Execution:
 
 
 class _FirstNumbers(Probe):
-    """For each value, the flat index of the first NaN, or else first infinity, or -1; and of which kind it is."""
-
     """For each value, the flat index of the first NaN, or else first infinity, or -1; and of which kind it is."""
 
     def is_wanted(self, equation: Any) -> bool:

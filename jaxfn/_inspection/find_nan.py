@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import line_of, lowered_jaxpr, open_jaxpr
+from jaxfn._compat import AbstractRef, line_of, lowered_jaxpr, open_jaxpr
 from jaxfn._inspection.execution import Execution, Frame, Noted, first_not_finite
 from jaxfn._inspection.harvest import Path
-from jaxfn._inspection.subprograms import Subprogram, is_variable
+from jaxfn._inspection.subprograms import Subprogram, any_equation, is_variable
 from jaxfn._observation import Observation, named_line, observing
 from jaxfn._primitives.mark import mark_p
+from jaxfn._values.arrays import is_traced
 from jaxfn._values.layouts import Layout, split
 
 
@@ -84,6 +85,10 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | No
     Returns:
       What was found, or `None`.
 
+    Raises:
+      TypeError: the arguments are traced.
+      NotImplementedError: the function uses a `jax.Ref`.
+
     Example:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> @jaxfn.function
@@ -105,6 +110,8 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | No
     Torch counterpart: `torch.autograd.set_detect_anomaly`.
     """
     arrays, layout = split((args, kwargs))
+    if any(map(is_traced, arrays)):
+        raise TypeError("find_nan runs the function, so it cannot be called where JAX traces the arguments (jit).")
 
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = layout.merge(iter(arrays))
@@ -112,11 +119,17 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | No
 
     with observing(Observation.VALUES):
         jaxpr, consts = open_jaxpr(lowered_jaxpr(jax.make_jaxpr(flat)(*arrays)))
+        if any_equation(jaxpr, _touches_ref):
+            raise NotImplementedError("find_nan cannot follow what is written to a jax.Ref. Return the value instead.")
         execution = Execution(jaxpr, consts, arrays)
     found = _Search(jaxpr, execution, _argument_names(layout, len(arrays))).found()
     if found is not None:
         print(found)
     return found
+
+
+def _touches_ref(equation: Any) -> bool:
+    return any(isinstance(atom.aval, AbstractRef) for atom in [*equation.invars, *equation.outvars])
 
 
 def _argument_names(layout: Layout, num_arrays: int) -> list[str]:
@@ -222,10 +235,15 @@ class _Search:
         if inner:
             return None, inner
         operands = frame.jaxpr.eqns[number].invars
+        selected = self._execution.selected.get((frame.path, frame.steps, variable))
+        if selected is not None:
+            operands = [operands[selected]]
         numbers = {self._number(frame, atom) for atom in operands} - {None}
-        begins = not numbers or (self._number(frame, variable) == "nan" and "nan" not in numbers)
+        is_nan = self._number(frame, variable) == "nan"
+        begins = not numbers or (is_nan and "nan" not in numbers)
         origin = _Origin((*frame.order, number), frame, number, result) if begins else None
-        return origin, [(frame, atom) for atom in operands if self._is_bad(frame, atom)]
+        wanted = {"nan"} if is_nan and "nan" in numbers else numbers  # a nan comes of a nan, if there is one
+        return origin, [(frame, x) for x in operands if is_variable(x) and self._number(frame, x) in wanted]
 
     def _step_out(self, frame: Frame, variable: Any) -> tuple[_Origin | None, list[tuple[Frame, Any]]]:
         """The same for an argument of a program."""
@@ -275,7 +293,8 @@ class _Search:
             inside[:0] = _around(outer, program)
             outer = around
         methods = re.findall(r"([^/()]+)\.(forward|backward|jvp|vmap)\b", "/".join(names))
-        function, method = methods[-1] if methods else (None, None)
+        known = self._functions()  # others are names that somebody gave by jax.named_scope
+        function, method = next((m for m in reversed(methods) if m[0] in known), (None, None))
         return NotFinite(
             function,
             method,
@@ -284,6 +303,11 @@ class _Search:
             named_line("/".join(names)) or line_of(equation),
             tuple(inside),
         )
+
+    def _functions(self) -> set[str]:
+        """The names of the Functions in the program."""
+        marks = (frame.jaxpr.eqns[number] for frame, number, _ in self._marks(self._whole))
+        return {label.function for mark in marks for label in mark.params["labels"] if label is not None}
 
     def _value_of(self, origin: _Origin, function: str | None, method: str | None) -> str:
         """What of a method's first has it, once it has begun."""

@@ -59,6 +59,9 @@ class Probe:
         """Which of the values of two steps of a `while` loop are kept."""
         raise NotImplementedError
 
+    def check_condition(self, jaxpr: Any) -> None:
+        """Raises where the condition of a `while` loop, whose values stay inside, has some that are wanted."""
+
     def argument_values(self, jaxpr: Any, arguments: Sequence[Any]) -> dict[int, Any]:
         """What is wanted of the arguments of a program inside, by their places."""
         return {}
@@ -164,6 +167,7 @@ def _while(
     equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
 ) -> tuple[list[Any], Harvest]:
     cond, body = programs
+    probe.check_condition(cond.jaxpr)
     num_of_cond, num_of_body = len(cond.operands) - len(equation.outvars), len(body.operands) - len(equation.outvars)
     of_cond, of_body, init = _parted(operands, num_of_cond, num_of_body)
 

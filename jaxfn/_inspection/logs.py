@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxfn._compat import lowered_jaxpr, open_jaxpr
 from jaxfn._inspection.harvest import Harvest, Place, Probe, harvest, place_of
+from jaxfn._inspection.subprograms import any_equation
 from jaxfn._observation import Collector, Observation, collecting, observing
 from jaxfn._primitives.attach import attach
 from jaxfn._primitives.mark import mark_p
@@ -68,6 +69,9 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
       axis 0. In a `while` loop it is the last step's. In a branch that was not taken, and a loop that did not run,
       numbers are NaN, integers the least of their dtype, booleans false. What `jax.checkpoint` computes again is not
       logged again, and what a `jvp` logs of its tangents is left out where reverse mode transposes it: it has no value.
+
+    Raises:
+      NotImplementedError: a method logs and returns no array; or a Function logs in the condition of a `while` loop.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -148,6 +152,12 @@ class _Logs(Probe):
         if jnp.issubdtype(value.dtype, jnp.bool_):
             return zeros
         return zeros + np.array(jnp.nan if is_inexact(value.dtype) else jnp.iinfo(value.dtype).min, value.dtype)
+
+    def check_condition(self, jaxpr: Any) -> None:
+        if any_equation(jaxpr, self.is_wanted):
+            raise NotImplementedError(
+                "with_logs: a Function logs in the condition of a while loop, which gives nothing out. Log in the body."
+            )
 
     def later(self, before: Harvest, now: Harvest) -> Harvest:
         return now

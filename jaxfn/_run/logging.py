@@ -40,7 +40,10 @@ def hand_over_logs(function: str, method: str, state: ContextState, results: _Ar
         return results
     places = [i for i, x in enumerate(results) if is_array_leaf(x)]
     if not places:
-        return results
+        raise NotImplementedError(
+            f"{function}.{method} logs {state.logged[0][0]!r} and returns no array, which would carry it out of the "
+            "program for with_logs. Return zeros instead of None."
+        )
     labels = [Label(function, method, "log", name) for name, _ in state.logged]
     marked = mark_beside([results[i] for i in places], [as_array(value) for _, value in state.logged], labels)
     holding: Any = list(results)

@@ -269,6 +269,47 @@ def test_a_batching_rule_is_named():
 
 
 @row("K4")
+def test_only_what_is_selected_and_only_a_nan_leads_to_a_nan():
+    def selected(x):
+        unused = 1 / x
+        return jnp.where(x <= 0, jnp.sqrt(x), unused)
+
+    assert jaxfn.find_nan(selected, jnp.array([0.0, -1.0])).operation == "sqrt"
+    summed = jaxfn.find_nan(lambda x, y: (jnp.log(y) + jnp.sqrt(x)).sum(), jnp.array([-1.0, 2]), jnp.array([1.0, 0]))
+    assert (summed.number, summed.operation) == ("nan", "sqrt")
+
+
+@row("K4")
+def test_a_scope_of_the_user_is_no_function():
+    def f(x):
+        with jax.named_scope("Net.forward"):
+            return jnp.log(x)
+
+    assert jaxfn.find_nan(f, X - 1).function is None
+
+    @jaxfn.function
+    def outer(ctx, x):
+        return f(x)
+
+    found = jaxfn.find_nan(outer, X - 1)
+    assert (found.function, found.method, found.value) == ("outer", "forward", "output 0")
+
+
+@row("K4")
+def test_what_cannot_be_looked_into_is_said():
+    with pytest.raises(TypeError, match="find_nan runs the function"):
+        jax.jit(lambda x: jaxfn.find_nan(jnp.log, x))(X)
+
+    def writing(x):
+        ref = jax.new_ref(x)
+        ref[...] = jnp.log(x)
+        return ref[...]
+
+    with pytest.raises(NotImplementedError, match=r"jax\.Ref"):
+        jaxfn.find_nan(writing, X)
+
+
+@row("K4")
 def test_a_long_way_back():
     def f(x):
         x = jnp.log(x)

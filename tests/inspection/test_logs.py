@@ -378,3 +378,21 @@ def test_numbers_and_numpy_arrays_are_collected_as_they_were():
         jax.grad(lambda x: Double.apply(x).sum())(X)
     equal(log["number"][0], 3)
     equal(log["buffer"][0], np.zeros(2))
+
+
+@row("K5")
+def test_what_cannot_come_out_is_refused():
+    with pytest.raises(NotImplementedError, match="condition of a while loop"):
+        jaxfn.with_logs(lambda x: jax.lax.while_loop(lambda x: wave(x).sum() > 1, lambda x: x / 2, x))(X)
+
+    @jaxfn.function
+    def silent(ctx, x):
+        return x * 1
+
+    @silent.backward
+    def _(ctx, grad_output):
+        ctx.log(norm=grad_output)
+        return None
+
+    with pytest.raises(NotImplementedError, match=r"silent\.backward logs 'norm' and returns no array"):
+        jaxfn.with_logs(jax.grad(lambda x: silent(x).sum()))(X)
