@@ -24,7 +24,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxfn._compat import carry_out, manual_axes, named_as, scan_sizes
-from jaxfn._inspection.subprograms import Subprogram, any_equation, subprograms
+from jaxfn._inspection.subprograms import Subprogram, any_equation, subprograms, unknown_programs
 from jaxfn._primitives.attach import attach
 from jaxfn._primitives.refusal import Refusal
 from jaxfn._values.arrays import is_inexact
@@ -59,8 +59,8 @@ class Probe:
         """Which of the values of two steps of a `while` loop are kept."""
         raise NotImplementedError
 
-    def check_condition(self, jaxpr: Any) -> None:
-        """Raises where the condition of a `while` loop, whose values stay inside, has some that are wanted."""
+    def check_unreachable(self, jaxpr: Any, what: str) -> None:
+        """Raises where a program has values that are wanted and cannot be brought out, because of what it is."""
 
     def argument_values(self, jaxpr: Any, arguments: Sequence[Any]) -> dict[int, Any]:
         """What is wanted of the arguments of a program inside, by their places."""
@@ -86,6 +86,8 @@ def harvest(
                 results, inner = harvest_programs(equation, operands, probe, own)
             harvested |= inner
         else:
+            for unknown in unknown_programs(equation):
+                probe.check_unreachable(unknown, equation.primitive.name)
             results = carry_out(equation, operands, is_of_jaxpr=True)
         if probe.is_wanted(equation):
             harvested |= {(*own, -1, i): value for i, value in enumerate(probe.values(equation, operands, results))}
@@ -167,7 +169,7 @@ def _while(
     equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
 ) -> tuple[list[Any], Harvest]:
     cond, body = programs
-    probe.check_condition(cond.jaxpr)
+    probe.check_unreachable(cond.jaxpr, "the condition of a while loop")
     num_of_cond, num_of_body = len(cond.operands) - len(equation.outvars), len(body.operands) - len(equation.outvars)
     of_cond, of_body, init = _parted(operands, num_of_cond, num_of_body)
 

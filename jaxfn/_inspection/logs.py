@@ -71,7 +71,8 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
       logged again, and what a `jvp` logs of its tangents is left out where reverse mode transposes it: it has no value.
 
     Raises:
-      NotImplementedError: a method logs and returns no array; or a Function logs in the condition of a `while` loop.
+      NotImplementedError: a method logs and returns no array; or a Function logs where no value can come
+        out, such as in the condition of a `while` loop.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -153,11 +154,9 @@ class _Logs(Probe):
             return zeros
         return zeros + np.array(jnp.nan if is_inexact(value.dtype) else jnp.iinfo(value.dtype).min, value.dtype)
 
-    def check_condition(self, jaxpr: Any) -> None:
+    def check_unreachable(self, jaxpr: Any, what: str) -> None:
         if any_equation(jaxpr, self.is_wanted):
-            raise NotImplementedError(
-                "with_logs: a Function logs in the condition of a while loop, which gives nothing out. Log in the body."
-            )
+            raise NotImplementedError(f"with_logs: a Function logs inside {what}, from where no value can come out.")
 
     def later(self, before: Harvest, now: Harvest) -> Harvest:
         return now

@@ -132,3 +132,11 @@ def any_equation(jaxpr: Any, condition: Callable[[Any], bool]) -> bool:
         condition(equation) or any(any_equation(inner.jaxpr, condition) for inner in subprograms(equation))
         for equation in jaxpr.eqns
     )
+
+
+def unknown_programs(equation: Any) -> list[Any]:
+    """The jaxprs among an equation's parameters, where `subprograms` does not know how it runs them."""
+    if subprograms(equation):
+        return []
+    leaves = jax.tree_util.tree_leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+    return [open_jaxpr(x)[0] for x in leaves if hasattr(x, "eqns")]

@@ -385,6 +385,9 @@ def test_what_cannot_come_out_is_refused():
     with pytest.raises(NotImplementedError, match="condition of a while loop"):
         jaxfn.with_logs(lambda x: jax.lax.while_loop(lambda x: wave(x).sum() > 1, lambda x: x / 2, x))(X)
 
+    with pytest.raises(NotImplementedError, match="logs inside custom_linear_solve"):
+        jaxfn.with_logs(lambda b: jax.scipy.sparse.linalg.cg(lambda v: 2 * v + 0 * wave(v), b)[0])(X[:, 0])
+
     @jaxfn.function
     def silent(ctx, x):
         return x * 1
