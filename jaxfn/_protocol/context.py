@@ -266,9 +266,8 @@ class FunctionCtx:
           ... def _(ctx, grad_output):
           ...     ctx.log(norm=jnp.linalg.norm(grad_output))
           ...     return jnp.clip(grad_output, -1, 1)
-          >>> with jaxfn.logged() as log:
-          ...     gradient = jax.grad(lambda x: (3 * clipped(x)).sum())(jnp.ones(4))
-          >>> print(log["largest"], log["norm"])
+          >>> gradient, logs = jaxfn.with_logs(jax.grad(lambda x: (3 * clipped(x)).sum()))(jnp.ones(4))
+          >>> print(logs["largest"], logs["norm"])
           [Array(1., dtype=float32)] [Array(6., dtype=float32)]
 
         Torch counterpart: none.

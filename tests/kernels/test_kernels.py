@@ -22,7 +22,9 @@ from tests.support.kernel_examples import (
     small,
     value_and_gradients,
 )
-from tests.support.marks import row, sampled
+from tests.support.marks import COMING, row, sampled
+
+CLOSED = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed in jaxprs", strict=False)
 
 # (rows, columns, width); blocks have 16 of each.
 SIZES = [(1, 1, 1), (15, 17, 3), (16, 32, 16), (33, 31, 5), (50, 20, 17)]
@@ -109,6 +111,7 @@ def pallas_grids(jaxpr) -> list[tuple[int, ...]]:
 
 
 @row("E3")
+@CLOSED
 def test_a_batch_becomes_an_axis_of_the_grid(kernel, module):
     """With the batching rule each kernel is still one call, without a loop around it."""
     args = kernel.args(17, 19, 5)
@@ -157,6 +160,7 @@ def test_a_second_use_and_a_loop(kernel, module):
 
 
 @row("B7")
+@CLOSED
 @pytest.mark.parametrize(
     ("kernel", "argnums"), [(CROSS_ENTROPY, 0), (CROSS_ENTROPY, 1), (ATTENTION, 0), (CAUSAL, 2)], ids=str
 )
