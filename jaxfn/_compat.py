@@ -44,6 +44,7 @@ __all__ = [
     "is_out_of_reach",
     "is_ref",
     "is_reverse_only",
+    "is_variable",
     "keeps_constants_apart",
     "line_of",
     "lowered_jaxpr",
@@ -397,6 +398,11 @@ def manual_axes(equation: Any) -> frozenset[str]:
     """The mesh axes of a `shard_map` equation that are manual in its body (0.10.0, and under another name 0.12.0)."""
     params = equation.params
     return params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
+
+
+def is_variable(atom: Any) -> bool:
+    """Whether an operand or a result in a jaxpr is a variable, and not a literal (0.10.0 to 0.12.0)."""
+    return not hasattr(atom, "val")
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:

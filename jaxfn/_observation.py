@@ -24,23 +24,15 @@ class Observation(Enum):
     EAGER_LOGS = "the same, outside of traced programs"
 
 
-class Collector:
-    """Takes what `ctx.log` is given outside of traced programs.
-
-    Attributes:
-      log: by name, the values in the order of the calls.
-    """
-
-    def __init__(self) -> None:
-        self.log: dict[str, list[Any]] = {}
+Log = dict[str, list[Any]]  # by name, the values in the order of the calls
 
 
 # A user context is each thread's own, and a part of the key of jit's caches: a program is traced anew with its marks.
 _observation: Any = jax.make_user_context(default_value=None)
 
 
-# Not a part of that key: each collector would have all programs traced anew, and caches would keep it, with its values.
-_collector: ContextVar[Collector | None] = ContextVar("collector", default=None)
+# Not a part of that key: each log would have all programs traced anew, and caches would keep it, with its values.
+_log: ContextVar[Log | None] = ContextVar("log", default=None)
 
 
 def current_observation() -> Observation | None:
@@ -48,9 +40,9 @@ def current_observation() -> Observation | None:
     return _observation.value
 
 
-def current_collector() -> Collector | None:
-    """Who takes what is logged in eager code, if anybody."""
-    return _collector.get() if current_observation() is Observation.EAGER_LOGS else None
+def current_log() -> Log | None:
+    """Where what is logged in eager code goes, if anywhere."""
+    return _log.get() if current_observation() is Observation.EAGER_LOGS else None
 
 
 @contextmanager
@@ -61,14 +53,14 @@ def observing(observation: Observation) -> Generator[None]:
 
 
 @contextmanager
-def collecting(collector: Collector) -> Generator[None]:
-    """Hands what is logged in eager code inside to the collector."""
-    token = _collector.set(collector)
+def collecting(log: Log) -> Generator[None]:
+    """Adds what is logged in eager code inside to a log."""
+    token = _log.set(log)
     try:
         with observing(Observation.EAGER_LOGS):
             yield
     finally:
-        _collector.reset(token)
+        _log.reset(token)
 
 
 def line_name(line: str) -> str:

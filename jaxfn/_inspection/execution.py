@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import carry_out, named_as, scan_sizes
+from jaxfn._compat import carry_out, is_variable, named_as, scan_sizes
 from jaxfn._inspection.harvest import Harvest, Path, Probe, harvest_programs
-from jaxfn._inspection.subprograms import Subprogram, is_variable, subprograms
+from jaxfn._inspection.subprograms import Subprogram, subprograms
 from jaxfn._values.arrays import is_inexact
 from jaxfn._values.varying import zeros_in_place_of
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import AbstractRef, line_of, lowered_jaxpr, open_jaxpr
+from jaxfn._compat import AbstractRef, is_variable, line_of, lowered_jaxpr, open_jaxpr
 from jaxfn._inspection.execution import Execution, Frame, Noted, first_not_finite
 from jaxfn._inspection.harvest import Path
-from jaxfn._inspection.subprograms import Subprogram, any_equation, is_variable
+from jaxfn._inspection.subprograms import Subprogram, any_equation
 from jaxfn._observation import Observation, named_line, observing
 from jaxfn._primitives.mark import mark_p
 from jaxfn._values.arrays import is_traced

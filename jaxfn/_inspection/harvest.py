@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxfn._compat import carry_out, manual_axes, named_as, scan_sizes
+from jaxfn._compat import carry_out, is_variable, manual_axes, named_as, scan_sizes
 from jaxfn._inspection.subprograms import Subprogram, any_equation, subprograms, unknown_programs
 from jaxfn._primitives.attach import attach
 from jaxfn._primitives.refusal import Refusal
@@ -76,7 +76,7 @@ def harvest(
     harvested: Harvest = {(*path, -1, place): value for place, value in given.items()}
 
     def read(atom: Any) -> Any:
-        return atom.val if hasattr(atom, "val") else values[atom]
+        return values[atom] if is_variable(atom) else atom.val
 
     for number, equation in enumerate(jaxpr.eqns):
         operands, own = [read(atom) for atom in equation.invars], (*path, number)

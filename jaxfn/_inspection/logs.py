@@ -14,7 +14,7 @@ import numpy as np
 from jaxfn._compat import lowered_jaxpr, open_jaxpr
 from jaxfn._inspection.harvest import Harvest, Place, Probe, harvest, place_of
 from jaxfn._inspection.subprograms import any_equation
-from jaxfn._observation import Collector, Observation, collecting, observing
+from jaxfn._observation import Observation, collecting, observing
 from jaxfn._primitives.attach import attach
 from jaxfn._primitives.mark import mark_p
 from jaxfn._primitives.refusal import Refusal
@@ -48,9 +48,9 @@ def logged() -> Generator[Logs]:
 
     Torch counterpart: none.
     """
-    collector = Collector()
-    with collecting(collector):
-        yield collector.log
+    log: Logs = {}
+    with collecting(log):
+        yield log
 
 
 def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import make_jaxpr, memory_space, open_jaxpr
-from jaxfn._inspection.subprograms import is_variable, subprograms
+from jaxfn._compat import is_variable, make_jaxpr, memory_space, open_jaxpr
+from jaxfn._inspection.subprograms import subprograms
 from jaxfn._observation import Observation, observing
 from jaxfn._primitives.attach import attach_p, detach_p, settle_p
 from jaxfn._primitives.mark import mark_p

@@ -121,11 +121,6 @@ def _linear(equation: Any) -> list[Subprogram]:
     return [_simple(_of_linear[linear], equation, "call", range(len(equation.invars)))]
 
 
-def is_variable(atom: Any) -> bool:
-    """Whether an operand of an equation is a variable, and not a literal."""
-    return not hasattr(atom, "val")
-
-
 def any_equation(jaxpr: Any, condition: Callable[[Any], bool]) -> bool:
     """Whether some equation, of the jaxpr or of a program that it runs, fulfils the condition."""
     return any(

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxfn._observation import Observation, current_collector, current_observation
+from jaxfn._observation import Observation, current_log, current_observation
 from jaxfn._primitives.mark import mark_beside
 from jaxfn._protocol.context import ContextState
 from jaxfn._run.observed import Label
@@ -24,8 +24,8 @@ def hand_over_logs(function: str, method: str, state: ContextState, results: _Ar
       state: of the ctx that the method was given.
       results: array leaves of what it returned, `None`s among them.
     """
-    collector = current_collector()
-    if collector is not None:
+    log = current_log()
+    if log is not None:
         for name, value in state.logged:  # a number too has no place in a program, which is run again without Python
             if any(map(is_traced, [value, *results])):
                 raise RuntimeError(
@@ -35,7 +35,7 @@ def hand_over_logs(function: str, method: str, state: ContextState, results: _Ar
                 )
             # Under a derivative of a Function that has both modes, `jnp.asarray` makes a tracer of a number (0.12.0).
             is_of_jax = is_jax_type(type(value)) or hasattr(value, "__jax_array__")
-            collector.log.setdefault(name, []).append(as_array(value) if is_of_jax else jax.device_put(value))
+            log.setdefault(name, []).append(as_array(value) if is_of_jax else jax.device_put(value))
     if current_observation() is not Observation.LOGS:
         return results
     places = [i for i, x in enumerate(results) if is_array_leaf(x)]

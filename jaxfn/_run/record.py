@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfn._compat import AbstractRef, carry_out, used_operands
+from jaxfn._compat import AbstractRef, carry_out, is_variable, used_operands
 
 
 class Record:
@@ -66,24 +66,20 @@ class Record:
 
     def _needed_for(self, wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
         """The equations that these results take, in order, and all variables in them."""
-        needed = set(filter(_is_variable, wanted))
+        needed = set(filter(is_variable, wanted))
         equations: list[Any] = []
         for equation in reversed(self._jaxpr.eqns):
-            variables = list(filter(_is_variable, equation.invars))
+            variables = list(filter(is_variable, equation.invars))
             touches_ref = any(isinstance(v.aval, AbstractRef) and v in needed for v in variables)
             if touches_ref or not needed.isdisjoint(equation.outvars):
                 equations.append(equation)
                 operands = equation.invars if equation.effects else used_operands(equation, equation.invars)
-                needed |= set(filter(_is_variable, operands))
+                needed |= set(filter(is_variable, operands))
         return equations[::-1], needed
 
     def _arguments(self, arrays: Sequence[Any]) -> dict[Any, Any]:
         variables = [*self._jaxpr.constvars, *self._jaxpr.invars]
         return dict(zip(variables, [*self._consts, *arrays], strict=True))
-
-
-def _is_variable(atom: Any) -> bool:
-    return not hasattr(atom, "val")
 
 
 def _perform(equation: Any, values: dict[Any, Any]) -> None:
@@ -92,8 +88,8 @@ def _perform(equation: Any, values: dict[Any, Any]) -> None:
 
 
 def _read(atom: Any, values: dict[Any, Any]) -> Any:
-    return atom.val if hasattr(atom, "val") else values[atom]
+    return values[atom] if is_variable(atom) else atom.val
 
 
 def _result(atom: Any, values: dict[Any, Any]) -> Any:
-    return jnp.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else values[atom]
+    return values[atom] if is_variable(atom) else jnp.asarray(atom.val, atom.aval.dtype)
