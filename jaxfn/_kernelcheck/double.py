@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_map
 
-from jaxfn._compat import make_jaxpr
+from jaxfn._compat import is_variable, make_jaxpr
 from jaxfn._gradcheck.problem.traced import Traced, equations, single, traced_without_x64
+from jaxfn._inspection.subprograms import subprograms
 from jaxfn._values.arrays import double, is_inexact
 
-# Operations that are the program inside of them, and under which name they have it.
-_CALLING = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint"})
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+# Programs that run once, as if they were written in the place of the operation that runs them.
+_CALLING = frozenset({"jit", "call", "checkpoint"})
 # Operations that give other random numbers with x64, where the same key is to give the same ones.
 _DRAWING = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 
@@ -76,7 +76,7 @@ def _evaluated(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
     known.update(zip(jaxpr.invars, map(_promoted, args), strict=True))
 
     def value(v: Any) -> Any:
-        return jnp.asarray(v.val, _double(v.aval.dtype)) if hasattr(v, "val") else known[v]
+        return known[v] if is_variable(v) else jnp.asarray(v.val, _double(v.aval.dtype))
 
     for equation in jaxpr.eqns:
         results = _carried_out(equation, [value(v) for v in equation.invars])
@@ -92,9 +92,9 @@ def _carried_out(equation: Any, args: Sequence[Any]) -> Sequence[Any]:
         return [args[0] if _is_coarse(wanted) else args[0].astype(wanted)]
     if name == "bitcast_convert_type":  # of bits, which are those of the dtypes there are
         return [equation.primitive.bind(args[0].astype(equation.invars[0].aval.dtype), **params)]
-    if name in _CALLING:
-        inner = next(params[key] for key in _CALLS if key in params)
-        return _evaluated(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *args)
+    programs = subprograms(equation)
+    if programs and programs[0].kind in _CALLING:
+        return _evaluated(programs[0].jaxpr, programs[0].consts, *args)
     results = equation.primitive.bind(*args, **{key: _parameter(item) for key, item in params.items()})
     return results if equation.primitive.multiple_results else [results]
 
