@@ -1,23 +1,24 @@
 """PyTorch's `torch.autograd.Function` protocol on JAX."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jaxfn._function import Function
 from jaxfn._functional import autograd_function, function
-from jaxfn._gradcheck import GradcheckError, Mismatch, Report, gradcheck, gradgradcheck
-from jaxfn._inspection.find_nan import NotFinite, find_nan
-from jaxfn._inspection.logs import logged, with_logs
-from jaxfn._inspection.residuals import Ledger, Residual, residuals
-from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
-from jaxfn._parity.paritycheck import paritycheck, record_oracle
-from jaxfn._parity.report import ParityReport
 from jaxfn._protocol.context import FunctionCtx
 from jaxfn._protocol.hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
 from jaxfn._protocol.once_differentiable import once_differentiable
 from jaxfn._run.vmap import VmapInfo
-from jaxfn._torch import TranslationError, from_torch
 
 if TYPE_CHECKING:
+    from jaxfn._gradcheck import GradcheckError, Mismatch, Report, gradcheck, gradgradcheck
+    from jaxfn._inspection.find_nan import NotFinite, find_nan
+    from jaxfn._inspection.logs import logged, with_logs
+    from jaxfn._inspection.residuals import Ledger, Residual, residuals
+    from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
+    from jaxfn._parity.paritycheck import paritycheck, record_oracle
+    from jaxfn._parity.report import ParityReport
+    from jaxfn._torch import TranslationError, from_torch
     from jaxfn._torch.adopt.explain import Explanation as Explanation
 
 __all__ = [  # and Explanation, which needs torch
@@ -54,14 +55,28 @@ __all__ = [  # and Explanation, which needs torch
 
 __version__ = "0.1.0"
 
+# What training does not need is imported when it is first asked for, so that `import jaxfn` stays a matter of
+# milliseconds; and `Explanation` lies beside what imports torch.
+_TOOLS = {
+    "jaxfn._gradcheck": ("GradcheckError", "Mismatch", "Report", "gradcheck", "gradgradcheck"),
+    "jaxfn._inspection.find_nan": ("NotFinite", "find_nan"),
+    "jaxfn._inspection.logs": ("logged", "with_logs"),
+    "jaxfn._inspection.residuals": ("Ledger", "Residual", "residuals"),
+    "jaxfn._kernelcheck": ("KernelReport", "KernelcheckError", "kernelcheck"),
+    "jaxfn._parity.paritycheck": ("paritycheck", "record_oracle"),
+    "jaxfn._parity.report": ("ParityReport",),
+    "jaxfn._torch": ("TranslationError", "from_torch"),
+    "jaxfn._torch.adopt.explain": ("Explanation",),
+}
+_MODULES = {name: module for module, names in _TOOLS.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    """`Explanation`, whose module imports torch."""
-    if name != "Explanation":
+    """A tool, from its module."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from jaxfn._torch.adopt.explain import Explanation
-
-    return Explanation
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

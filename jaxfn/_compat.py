@@ -56,6 +56,7 @@ __all__ = [
     "open_jaxpr",
     "own_lines",
     "partial_eval",
+    "refuses_forward_mode",
     "refuses_symbolic_zeros",
     "repeats_safely",
     "scan_sizes",
@@ -279,6 +280,11 @@ def refuses_symbolic_zeros(error: NotImplementedError) -> bool:
     Nothing is differentiated there, so that the primal alone will do.
     """
     return "symbolic_zeros support with shard_map" in str(error)
+
+
+def refuses_forward_mode(error: TypeError) -> bool:
+    """Whether JAX says that it cannot push tangents through a custom_vjp (0.10.0 to 0.12.0)."""
+    return "can't apply forward-mode autodiff" in str(error)
 
 
 def equation_of(tracer: Any) -> tuple[Any, Sequence[Any]] | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Never, cast
 
 from jaxfn._compat import is_eager, refuses_symbolic_zeros, stages_constants
 from jaxfn._derivatives.differentiable import differentiable
 from jaxfn._derivatives.every_order import CallRule
 from jaxfn._derivatives.rule import Differentiable, Site
+from jaxfn._frames import shown_frames
 from jaxfn._protocol.hooks import hooks_in_force
 from jaxfn._run.call import Call
 from jaxfn._run.forward import call_forward, undecorated
@@ -93,9 +94,12 @@ class Function:
     clear_saved_tensors_on_access: ClassVar[bool] = False
     """Accepted for torch's sake; JAX frees residuals by itself."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        name = type(self).__name__
-        raise TypeError(f"{name} is not to be instantiated: call {name}.apply(...)")
+    def __new__(cls, *args: Any, **kwargs: Any) -> Never:
+        name = cls.__name__
+        raise TypeError(
+            f"{name} is not to be instantiated, as in torch's old style: call {name}.apply(...). What {name}(...) was "
+            "to keep becomes an argument of forward, whose gradient is None."
+        )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -143,7 +147,11 @@ def _make_apply(function: type[Function]) -> Callable[..., Any]:
     entry = _Entry(function)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        return entry.call(args, kwargs)
+        try:
+            return entry.call(args, kwargs)
+        except Exception as error:
+            error.__traceback__ = shown_frames(error.__traceback__)
+            raise
 
     apply.__module__ = function.__module__
     apply.__name__ = function.__name__

@@ -112,16 +112,16 @@ class CallRule(Rule):
             return run_forward(self.call, inputs, self.call.unperturbed, None)[1], ()
 
         if self.call.has_refs or Record(program, inputs, ()).first_needs(closed_over):
-            raise NotImplementedError(_CLOSED_OVER.format(name=self.call.name))
+            raise NotImplementedError(_CLOSED_OVER.format(name=self.call.name, holder=self.call.holder(closed_over)))
 
     def _stand_ins(self, operands: Sequence[Any]) -> StandIns:
         return list(zip(self._closed_over, operands[self._num_inputs : self._num_forward], strict=True))
 
 
 _CLOSED_OVER = (
-    "{name}.forward closes over a value that is being differentiated (in its closure, its defaults, or an object that "
-    "it was handed), and a Function has derivatives by its arguments only. Pass that value to {name} as an argument, "
-    "and return its gradient from backward."
+    "{name}.forward closes over a value that is being differentiated (in {holder}), and a Function has derivatives by "
+    "the arrays among its arguments only. Pass that value to {name} as an argument, and return its gradient from "
+    "backward."
 )
 _CLOSED_OVER_FURTHER_OUT = (
     "{name}.forward closes over a value and saves {what}, and a derivative by that value is taken together with one by "

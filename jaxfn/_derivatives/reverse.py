@@ -17,11 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._compat import is_batched
+from jaxfn._compat import is_batched, refuses_forward_mode
 from jaxfn._derivatives.names_for_jax import describe
 from jaxfn._derivatives.rule import Differentiable, Rule, Site
 from jaxfn._derivatives.unbatched_outputs import pull_of, with_mappings
+from jaxfn._frames import shown_frames
 from jaxfn._protocol.outputs import Outputs
+from jaxfn._run.mistakes import add_to_message
 from jaxfn._run.run import Run
 from jaxfn._values.arrays import as_array, is_inexact
 
@@ -48,12 +50,32 @@ def reverse_mode(rule: Rule) -> Differentiable:
     def bwd(residuals: Residuals, cotangents: Outputs) -> tuple[Any, ...]:
         run = residuals.run
         pull = pull_of(run) if run.mappings or run.mappings_of_program else Run.backward
-        return None, *rule.operands_with(pull(run, residuals.arrays, cotangents.arrays))
+        try:
+            cotangents_of_inputs = pull(run, residuals.arrays, cotangents.arrays)
+        except Exception as error:
+            error.__traceback__ = shown_frames(error.__traceback__)
+            raise
+        return None, *rule.operands_with(cotangents_of_inputs)
 
     describe(rule, primal, fwd, bwd)
     differentiable = jax.custom_vjp(primal)
     differentiable.defvjp(fwd, bwd, symbolic_zeros=True)
-    return differentiable
+
+    def applied(site: Site, *operands: Any) -> Outputs:
+        try:
+            return differentiable(site, *operands)
+        except TypeError as error:
+            if refuses_forward_mode(error):
+                add_to_message(error, _REVERSE_ONLY.format(name=rule.call.name))
+            raise
+
+    return applied
+
+
+_REVERSE_ONLY = (
+    "{name} has backward alone, and so no forward mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = "
+    "True, which derives it from backward."
+)
 
 
 class Residuals:

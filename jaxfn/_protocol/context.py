@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
@@ -37,7 +37,12 @@ class NeedsInputGrad(tuple[bool, ...]):
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
-            return super().__getitem__(key)
+            try:
+                return super().__getitem__(key)
+            except IndexError:
+                raise IndexError(
+                    f"ctx.needs_input_grad[{key}] is asked for, of {len(self)} inputs ({', '.join(self._jaxfn_named)})"
+                ) from None
         if key not in self._jaxfn_named:
             raise KeyError(f"{key!r} is not among the parameters: {', '.join(self._jaxfn_named)}")
         return self._jaxfn_named[key]
@@ -136,6 +141,16 @@ class FunctionCtx:
     def __init__(self, state: ContextState) -> None:
         self._jaxfn = state
 
+    if TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "num_outputs":
+            raise AttributeError("ctx.num_outputs is known once forward has returned: in setup_context and backward")
+        kept = ", ".join(vars(self)) or "none"
+        raise AttributeError(f"ctx has no attribute {name!r}: it was not set here or in forward (set: {kept})")
+
     def save_for_backward(self, *tensors: Any, **named: Any) -> None:
         """Keeps arrays for `backward`; a second call replaces what the first one kept.
 
@@ -222,7 +237,7 @@ class FunctionCtx:
     def num_outputs(self) -> int:
         """How many outputs `forward` returned."""
         if self._jaxfn.num_outputs is None:
-            raise AttributeError("ctx.num_outputs is known once forward has returned: in setup_context and backward")
+            raise AttributeError  # what it says is up to __getattr__
         return self._jaxfn.num_outputs
 
     def mark_non_differentiable(self, *outputs: Any) -> None:

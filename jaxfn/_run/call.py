@@ -10,6 +10,7 @@ from jaxfn import _compat
 from jaxfn._run.methods import Methods
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import is_traced
+from jaxfn._values.hidden import hidden_tracers
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
 
 
@@ -74,6 +75,15 @@ class Call:
     def closes_over_tracers(self) -> bool:
         """Whether `forward` sees arrays that JAX traces beside the array leaves."""
         return self._may_close_over and any(True for _ in self.closed_over_tracers())
+
+    def holder(self, tracers: Sequence[Any]) -> str:
+        """Where `forward` gets these arrays from, as messages name it; an input, if one holds any of them."""
+        sought = set(map(id, tracers))
+        for position, layout in enumerate(self.layouts):
+            if any(id(tracer) in sought for tracer in layout.hidden_tracers()):
+                held = next(leaf for leaf in layout.leaves if not sought.isdisjoint(map(id, hidden_tracers(leaf))))
+                return f"{self.form.describe(position)}, inside of an object of type {type(held).__name__}"
+        return "its closure or its defaults"
 
     def closed_over_operands(self) -> list[Any]:
         """The arrays of `closed_over_tracers` that are no references, each once."""

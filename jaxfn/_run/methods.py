@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -14,8 +13,9 @@ from jaxfn._compat import is_alive, is_out_of_reach
 from jaxfn._protocol.context import FunctionCtx, state_of
 from jaxfn._protocol.marks import warn_of_dirty
 from jaxfn._protocol.outputs import Returned, take_apart
+from jaxfn._run.mistakes import accepts, add_to_message, explain, wrong_signature
 from jaxfn._run.provenance import closed_over_origins
-from jaxfn._run.source import place_without_return
+from jaxfn._run.source import place_of, place_without_return
 from jaxfn._values.arguments import Form, Parameters
 from jaxfn._values.arrays import is_traced
 from jaxfn._values.hidden import hidden_tracers, is_plain_function
@@ -77,8 +77,8 @@ class Methods:
         self._warned_of_no_return = False
         if not _is_defined(self._forward):
             raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
-        code = getattr(inspect.unwrap(self._forward), "__code__", None)
-        self.place = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+        place = place_of(self._forward)
+        self.place = "" if place is None else f" at {place}"
         self.parameters = Parameters(self._forward, not self._is_separate, self.name)
         self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
         self.has_jvp = _is_defined(function.jvp)
@@ -123,18 +123,26 @@ class Methods:
         """Calls `forward`, and `setup_context` where there is one."""
         if self._is_separate:
             return self.set_up(ctx, inputs, self.forward_alone(form, inputs))
-        returned = take_apart(form.call(self._forward, (ctx,), inputs))
+        try:
+            returned = take_apart(form.call(self._forward, (ctx,), inputs))
+        except Exception as error:
+            explain(error, self.name, "forward", ctx)
+            raise
         state_of(ctx).num_outputs = len(returned.layouts)
         return returned
 
     def forward_alone(self, form: Form, inputs: Sequence[Any]) -> Returned:
         """Calls a `forward` that takes no ctx."""
-        return take_apart(form.call(self._forward, (), inputs))
+        try:
+            return take_apart(form.call(self._forward, (), inputs))
+        except Exception as error:
+            explain(error, self.name, "forward")
+            raise
 
     def set_up(self, ctx: FunctionCtx, inputs: tuple[Any, ...], returned: Returned) -> Returned:
         """Calls `setup_context`; returns the outputs that it was given."""
         state_of(ctx).num_outputs = len(returned.layouts)
-        self._setup_context(ctx, inputs, returned.value)
+        self._run_rule("setup_context", self._setup_context, ctx, (inputs, returned.value))
         return returned
 
     def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], stand_ins: Mapping[int, Any]) -> Any:
@@ -150,17 +158,20 @@ class Methods:
                 f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
                 "backward(ctx, *grad_outputs) as a static method."
             )
-        has_vjp = _is_defined(self._function.vjp)
-        if has_vjp and _is_defined(self._function.backward):
+        if _is_defined(self._function.vjp) and _is_defined(self._function.backward):
             raise RuntimeError(
                 f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
                 "only implement one of them."
             )
-        backward = self._function.vjp if has_vjp else self._function.backward
+        backward = self._backward()
         returned = self._within_reach("backward", backward, ctx, grad_outputs, stand_ins)
         if returned is None and not self._warned_of_no_return:
             self._warn_of_no_return(backward)
         return returned
+
+    def _backward(self) -> Callable[..., Any]:
+        """`backward`, under whichever of its two names it was defined."""
+        return self._function.vjp if _is_defined(self._function.vjp) else self._function.backward
 
     def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any], stand_ins: Mapping[int, Any]) -> Any:
         """Calls `jvp`; see `backward`."""
@@ -196,12 +207,12 @@ class Methods:
         """What a rule returns, refused where it depends on a traced value that does not belong to this program."""
         arguments = (list(given),) if method == "backward" and self._function.boxed_grads_call else given
         if rule in self._plain_rules:
-            return rule(ctx, *arguments)
+            return self._run_rule(method, rule, ctx, arguments)
         rule = rebound(rule, stand_ins)
         closed_over = list(filter(is_traced, hidden_tracers(rule)))
         lost = [x for x in closed_over if is_out_of_reach(x)]
         try:
-            returned = rule(ctx, *arguments)
+            returned = self._run_rule(method, rule, ctx, arguments)
         except jax.errors.UnexpectedTracerError as error:
             if closed_over:
                 raise self.out_of_reach(method) from error
@@ -211,6 +222,23 @@ class Methods:
             if not {id(x.full_lower()) for x in origins}.isdisjoint(map(id, lost)):
                 raise self.out_of_reach(method)
         return returned
+
+    def _run_rule(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, arguments: Sequence[Any]) -> Any:
+        """Calls a method that takes the ctx; says what is probably wrong where that raises."""
+        try:
+            return rule(ctx, *arguments)
+        except Exception as error:
+            if isinstance(error, TypeError) and not accepts(rule, (ctx, *arguments)):
+                raise wrong_signature(self.name, method, rule, ctx, len(arguments)) from None
+            explain(error, self.name, method, ctx)
+            raise
+
+    def add_place(self, method: str, error: Exception) -> None:
+        """Adds to the message of an error about what a method returned where that method was written."""
+        function = self._backward() if method == "backward" else getattr(self._function, method)
+        place = place_of(function)
+        if place is not None:
+            add_to_message(error, f"{self.name}.{method} is at {place}.")
 
     def warn_of_dirty(self) -> None:
         """Warns, the first time, that `mark_dirty` leaves the caller's array alone."""

@@ -188,9 +188,13 @@ class Run:
             state, ctx, stand_ins = self._ctx(residuals)
             with self._hidden_arrays_named():
                 returned = self.call.methods.backward(ctx, grad_outputs, stand_ins)
-            gradients = input_cotangents(
-                self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
-            )
+            try:
+                gradients = input_cotangents(
+                    self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
+                )
+            except (RuntimeError, TypeError) as error:
+                self.call.methods.add_place("backward", error)
+                raise
         return hand_over_logs(self.call.name, "backward", state, gradients) if state.logged else gradients
 
     @observed_rule("jvp", "tangent", "tangent")
@@ -210,7 +214,11 @@ class Run:
             given = input_tangents(tangents, self.call.layouts, self.input_avals, self.materialize_grads)
             with self._hidden_arrays_named():
                 returned = self.call.methods.jvp(ctx, given, stand_ins)
-            pushed = output_tangents(self.call.name, returned, self.outputs, self.output_avals)
+            try:
+                pushed = output_tangents(self.call.name, returned, self.outputs, self.output_avals)
+            except (RuntimeError, TypeError) as error:
+                self.call.methods.add_place("jvp", error)
+                raise
         return hand_over_logs(self.call.name, "jvp", state, pushed) if state.logged else pushed
 
 

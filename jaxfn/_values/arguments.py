@@ -47,7 +47,8 @@ class Parameters:
 
     def __init__(self, forward: Callable[..., Any], takes_ctx: bool, owner: str) -> None:
         self._owner = owner
-        signature = inspect.signature(forward)
+        self._takes_ctx = takes_ctx
+        self._of_forward = signature = inspect.signature(forward)
         parameters = list(signature.parameters.values())
         if takes_ctx:
             if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
@@ -77,7 +78,7 @@ class Parameters:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self._owner}.apply{self.signature}: {error}") from None
+            raise TypeError(f"{self._owner}.apply{self.signature}: {error}{self._cure(args, kwargs)}") from None
         names: list[str] = []
         inputs: list[Any] = []
         num_positional = num_given = 0
@@ -106,3 +107,24 @@ class Parameters:
             twice = next(name for name in names if names.count(name) > 1)
             raise TypeError(f"{self._owner}.apply{self.signature}: {twice!r} names two inputs. Rename the parameter.")
         return Form(tuple(names), num_positional, num_given, variadic), tuple(inputs)
+
+    def _cure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """What is wrong with `forward`, where the call seems right."""
+        names = list(self._of_forward.parameters)
+        if names[:1] == ["self"]:
+            pattern = "forward(ctx, ...)" if self._takes_ctx else "forward(...)"
+            return f". A Function has no instances: make forward a static method, {pattern}, without self."
+        if self._takes_ctx and _fits(self._of_forward, args, kwargs):
+            return (
+                f". The first parameter of {self._owner}.forward, {names[0]!r}, is taken for the ctx: write "
+                f"forward(ctx, {names[0]}, ...), or define setup_context(ctx, inputs, output) beside it."
+            )
+        return ""
+
+
+def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

@@ -14,7 +14,7 @@ MODULES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path f
 
 # From the ground up. A module belongs to the longest of these that it begins with.
 FLOORS = [
-    ("jaxfn._compat", "jaxfn._observation", "jaxfn._watch"),
+    ("jaxfn._compat", "jaxfn._frames", "jaxfn._observation", "jaxfn._watch"),
     ("jaxfn._values",),
     ("jaxfn._primitives",),
     ("jaxfn._protocol",),

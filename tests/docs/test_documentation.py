@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.marks import row
 
 ROOT = Path(__file__).parents[2]
 MODULES = ["jaxfn", *(module.name for module in pkgutil.walk_packages(jaxfn.__path__, "jaxfn."))]
@@ -67,6 +69,27 @@ def test_readme_has_examples_and_commands():
 def test_import_needs_nothing_but_jax_and_numpy():
     code = "import sys, jaxfn; assert not {'torch', 'equinox', 'optax', 'sklearn', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@row("L2")
+def test_tools_are_imported_when_they_are_asked_for():
+    code = """
+        import sys, jaxfn
+        tools = ("_gradcheck", "_inspection", "_kernelcheck", "_parity", "_torch")
+        assert not [name for name in sys.modules if name.startswith(tuple("jaxfn." + tool for tool in tools))]
+        from jaxfn import gradcheck
+        assert gradcheck is jaxfn.gradcheck and "jaxfn._gradcheck" in sys.modules
+        try:
+            jaxfn.nothing
+        except AttributeError as error:
+            assert "'jaxfn' has no attribute 'nothing'" in str(error)
+        else:
+            raise AssertionError
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_dependencies_are_few():
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert sorted(re.match(r"\w+", d)[0] for d in dependencies) == ["jax", "jaxlib", "numpy"]
 

@@ -1,0 +1,349 @@
+"""What the mistakes of the first day say: the Function, the mistake and the cure, under the transformations too."""
+
+import dataclasses
+import functools
+import inspect
+import re
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxfn
+from tests.support.marks import row
+
+X = jnp.arange(3.0) + 1
+
+SURROUNDINGS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": lambda f: lambda x: jax.vmap(f, in_axes=1, out_axes=1)(x[:, None])[:, 0],
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+}
+
+
+def made(*, forward=lambda ctx, x: x * 2, backward=lambda ctx, grad_output: grad_output, **methods):
+    """A Function called Thing."""
+    methods = {name: staticmethod(method) for name, method in methods.items()}
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward), **methods}
+    return type("Thing", (jaxfn.Function,), body)
+
+
+def backward_of(used):
+    """A backward that does this with its gradient."""
+
+    def backward(ctx, grad_output):
+        return used(grad_output)
+
+    return backward
+
+
+def unpack_saved(ctx, grad_output):
+    (x,) = ctx.saved_tensors
+    return x * grad_output
+
+
+def unpack_too_early(ctx, x):
+    (y,) = ctx.saved_tensors
+    return x * y
+
+
+def save_two(ctx, x):
+    ctx.save_for_backward(x, x)
+    return x * 2
+
+
+MISTAKES = {
+    "ctx forgotten in forward": (
+        lambda: made(forward=lambda x: x * 2),
+        TypeError,
+        "The first parameter of Thing.forward, 'x', is taken for the ctx: write forward(ctx, x, ...)",
+    ),
+    "ctx forgotten in a forward with defaults": (
+        lambda: made(forward=lambda x, factor=2: x * factor),
+        TypeError,
+        "In Thing.forward: the ctx is used as if it were an input. It is the first parameter: write forward(ctx, x",
+    ),
+    "ctx forgotten in backward": (
+        lambda: made(backward=lambda grad_output: grad_output),
+        TypeError,
+        "Thing.backward(grad_output) cannot take what it is called with, ctx and the gradients of 1 output. Its first "
+        "parameter, 'grad_output', is taken for the ctx: write backward(ctx, *grad_outputs)",
+    ),
+    "a gradient too many": (
+        lambda: made(backward=lambda ctx, first, second: first),
+        TypeError,
+        "Thing.backward(ctx, first, second) cannot take what it is called with, ctx and the gradients of 1 output.",
+    ),
+    "ctx forgotten in setup_context": (
+        lambda: made(forward=lambda x: x * 2, setup_context=lambda inputs, output: None),
+        TypeError,
+        "Thing.setup_context(inputs, output) cannot take what it is called with, ctx, the inputs and the output. Its "
+        "first parameter, 'inputs', is taken for the ctx: write setup_context(ctx, inputs, output)",
+    ),
+    "self in forward": (
+        lambda: made(forward=lambda self, ctx, x: x * 2),
+        TypeError,
+        "A Function has no instances: make forward a static method, forward(ctx, ...), without self",
+    ),
+    "self in a forward without ctx": (
+        lambda: made(forward=lambda self, x: x * 2, setup_context=lambda ctx, inputs, output: None),
+        TypeError,
+        "A Function has no instances: make forward a static method, forward(...), without self",
+    ),
+    "self in backward": (
+        lambda: made(backward=lambda self, ctx, grad_output: grad_output),
+        TypeError,
+        "A Function has no instances: make it a static method, backward(ctx, *grad_outputs), without self",
+    ),
+    "in place": (
+        lambda: made(forward=lambda ctx, x: x.add_(1)),
+        AttributeError,
+        "In Thing.forward: arrays are immutable, so there is no add_. Compute a new array",
+    ),
+    "in place in backward": (
+        lambda: made(backward=backward_of(lambda g: g.mul_(2))),
+        AttributeError,
+        "In Thing.backward: arrays are immutable, so there is no mul_. Compute a new array",
+    ),
+    "requires_grad_": (
+        lambda: made(forward=lambda ctx, x: x.requires_grad_()),
+        AttributeError,
+        "In Thing.forward: JAX's arrays have no requires_grad_; jax.grad differentiates by a function's arguments",
+    ),
+    "y.backward": (
+        lambda: made(backward=backward_of(lambda g: (g * 2).backward())),
+        AttributeError,
+        "In Thing.backward: JAX's arrays have no backward; derivatives are taken around a function",
+    ),
+    "a method of torch's": (
+        lambda: made(forward=lambda ctx, x: x.detach()),
+        AttributeError,
+        "In Thing.forward: JAX's arrays have no detach; write jax.lax.stop_gradient(x)",
+    ),
+    "a function of torch's": (
+        lambda: made(forward=lambda ctx, x: x.sigmoid()),
+        AttributeError,
+        "In Thing.forward: JAX's arrays have no sigmoid; write jax.nn.sigmoid(x)",
+    ),
+    "view": (lambda: made(forward=lambda ctx, x: x.view(-1)), TypeError, "write x.reshape(shape)"),
+    "dim": (lambda: made(forward=lambda ctx, x: x.sum(dim=0)), TypeError, "In Thing.forward: JAX calls dim axis"),
+    "a flag too far": (
+        lambda: made(backward=lambda ctx, g: g if ctx.needs_input_grad[3] else None),
+        IndexError,
+        "ctx.needs_input_grad[3] is asked for, of 1 inputs (x)\nIn Thing.backward: it has one flag for each parameter",
+    ),
+    "saved_tensors before a save": (
+        lambda: made(forward=unpack_too_early),
+        ValueError,
+        "In Thing.forward: nothing is saved yet. ctx.saved_tensors is for backward",
+    ),
+    "nothing saved": (
+        lambda: made(backward=unpack_saved),
+        ValueError,
+        "In Thing.backward: forward saved nothing. Call ctx.save_for_backward(...) there",
+    ),
+    "more saved": (
+        lambda: made(forward=save_two, backward=unpack_saved),
+        ValueError,
+        "In Thing.backward: ctx.saved_tensors holds 2, as many as forward saved",
+    ),
+    "an attribute that forward did not set": (
+        lambda: made(backward=lambda ctx, grad_output: grad_output * ctx.scale),
+        AttributeError,
+        "ctx has no attribute 'scale': it was not set here or in forward (set: none)\nIn Thing.backward: assign what",
+    ),
+    "a compiled forward": (
+        lambda: made(forward=jax.jit(lambda ctx, x: x * 2)),
+        TypeError,
+        "In Thing.forward: jax.jit cannot take the ctx. Compile what calls the Function",
+    ),
+    "a compiled backward": (
+        lambda: made(backward=jax.jit(lambda ctx, grad_output: grad_output)),
+        TypeError,
+        "In Thing.backward: jax.jit cannot take the ctx. Compile what calls the Function",
+    ),
+}
+
+
+def with_text(error):
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+@row("L1")
+@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_names_the_Function_and_the_cure(mistake, surrounding):
+    make, kind, text = MISTAKES[mistake]
+    thing = make()
+    function = SURROUNDINGS[surrounding](lambda x: thing.apply(x))
+    with pytest.raises(kind) as caught:
+        jax.grad(lambda x: function(x).sum())(X)
+    assert text in str(caught.value)
+    assert str(caught.value).count("\nIn Thing") <= 1  # said once, however many Functions it passes
+
+
+@row("L1")
+@pytest.mark.parametrize("ask", [lambda x: x.item(), float, bool, int], ids=["item", "float", "bool", "int"])
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_asking_for_a_value_that_is_traced(method, ask):
+    def asking(ctx, x):
+        return x * ask(x.sum())
+
+    thing = made(**{method: asking})
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        jax.jit(jax.grad(lambda x: thing.apply(x).sum()))(X)
+    assert f"In Thing.{method}: the value of an array is asked for" in str(caught.value)
+    assert "jnp.where" in str(caught.value)
+
+
+@row("L1")
+def test_a_Function_inside_another_one_is_the_one_that_is_named():
+    inner = made(forward=lambda ctx, x: x.add_(1))
+    outer = type("Outer", (jaxfn.Function,), {"forward": staticmethod(lambda ctx, x: inner.apply(x))})
+    with pytest.raises(AttributeError) as caught:
+        outer.apply(X)
+    assert "In Thing.forward" in str(caught.value) and "Outer" not in str(caught.value)
+
+
+@row("L1")
+def test_other_errors_of_user_code_are_left_alone():
+    error = AttributeError("'Config' object has no attribute 'add_'")
+
+    def raising(ctx, x):
+        raise error
+
+    with pytest.raises(AttributeError) as caught:
+        made(forward=raising).apply(X)
+    assert caught.value is error and str(error) == "'Config' object has no attribute 'add_'"
+
+
+@row("L1")
+def test_torchs_old_style():
+    class Scale(jaxfn.Function):
+        def __init__(self, factor):
+            self.factor = factor
+
+        def forward(self, x):
+            return x * self.factor
+
+    for call in (lambda: Scale(2.0)(X), Scale, lambda: Scale(X)):
+        with pytest.raises(TypeError, match="Scale is not to be instantiated, as in torch's old style") as caught:
+            call()
+        assert "call Scale.apply(...)" in str(caught.value) and "an argument of forward" in str(caught.value)
+
+
+@row("L1")
+@pytest.mark.parametrize(
+    "push",
+    [
+        lambda f: jax.jvp(f, (X,), (X,)),
+        lambda f: jax.jacfwd(f)(X),
+        lambda f: jax.hessian(lambda x: f(x).sum())(X),
+        lambda f: jax.jvp(jax.vmap(f), (X,), (X,)),
+    ],
+    ids=["jvp", "jacfwd", "hessian", "vmap"],
+)
+def test_forward_mode_of_a_Function_with_backward_alone(push):
+    with pytest.raises(TypeError, match="Thing has backward alone, and so no forward mode") as caught:
+        push(made().apply)
+    assert "Define jvp(ctx, *tangents)" in str(caught.value) and "generate_jvp_rule = True" in str(caught.value)
+    assert str(caught.value).count("Thing has") == 1
+
+
+@dataclasses.dataclass
+class Layer:
+    weight: object
+
+    def __call__(self, x):
+        return x * self.weight
+
+
+def scaled(weight, x):
+    return x * weight
+
+
+@row("L1")
+@pytest.mark.parametrize(
+    ("hide", "kind"),
+    [
+        (lambda w: lambda x: x * w, "function"),
+        (lambda w: functools.partial(scaled, w), "partial"),
+        (lambda w: Layer(w).__call__, "method"),
+        (Layer, "Layer"),
+    ],
+    ids=["lambda", "partial", "bound method", "dataclass"],
+)
+@pytest.mark.parametrize("surrounding", ["eager", "jit", "checkpoint"])
+def test_a_weight_that_an_argument_closes_over(hide, kind, surrounding):
+    thing = made(forward=lambda ctx, x, layer: layer(x), backward=lambda ctx, g: (g, None))
+    wrap = SURROUNDINGS[surrounding]
+    with pytest.raises(NotImplementedError, match=r"Thing\.forward closes over a value") as caught:
+        jax.grad(lambda w: wrap(lambda w: thing.apply(X, hide(w)).sum())(w))(2.0)
+    assert f"(in input 1 ('layer'), inside of an object of type {kind})" in str(caught.value)
+    assert "Pass that value to Thing as an argument" in str(caught.value)
+
+
+WRONG_GRADIENTS = {
+    "shape": lambda ctx, grad_output: grad_output[:2],
+    "number": lambda ctx, grad_output: (grad_output, grad_output),
+    "type": lambda ctx, grad_output: "gradient",
+    "complex": lambda ctx, grad_output: grad_output * 1j,
+}
+
+
+@row("L1")
+@pytest.mark.parametrize("wrong", WRONG_GRADIENTS)
+@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+def test_the_line_of_a_backward_that_returned_something_wrong(wrong, surrounding):
+    backward = WRONG_GRADIENTS[wrong]
+    function = SURROUNDINGS[surrounding](made(backward=backward).apply)
+    line = inspect.getsourcelines(backward)[1]
+    with pytest.raises((RuntimeError, TypeError), match=r"^Thing\.backward returned") as caught:
+        jax.grad(lambda x: function(x).sum())(X)
+    assert str(caught.value).endswith(f"\nThing.backward is at {__file__}:{line}.")
+
+
+@row("L1")
+def test_the_line_of_a_jvp_that_returned_something_wrong():
+    def jvp(ctx, tangent):
+        return tangent[:2]
+
+    with pytest.raises(RuntimeError, match=r"^Thing\.jvp returned") as caught:
+        jax.jvp(made(jvp=jvp).apply, (X,), (X,))
+    assert str(caught.value).endswith(f"\nThing.jvp is at {__file__}:{inspect.getsourcelines(jvp)[1]}.")
+
+
+@row("L1")
+@pytest.mark.parametrize("method", ["forward", "backward"])
+@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+def test_a_traceback_shows_user_code_alone(method, surrounding):
+    def failing(ctx, x):
+        raise KeyError("mine")
+
+    function = SURROUNDINGS[surrounding](made(**{method: failing}).apply)
+    with pytest.raises(KeyError, match="mine") as caught:
+        jax.grad(lambda x: function(x).sum())(X)
+    files = [Path(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)]
+    own = Path(jaxfn.__file__).parent
+    assert not [file for file in files if file.is_relative_to(own)]
+    assert files[-1] == Path(__file__)
+
+
+@row("L1")
+def test_a_traceback_shows_all_where_jax_is_told_to():
+    def failing(ctx, x):
+        raise KeyError("mine")
+
+    filtering = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with pytest.raises(KeyError) as caught:
+            made(forward=failing).apply(X)
+    finally:
+        jax.config.update("jax_traceback_filtering", filtering)
+    names = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert any(re.search(r"jaxfn.methods\.py|methods\.py", name) for name in names)
