@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Never, cast
+from typing import Any, ClassVar, Never, overload
 
 from jaxfn._compat import is_eager, refuses_symbolic_zeros, stages_constants
 from jaxfn._derivatives.differentiable import differentiable
@@ -15,6 +16,7 @@ from jaxfn._protocol.hooks import hooks_in_force
 from jaxfn._run.call import Call
 from jaxfn._run.forward import call_forward, undecorated
 from jaxfn._run.methods import Methods, undefined
+from jaxfn._signatures import HasForward, P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import as_array, is_traced
 from jaxfn._values.hidden import Opaque
@@ -26,10 +28,23 @@ _CALLS_KEPT = 256
 
 
 class _Apply:
-    """Finds the `apply` of the class that it is asked of, by way of `super()` too."""
+    """Finds the `apply` of the class that it is asked of, by way of `super()` too.
 
-    def __get__(self, instance: object, owner: type[Function]) -> Callable[..., Any]:
-        return owner._jaxfn_apply  # pyright: ignore[reportPrivateUsage]
+    Type checkers are told that it takes what `forward` takes, less the ctx; see `jaxfn._signatures`.
+    """
+
+    @overload
+    def __get__(self, instance: object, owner: HasForward[TakesCtx[P, R_co]]) -> Callable[P, R_co]: ...
+    @overload
+    def __get__(self, instance: object, owner: HasForward[TakesAnything[R_co]]) -> Callable[..., R_co]: ...
+    @overload
+    def __get__(self, instance: object, owner: HasForward[TakesFunctionCtx[P, R_co]]) -> Callable[P, R_co]: ...
+    @overload
+    def __get__(self, instance: object, owner: HasForward[Callable[P, R_co]]) -> Callable[P, R_co]: ...
+    @overload
+    def __get__(self, instance: object, owner: Any) -> Callable[..., Any]: ...
+    def __get__(self, instance: object, owner: Any) -> Callable[..., Any]:
+        return owner._jaxfn_apply
 
 
 class Function:
@@ -75,7 +90,7 @@ class Function:
     Torch counterpart: `torch.autograd.Function`.
     """
 
-    apply: ClassVar[Callable[..., Any]] = cast(Any, _Apply())
+    apply: ClassVar[_Apply] = _Apply()
     """Calls the Function; the very same object on every access, so that `jax.jit(F.apply)` compiles once."""
 
     _jaxfn_apply: ClassVar[Callable[..., Any]]
@@ -158,7 +173,14 @@ def _make_apply(function: type[Function]) -> Callable[..., Any]:
     apply.__qualname__ = f"{function.__qualname__}.apply"
     apply.__doc__ = function.__doc__
     vars(apply)["_jaxfn_owner"] = function
+    show_signature(apply, function)
     return apply
+
+
+def show_signature(apply: Callable[..., Any], function: type[Function]) -> None:
+    """Lets `inspect.signature` say what `apply` takes: what `forward` does, less the ctx."""
+    with suppress(NotImplementedError, TypeError, ValueError):  # no forward yet, or one that cannot be called so
+        vars(apply)["__signature__"] = Methods(function).parameters.signature
 
 
 class _Entry(Opaque):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
-from jaxfn._function import Function
-from jaxfn._run.methods import Methods
+from jaxfn._function import Function, show_signature
+from jaxfn._signatures import P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class CallableFunction:
+class CallableFunction(Generic[P, R_co]):
     """What `function` and `autograd_function` return: a callable with a `Function` underneath.
 
     Attributes:
@@ -29,7 +29,7 @@ class CallableFunction:
         body = {"__module__": self.__module__, "__qualname__": self.__qualname__, "__doc__": forward.__doc__}
         self.Function: Any = type(self.__name__, (Function,), body | {"forward": staticmethod(forward)})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         return self.Function.apply(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -43,10 +43,10 @@ class CallableFunction:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return Methods(self.Function).parameters.signature
+        return inspect.signature(self.apply)
 
     @property
-    def apply(self) -> Callable[..., Any]:
+    def apply(self) -> Callable[P, R_co]:
         """The `apply` of the class underneath."""
         return self.Function.apply
 
@@ -68,10 +68,19 @@ class CallableFunction:
 
     def _register(self, method: str, rule: _F) -> _F:
         setattr(self.Function, method, staticmethod(rule))
+        show_signature(self.apply, self.Function)
         return rule
 
 
-def function(forward: Callable[..., Any]) -> CallableFunction:
+@overload
+def function(forward: TakesCtx[P, R_co]) -> CallableFunction[P, R_co]: ...
+@overload
+def function(forward: TakesAnything[R_co]) -> CallableFunction[..., R_co]: ...
+@overload
+def function(forward: TakesFunctionCtx[P, R_co]) -> CallableFunction[P, R_co]: ...
+@overload
+def function(forward: Callable[P, R_co]) -> CallableFunction[P, R_co]: ...
+def function(forward: Callable[..., Any]) -> CallableFunction[..., Any]:
     """Makes a plain function one with a derivative of its own.
 
     Args:
@@ -103,7 +112,7 @@ def autograd_function(
     backward: Callable[..., Any] | None = None,
     *,
     setup_context: Callable[..., Any] | None = None,
-) -> CallableFunction:
+) -> CallableFunction[..., Any]:
     """A function with a derivative of its own, from two functions: R torch's form.
 
     Args:
@@ -129,7 +138,7 @@ def autograd_function(
 
     Torch counterpart: `torch::autograd_function` of R torch.
     """
-    made = CallableFunction(forward)
+    made: CallableFunction[..., Any] = CallableFunction(forward)
     if backward is not None:
         made.backward(backward)
     if setup_context is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,35 @@ _EPS = Default(1e-6)
 _MAX_MEMORY = 512 << 20
 
 
+@overload
+def gradcheck(
+    func: Callable[..., Any], inputs: Any, *args: Any, return_report: Literal[True], **options: Any
+) -> Report: ...
+@overload
+def gradcheck(
+    func: Callable[..., Any],
+    inputs: Any,
+    eps: float = _EPS,
+    atol: float = ATOL,
+    rtol: float = RTOL,
+    raise_exception: bool = True,
+    nondet_tol: float = 0.0,
+    check_undefined_grad: bool = True,
+    check_grad_dtypes: bool = False,
+    check_batched_grad: bool = False,
+    check_batched_forward_grad: bool = False,
+    check_forward_ad: bool = False,
+    check_backward_ad: bool = True,
+    fast_mode: bool = False,
+    masked: bool | None = None,
+    *,
+    argnums: int | Sequence[int] | None = None,
+    reference: str = "both",
+    surrogate: Callable[..., Any] | None = None,
+    dtype: Any = None,
+    max_memory: int = _MAX_MEMORY,
+    return_report: Literal[False] = False,
+) -> bool: ...
 def gradcheck(
     func: Callable[..., Any],
     inputs: Any,
@@ -140,6 +169,36 @@ def gradcheck(
     return _concluded(run_check(problem, options), raise_exception, return_report)
 
 
+@overload
+def gradgradcheck(
+    func: Callable[..., Any], inputs: Any, *args: Any, return_report: Literal[True], **options: Any
+) -> Report: ...
+@overload
+def gradgradcheck(
+    func: Callable[..., Any],
+    inputs: Any,
+    grad_outputs: Any = None,
+    eps: float = _EPS,
+    atol: float = ATOL,
+    rtol: float = RTOL,
+    gen_non_contig_grad_outputs: bool = False,
+    raise_exception: bool = True,
+    nondet_tol: float = 0.0,
+    check_undefined_grad: bool = True,
+    check_grad_dtypes: bool = False,
+    check_batched_grad: bool = False,
+    check_fwd_over_rev: bool = False,
+    check_rev_over_rev: bool = True,
+    fast_mode: bool = False,
+    masked: bool | None = None,
+    *,
+    argnums: int | Sequence[int] | None = None,
+    reference: str = "both",
+    surrogate: Callable[..., Any] | None = None,
+    dtype: Any = None,
+    max_memory: int = _MAX_MEMORY,
+    return_report: Literal[False] = False,
+) -> bool: ...
 def gradgradcheck(
     func: Callable[..., Any],
     inputs: Any,

@@ -18,7 +18,7 @@ FLOORS = [
     ("jaxfn._values",),
     ("jaxfn._primitives",),
     ("jaxfn._protocol",),
-    ("jaxfn._run",),
+    ("jaxfn._run", "jaxfn._signatures"),
     ("jaxfn._derivatives",),
     ("jaxfn._function",),
     ("jaxfn._functional",),

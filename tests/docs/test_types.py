@@ -1,0 +1,78 @@
+"""What editors show, and what a user's own annotations say. That pyright accepts them is a matter of CI's types."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxfn
+from tests.docs import typed_user
+from tests.support.marks import row
+
+
+@row("L3")
+def test_an_annotated_user_gets_right_derivatives():
+    assert typed_user.ok and typed_user.second_order and typed_user.found is None
+    assert typed_user.report and typed_user.second_report and typed_user.total > 0
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+@row("L3")
+def test_apply_has_the_parameters_of_forward_without_the_ctx():
+    signature = inspect.signature(typed_user.Scale.apply)
+    assert list(signature.parameters) == ["x", "scale", "offset"]
+    assert signature.parameters["offset"].default == 0.0 and signature.return_annotation is jax.Array
+    assert parameters(typed_user.Named.apply) == parameters(typed_user.Square.apply) == ["x"]
+    assert parameters(typed_user.cube) == parameters(typed_user.cube.apply) == ["x"]
+
+
+@row("L3")
+def test_a_setup_context_that_is_registered_later():
+    @jaxfn.function
+    def scaled(x, scale):
+        return x * scale
+
+    assert parameters(scaled) == ["scale"]
+
+    @scaled.setup_context
+    def _(ctx, inputs, output): ...
+
+    assert parameters(scaled) == parameters(scaled.apply) == ["x", "scale"]
+
+
+@row("L3")
+def test_a_class_without_a_forward_of_its_own():
+    class Base(jaxfn.Function):
+        pass
+
+    class Double(Base):
+        @staticmethod
+        def forward(ctx, x, *, times=2):
+            return x * times
+
+    assert parameters(Double.apply) == ["x", "times"]
+    with pytest.raises(NotImplementedError, match="Base defines no forward"):
+        Base.apply(1.0)
+
+
+@row("L3")
+def test_jit_knows_the_arguments_by_their_names():
+    static = []
+
+    class Scale(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            static.append(isinstance(scale, float))
+            return x * scale
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output, None
+
+    assert jax.jit(Scale.apply, static_argnames="scale")(jnp.ones(3), 2.0).sum() == 6
+    assert jax.jit(Scale.apply, static_argnames="scale")(jnp.ones(3), scale=2.0).sum() == 6
+    assert static == [True, True]

@@ -1,0 +1,101 @@
+"""Functions as a user writes them, with the obvious annotations: pyright accepts this file in strict mode.
+
+`test_types.py` runs it, too.
+"""
+
+from typing import assert_type
+
+import jax
+import numpy as np
+
+import jaxfn
+from jaxfn import FunctionCtx
+
+
+class Scale(jaxfn.Function):
+    """With a ctx."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: jax.Array, scale: float, offset: float = 0.0) -> jax.Array:
+        ctx.scale = scale
+        ctx.save_for_backward(x)
+        return x * scale + offset
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_output: jax.Array) -> tuple[jax.Array, None, None]:
+        (x,) = ctx.saved_tensors
+        assert x.shape == grad_output.shape
+        return grad_output * ctx.scale, None, None
+
+
+class Named(jaxfn.Function):
+    """With a ctx of another name."""
+
+    @staticmethod
+    def forward(context: FunctionCtx, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x, x + 1
+
+    @staticmethod
+    def backward(context: FunctionCtx, *grad_outputs: jax.Array) -> jax.Array:
+        return grad_outputs[0] + grad_outputs[1]
+
+
+class Square(jaxfn.Function):
+    """In separate style, with a forward mode and a batching rule."""
+
+    @staticmethod
+    def forward(x: jax.Array) -> jax.Array:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[jax.Array], output: jax.Array) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_output: jax.Array) -> jax.Array | None:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad_output if ctx.needs_input_grad[0] else None
+
+    @staticmethod
+    def jvp(ctx: FunctionCtx, tangent: jax.Array) -> jax.Array:
+        (x,) = ctx.saved_tensors
+        return 2 * x * tangent
+
+    @staticmethod
+    def vmap(info: jaxfn.VmapInfo, in_dims: tuple[int | None], x: jax.Array) -> tuple[jax.Array, int | None]:
+        return Square.apply(x), in_dims[0]
+
+
+@jaxfn.function
+def cube(ctx: FunctionCtx, x: jax.Array) -> jax.Array:
+    """By a decorator."""
+    ctx.save_for_backward(x=x)
+    return x**3
+
+
+@cube.backward
+def _(ctx: FunctionCtx, grad_output: jax.Array) -> jax.Array:
+    return 3 * ctx.saved_variables.x**2 * grad_output
+
+
+def loss(x: jax.Array) -> jax.Array:
+    """All of them."""
+    scaled = Scale.apply(x, 2.0, offset=1.0)
+    assert_type(scaled, jax.Array)
+    first, second = Named.apply(scaled)
+    assert_type(first, jax.Array)
+    squared = Square.apply(second)
+    assert_type(squared, jax.Array)
+    cubed = cube(squared)
+    assert_type(cubed, jax.Array)
+    return (first * cubed).sum()
+
+
+x = np.linspace(0.1, 0.5, 3)
+ok: bool = jaxfn.gradcheck(loss, x)
+report: jaxfn.Report = jaxfn.gradcheck(loss, x, return_report=True)
+second_order: bool = jaxfn.gradgradcheck(loss, x)
+second_report: jaxfn.Report = jaxfn.gradgradcheck(loss, x, return_report=True)
+ledger: jaxfn.Ledger = jaxfn.residuals(loss, x)
+total: int = ledger.total_bytes
+found: jaxfn.NotFinite | None = jaxfn.find_nan(loss, x)
