@@ -179,7 +179,7 @@ def _make_apply(function: type[Function]) -> Callable[..., Any]:
 
 def show_signature(apply: Callable[..., Any], function: type[Function]) -> None:
     """Lets `inspect.signature` say what `apply` takes: what `forward` does, less the ctx."""
-    with suppress(NotImplementedError, TypeError, ValueError):  # no forward yet, or one that cannot be called so
+    with suppress(RuntimeError, TypeError, ValueError):  # no forward yet, or one that a call will refuse
         vars(apply)["__signature__"] = Methods(function).parameters.signature
 
 

@@ -10,7 +10,7 @@ import jax
 
 from jaxfn._compat import SymbolicZero, zeros_of
 from jaxfn._protocol.gradients import conjugate
-from jaxfn._values.arrays import as_array, is_key
+from jaxfn._values.arrays import as_array, is_boxed_array, is_key
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout, split, value_key
 
 
@@ -143,7 +143,7 @@ def take_apart(value: Any) -> Returned:
     arrays: list[Any] = []
     layouts: list[Layout] = []
     for output in outputs:
-        leaves, layout = split(output)
+        leaves, layout = ((output,), ARRAY_LAYOUT) if is_boxed_array(output) else split(output)
         arrays += leaves
         layouts.append(layout)
     converted = [as_array(array) for array in arrays]

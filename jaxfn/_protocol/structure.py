@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 
-from jaxfn._values.arrays import is_none
+from jaxfn._values.arrays import is_boxed_array, is_none
 from jaxfn._values.layouts import Layout
 
 
@@ -54,10 +54,10 @@ def paired_leaves(value: Any, skeleton: Any, layout: Layout) -> Iterator[tuple[s
     if layout.treedef is None:
         yield "", value, skeleton
         return
-    wanted = tree_flatten_with_path(skeleton, is_leaf=is_none)[0]
+    wanted = tree_flatten_with_path(skeleton, is_leaf=_is_one_array)[0]
     got: dict[Any, Any] = {(): None}
     if value is not None:
-        got = dict(tree_flatten_with_path(value, is_leaf=is_none)[0])
+        got = dict(tree_flatten_with_path(value, is_leaf=_is_one_array)[0])
     used: set[Any] = set()
     for path, leaf in wanted:
         found = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
@@ -66,10 +66,15 @@ def paired_leaves(value: Any, skeleton: Any, layout: Layout) -> Iterator[tuple[s
         if len(found) < len(path) and got[found] is not None:
             raise StructureError(f"one value was returned at {_at(found)}, where several leaves belong")
         used.add(found)
-        yield keystr(path), got[found], leaf
+        yield keystr(path), got[found], tree_leaves(leaf)[0] if is_boxed_array(leaf) else leaf
     for path, piece in got.items():
         if path not in used and piece is not None:
             raise StructureError(f"there is nothing at {_at(path)}")
+
+
+def _is_one_array(value: object) -> bool:
+    """Where both structures end: an array may stand for a box with one, and a box for an array."""
+    return is_none(value) or is_boxed_array(value)
 
 
 def _at(path: Iterable[Any]) -> str:

@@ -37,6 +37,7 @@ class Call:
         self.has_refs = any(self.are_refs)
         self.numbers = [layout.leaves[0] for layout in layouts if layout.is_number]
         self._may_close_over = methods.may_close_over or any(layout is not ARRAY_LAYOUT for layout in layouts)
+        self._changeable = [i for i, layout in enumerate(layouts) if layout.may_be_changed]
         self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
     @property
@@ -95,6 +96,20 @@ class Call:
     def operands_of_rules(self) -> list[Any]:
         """The arrays of `tracers_of_rules` that are no references."""
         return [x for x in self.methods.tracers_of_rules() if not _compat.is_ref(x)]
+
+    def refuse_changed_inputs(self, inputs: Sequence[Any], arrays: Sequence[Any], returned: Sequence[Any]) -> None:
+        """Raises where `forward` has written to an object among its inputs, a copy, what it has not returned."""
+        for position in self._changeable:
+            layout = self.layouts[position]
+            start = sum(layout.num_arrays for layout in self.layouts[:position])
+            path = layout.changed_path(inputs[position], arrays[start : start + layout.num_arrays], returned)
+            if path is not None:
+                raise NotImplementedError(
+                    f"{self.name}.forward changed {self.form.describe(position)}{path and ' at '}{path}. A Function is "
+                    "given copies of objects that hold arrays, as jax.jit and jax.grad give them, so its caller would "
+                    "never see the change. Return the new state from forward, and write it back where the Function is "
+                    "called."
+                )
 
     def needs_input_grad(self, perturbed: tuple[bool, ...]) -> tuple[bool, ...]:
         """For each input, whether some array leaf of it is perturbed."""

@@ -28,7 +28,9 @@ def call_forward(
         if call.methods.vmap is not None and any(map(is_traced, arrays)):
             returned = forward_with_vmap(call, ctx, arrays)
         else:
-            returned = call.methods.forward(ctx, call.form, call.inputs(arrays))
+            inputs = call.inputs(arrays)
+            returned = call.methods.forward(ctx, call.form, inputs)
+            call.refuse_changed_inputs(inputs, arrays, returned.originals)
     except jax.errors.UnexpectedTracerError as error:
         if call.closes_over_tracers():
             raise call.methods.out_of_reach("forward") from error

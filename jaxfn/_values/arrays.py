@@ -2,6 +2,9 @@
 
 An array leaf is a `jax.Array` (traced or not), a NumPy array or scalar, a `jax.Ref`, or anything with
 `__jax_array__`. Every other leaf is static and travels as the Python object that it is.
+
+A *boxed array* is a pytree node of one array that JAX takes for that array: an `nnx.Param`. As an argument it arrives
+as the node that it is, anywhere in a pytree; where one array is wanted, of a gradient say, it will do for one.
 """
 
 from __future__ import annotations
@@ -54,6 +57,19 @@ def is_array_leaf(leaf: object) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in _STATIC_KINDS
     return _is_array_type(type(leaf))
+
+
+@lru_cache(maxsize=4096)
+def _may_be_box(kind: type) -> bool:
+    return not is_jax_type(kind) and hasattr(kind, "__jax_array__")
+
+
+def is_boxed_array(value: object) -> bool:
+    """Whether a value is a pytree node that stands for the one array in it."""
+    if not _may_be_box(type(value)):
+        return False
+    leaves = jax.tree_util.tree_leaves(value)
+    return len(leaves) == 1 and leaves[0] is not value
 
 
 def is_traced(leaf: object) -> bool:

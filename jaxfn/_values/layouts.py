@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxfn._compat import is_ref
-from jaxfn._values.arrays import is_array_leaf, is_none, is_traced
+from jaxfn._values.arrays import is_array_leaf, is_boxed_array, is_none, is_traced
 from jaxfn._values.hidden import NoArrays, hidden_tracers, hides_arrays
 
 _NUMBERS = frozenset({int, float, complex})
@@ -100,6 +100,27 @@ class Layout:
                 "torch code with jaxfn.from_torch."
             )
 
+    @property
+    def may_be_changed(self) -> bool:
+        """Whether it has nodes of classes of their own, which code may write to."""
+        return self.treedef is not None and not _is_of_plain_containers(self.treedef)
+
+    def changed_path(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> str | None:
+        """Where a value that `merge` made of these arrays holds something new by now, that is not known either."""
+        given = iter(arrays)
+        leaves = [next(given) if isinstance(leaf, _Array) else leaf for leaf in self.leaves]
+        try:
+            present, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_none)
+        except ValueError:  # such as equinox's State, which nobody may use again once there is a newer one
+            return None
+        if len(present) != len(leaves):
+            return ""
+        seen = set(map(id, known))
+        for (path, leaf), was in zip(present, leaves, strict=True):
+            if leaf is not was and id(leaf) not in seen:
+                return jax.tree_util.keystr(path)
+        return "" if _differ(treedef, self.treedef) else None
+
     def hides_arrays(self) -> bool:
         """Whether a static leaf, a closure or an object, holds JAX arrays."""
         return self is not ARRAY_LAYOUT and any(map(hides_arrays, self.leaves))
@@ -129,6 +150,14 @@ class Layout:
 
     def __hash__(self) -> int:
         return hash(self.key())
+
+
+def _differ(treedef: Any, other: Any) -> bool:
+    """Whether two trees are known to differ; what their nodes hold besides arrays may refuse to be compared."""
+    try:
+        return bool(treedef != other)
+    except Exception:
+        return False
 
 
 def _is_of_plain_containers(treedef: Any) -> bool:
@@ -178,7 +207,7 @@ def split(value: Any) -> tuple[Sequence[Any], Layout]:
     """
     if type(value) in _SCALARS:
         return (), Layout(None, (value,))
-    if is_array_leaf(value):
+    if is_array_leaf(value) and not is_boxed_array(value):
         return (value,), (ARRAY_LAYOUT if _marker(value) is _ARRAY else _REF_LAYOUT)
     try:
         leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)

@@ -1,0 +1,55 @@
+"""A Function and the same rule as a `jax.custom_vjp` by hand, which every framework's test puts into the same modules.
+
+The gradients are three times too large, so that a rule that got lost shows.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import jaxfn
+
+
+class Dense(jaxfn.Function):
+    """x @ w, with gradients of its own."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, w = ctx.saved_tensors
+        return 3 * grad_output @ w.T, 3 * x.T @ grad_output
+
+
+class DenseOfDict(jaxfn.Function):
+    """The same, of parameters in a dict."""
+
+    @staticmethod
+    def forward(ctx, x, parameters):
+        ctx.save_for_backward(x, parameters["w"])
+        return x @ parameters["w"]
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, w = ctx.saved_tensors
+        return 3 * grad_output @ w.T, {"w": 3 * x.T @ grad_output}
+
+
+@jax.custom_vjp
+def dense_by_hand(x, w):
+    return x @ w
+
+
+dense_by_hand.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, ct: (3 * ct @ kept[1].T, 3 * kept[0].T @ ct),
+)
+
+INPUTS = jax.random.normal(jax.random.key(1), (5, 4))
+
+
+def loss_of(outputs):
+    """One number."""
+    return jnp.sum(jnp.sin(outputs))

@@ -1,0 +1,252 @@
+"""flax.nnx: Functions inside modules, and Variables and modules as arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, dense_by_hand, loss_of
+from tests.support.marks import row
+
+nnx = pytest.importorskip("flax.nnx")
+optax = pytest.importorskip("optax")
+
+
+class Layer(nnx.Module):
+    def __init__(self, op, rngs):
+        self.op = op
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+
+    def __call__(self, x):
+        return jnp.tanh(self.op(x, self.w))
+
+
+OPS = {
+    "variable": Dense.apply,
+    "variable in a dict": lambda x, w: DenseOfDict.apply(x, {"w": w}),
+    "value": lambda x, w: Dense.apply(x, w[...]),
+}
+
+
+def by_hand(x, w):
+    return dense_by_hand(x, w[...])
+
+
+def loss(layer, x):
+    return loss_of(layer(x))
+
+
+def vmapped(layer, x):
+    return loss_of(
+        nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 1), out_axes=1)(layer, x[:, :, None].swapaxes(1, 2))
+    )
+
+
+def repeated(layer, x):
+    def step(x, _):
+        return layer(x), None
+
+    return loss_of(jax.lax.scan(step, x, None, length=3)[0])
+
+
+def rematted(layer, x):
+    return loss_of(nnx.remat(lambda layer, x: layer(layer(x)))(layer, x))
+
+
+def chosen(layer, x):
+    return nnx.cond(x.sum() > 0, lambda layer, x: loss(layer, x), lambda layer, x: 2 * loss(layer, x), layer, x)
+
+
+PROGRAMS = {"plain": loss, "vmap": vmapped, "scan": repeated, "remat": rematted, "cond": chosen}
+WRAPPINGS = {"eager": lambda f: f, "jit": nnx.jit}
+
+
+def arrays(state):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(state) if hasattr(state, "flat_state") else state)
+
+
+@row("L4")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_gradients_inside_a_module(op, program, wrapping):
+    differentiate = WRAPPINGS[wrapping](nnx.value_and_grad(PROGRAMS[program], argnums=(0, 1)))
+    value, (of_layer, of_x) = differentiate(Layer(OPS[op], nnx.Rngs(0)), INPUTS)
+    wanted, (wanted_of_layer, wanted_of_x) = differentiate(Layer(by_hand, nnx.Rngs(0)), INPUTS)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    np.testing.assert_allclose(of_x, wanted_of_x, rtol=1e-5)
+    np.testing.assert_allclose(of_layer["w"][...], wanted_of_layer["w"][...], rtol=1e-5)
+    assert np.abs(of_x).max() > 0.1
+
+
+@row("L4")
+@pytest.mark.parametrize("op", OPS)
+def test_layers_stacked_by_vmap_and_run_by_scan(op):
+    def stacked(op):
+        make = nnx.vmap(lambda key: Layer(op, nnx.Rngs(key)))
+        return make(jax.random.split(jax.random.key(0), 3))
+
+    def deep_loss(layers, x):
+        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return loss_of(run(x, layers))
+
+    gradients = nnx.jit(nnx.grad(deep_loss))(stacked(OPS[op]), INPUTS)
+    wanted = nnx.grad(deep_loss)(stacked(by_hand), INPUTS)
+    assert gradients["w"][...].shape == (3, 4, 4)
+    np.testing.assert_allclose(gradients["w"][...], wanted["w"][...], rtol=1e-5)
+
+
+@row("L4")
+@pytest.mark.parametrize("op", OPS)
+def test_training(op):
+    def trained(op):
+        layer = Layer(op, nnx.Rngs(0))
+        optimizer = nnx.Optimizer(layer, optax.adam(0.1), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(layer, optimizer, x):
+            value, gradients = nnx.value_and_grad(loss)(layer, x)
+            optimizer.update(layer, gradients)
+            return value
+
+        return [float(step(layer, optimizer, INPUTS)) for _ in range(5)], layer.w[...]
+
+    values, w = trained(OPS[op])
+    wanted_values, wanted_w = trained(by_hand)
+    np.testing.assert_allclose(values, wanted_values, rtol=1e-5)
+    np.testing.assert_allclose(w, wanted_w, rtol=1e-5)
+    assert values[-1] < values[0]
+
+
+@row("L4")
+@pytest.mark.parametrize(
+    "wrap", [lambda p: p, lambda p: {"w": p}, lambda p: [(p,), None]], ids=["bare", "dict", "list"]
+)
+@pytest.mark.parametrize("returned", ["array", "variable", "none"])
+def test_a_variable_arrives_as_itself_anywhere_in_a_pytree(wrap, returned):
+    seen = []
+
+    class Scale(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, tree):
+            (box,) = jax.tree.leaves(tree, is_leaf=lambda v: isinstance(v, nnx.Variable))
+            seen.append(type(box))
+            ctx.save_for_backward(x, box)
+            ctx.tree = tree
+            return x * box
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            x, box = ctx.saved_tensors
+            seen.append(type(box))
+            gradient = {"array": 5 * x, "variable": nnx.Param(5 * x), "none": None}[returned]
+            return grad_output * box, None if gradient is None else wrap(gradient)
+
+    x, w = jnp.arange(3.0), jnp.arange(3.0) + 1
+    assert jnp.array_equal(Scale.apply(x, wrap(nnx.Param(w))), x * w)
+    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        gradient = differentiate(lambda w: Scale.apply(x, wrap(nnx.Param(w))).sum())(w)
+        assert jnp.array_equal(gradient, 5 * x if returned != "none" else 0 * x)
+    assert set(seen) == {nnx.Param}
+
+
+class CallsModule(jaxfn.Function):
+    """Runs a module that it is handed."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        graph, state = nnx.split(ctx.module)
+        _, pull = jax.vjp(lambda x, state: nnx.merge(graph, state)(x), x, state)
+        of_x, of_state = pull(grad_output)
+        return 2 * of_x, nnx.merge(graph, jax.tree.map(lambda g: 2 * g, of_state))
+
+
+@row("L4")
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_module_as_an_argument(wrapping):
+    linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    differentiate = WRAPPINGS[wrapping](nnx.grad(lambda m, x: loss_of(CallsModule.apply(x, m)), argnums=(0, 1)))
+    of_module, of_x = differentiate(linear, INPUTS)
+    wanted_of_module, wanted_of_x = nnx.grad(lambda m, x: loss_of(m(x)), argnums=(0, 1))(linear, INPUTS)
+    np.testing.assert_allclose(of_x, 2 * wanted_of_x, rtol=1e-5)
+    for name in ("kernel", "bias"):
+        np.testing.assert_allclose(of_module[name][...], 2 * wanted_of_module[name][...], rtol=1e-5)
+
+
+def batch_norm():
+    return nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+
+
+def dropout():
+    return nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+
+class Counting(nnx.Module):
+    """Counts in a Python number."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x
+
+
+STATES = {"mean": batch_norm, "count": dropout, "": Counting}
+
+
+@row("L4")
+@pytest.mark.parametrize("place", STATES)
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"layer": m}], ids=["bare", "dict"])
+@pytest.mark.parametrize("surrounding", ["eager", "grad", "jit"])
+def test_state_that_forward_changes_is_refused(place, wrap, surrounding):
+    class Same(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, tree):
+            return (tree["layer"] if isinstance(tree, dict) else tree)(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output, None
+
+    def run(module, x):
+        return Same.apply(x, wrap(module)).sum()
+
+    def differentiated(module, x):
+        return jax.grad(lambda x: run(module, x))(x)
+
+    surrounded = {"eager": run, "grad": differentiated, "jit": nnx.jit(run)}[surrounding]
+    with pytest.raises(NotImplementedError, match=r"Same\.forward changed input 1 \('tree'\)") as caught:
+        surrounded(STATES[place](), INPUTS)
+    assert place in str(caught.value) and "Return the new state from forward" in str(caught.value)
+
+
+@row("L4")
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_state_that_forward_returns(wrapping):
+    class Normalized(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, norm):
+            return norm(x), nnx.state(norm, nnx.BatchStat)
+
+        @staticmethod
+        def backward(ctx, grad_output, _):
+            return grad_output, None
+
+    def step(norm, x):
+        y, state = Normalized.apply(x, norm)
+        nnx.update(norm, state)
+        return y
+
+    norm, plain = batch_norm(), batch_norm()
+    np.testing.assert_allclose(WRAPPINGS[wrapping](step)(norm, INPUTS), plain(INPUTS), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norm.mean[...], plain.mean[...], rtol=1e-5)
+    assert np.abs(norm.mean[...]).max() > 0
