@@ -20,7 +20,12 @@ from tests.support.kernel_examples import load as load_kernel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Packages that are not among the extra requirements of tests.
-NEEDED = {"from_torch": ("torch", "entmax"), "from_torch_model": ("torch", "snntorch")}
+NEEDED = {
+    "equinox_layer": ("equinox",),
+    "from_torch": ("torch", "entmax"),
+    "from_torch_model": ("torch", "snntorch"),
+    "nnx_layer": ("flax",),
+}
 
 
 def load(name: str) -> ModuleType:
@@ -232,3 +237,13 @@ def test_host_routine():
     assert results.difference < 1e-12
     assert max(results.slope_difference, results.curvature_difference) < 1e-4
     assert results.host_calls == [(31,)]
+
+
+def test_a_layer_of_nnx():
+    results = load("nnx_layer").main()
+    assert results.last_loss < 1e-6 and results.ensemble_shape == (4, 256, 5)
+
+
+def test_a_layer_of_equinox():
+    results = load("equinox_layer").main()
+    assert results.kept == 192 and results.difference < 1e-6 and results.last_loss < 1e-6
