@@ -2,8 +2,8 @@
 
     python examples/nnx_layer.py
 
-The Function takes the layer's `nnx.Param`s as they are, in a dict. It is trained under `nnx.jit` and `nnx.value_and_grad`,
-and run as an ensemble under `nnx.vmap`.
+The Function takes the layer's `nnx.Param`s as they are, in a dict. It is trained under `nnx.jit` and
+`nnx.value_and_grad`, and run as an ensemble under `nnx.vmap`.
 """
 
 from __future__ import annotations
