@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.layout import Format
 from jax.extend.core import DebugInfo, Primitive, Var, get_opaque_trace_state
 from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -42,9 +43,11 @@ __all__ = [
     "is_alive",
     "is_batched",
     "is_out_of_reach",
+    "is_plain_jit",
     "is_ref",
     "is_reverse_only",
     "is_variable",
+    "jit_options",
     "keeps_constants_apart",
     "line_of",
     "lowered_jaxpr",
@@ -56,6 +59,7 @@ __all__ = [
     "open_jaxpr",
     "own_lines",
     "partial_eval",
+    "platforms_of_branches",
     "refuses_forward_mode",
     "refuses_symbolic_zeros",
     "repeats_safely",
@@ -398,6 +402,48 @@ def scan_sizes(equation: Any) -> tuple[int, int]:
 def while_sizes(equation: Any) -> tuple[int, int]:
     """How many operands of a while loop are constants of its condition, and how many of its body (0.10.0 to 0.12.0)."""
     return equation.params["cond_nconsts"], equation.params["body_nconsts"]
+
+
+def jit_options(equation: Any) -> dict[str, Any]:
+    """What `jax.jit` was told of a function, to tell it so again of one that returns a pair (0.10.0 to 0.12.0).
+
+    Args:
+      equation: an equation of `jax.jit`.
+
+    Returns:
+      Arguments of `jax.jit`, for a function of the equation's operands. Its first result is a tuple of the equation's
+      results; of the second nothing is said.
+    """
+    params = equation.params
+
+    def placed(shardings: Sequence[Any], layouts: Sequence[Any]) -> tuple[Any, ...]:
+        pairs = zip(shardings, layouts, strict=True)
+        return tuple(sharding if layout is None else Format(layout, sharding) for sharding, layout in pairs)
+
+    return {
+        "in_shardings": placed(params["in_shardings"], params["in_layouts"]),
+        "out_shardings": (placed(params["out_shardings"], params["out_layouts"]), None),
+        "donate_argnums": tuple(i for i, is_donated in enumerate(params["donated_invars"]) if is_donated),
+        "keep_unused": params["keep_unused"],
+        "inline": params["inline"],
+        "compiler_options": dict(params["compiler_options_kvs"]) or None,
+    }
+
+
+def is_plain_jit(equation: Any) -> bool:
+    """Whether `jax.jit` was told nothing of where a function's arrays lie, and nothing of how to compile it."""
+    params = equation.params
+    told = [*params["in_shardings"], *params["out_shardings"], *params["in_layouts"], *params["out_layouts"]]
+    is_placed = any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in told)  # 0.10.0 to 0.12.0
+    return not (is_placed or any(params["donated_invars"]) or params["compiler_options_kvs"])
+
+
+def platforms_of_branches(equation: Any) -> Sequence[tuple[str, ...] | None] | None:
+    """For each branch of a `cond`, the platforms that it is for, `None` for all others (0.10.0 to 0.12.0).
+
+    `None` for a `cond` that does not choose by the platform.
+    """
+    return equation.params.get("branches_platforms")
 
 
 def manual_axes(equation: Any) -> frozenset[str]:

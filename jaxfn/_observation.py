@@ -31,6 +31,10 @@ Log = dict[str, list[Any]]  # by name, the values in the order of the calls
 _observation: Any = jax.make_user_context(default_value=None)
 
 
+# How many `with_logs` there are around, each of which takes what is logged inside of it and not inside of another.
+_log_depth: Any = jax.make_user_context(default_value=0)
+
+
 # Not a part of that key: each log would have all programs traced anew, and caches would keep it, with its values.
 _log: ContextVar[Log | None] = ContextVar("log", default=None)
 
@@ -38,6 +42,11 @@ _log: ContextVar[Log | None] = ContextVar("log", default=None)
 def current_observation() -> Observation | None:
     """What is looked for, if anything."""
     return _observation.value
+
+
+def current_log_depth() -> int:
+    """How many times over logs are looked for here."""
+    return _log_depth.value
 
 
 def current_log() -> Log | None:
@@ -48,7 +57,7 @@ def current_log() -> Log | None:
 @contextmanager
 def observing(observation: Observation) -> Generator[None]:
     """Looks for something, and for nothing else, in what is traced inside."""
-    with _observation(observation):
+    with _observation(observation), _log_depth(current_log_depth() + (observation is Observation.LOGS)):
         yield
 
 

@@ -160,10 +160,9 @@ class Execution:
             return self._run_while(programs, operands, path, steps)
         if kind == "shard_map":
             return self._run_on_devices(equation, operands, path, steps)
-        taken = 0
-        if kind == "cond":
-            taken, *operands = int(operands[0]), *operands[1:]
-        return self._run_step(programs[taken], operands, (*path, taken), steps)
+        taken = int(operands[0]) if kind == "cond" else 0
+        program = programs[taken]
+        return self._run_step(program, [operands[i] for i in program.operands], (*path, taken), steps)
 
     def _run_step(
         self, program: Subprogram, operands: Sequence[Any], path: Path, steps: tuple[int, ...], step: int | None = None

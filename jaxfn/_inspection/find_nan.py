@@ -44,7 +44,7 @@ class NotFinite:
       number: "nan", "inf" or "-inf".
       operation: what made it, as JAX calls that; "argument" where it was passed in.
       shape, index: of the operation's result, and of its first number of the kind.
-      line: the line of code, "file:line (function)".
+      line: the line of code, "file:line (function)"; "" where only JAX's own code is on the way.
       inside: what it lies in, from outside: "scan: step 3 of 10", "while: step 3", "shard_map: device 2",
         "cond: branch 1", "checkpoint". Steps are counted from 0, as in the stacked arrays.
     """
@@ -67,8 +67,8 @@ class NotFinite:
         lines = [
             f"{self.number} begins in {where}{reached}",
             f"  {self.operation} gave it first, at index {self.index} of shape {self.shape}",
-            f"  {self.line}",
         ]
+        lines += [f"  {self.line}"] * bool(self.line)
         return "\n".join([*lines, *(f"  in {around}" for around in self.inside)])
 
 
@@ -285,13 +285,15 @@ class _Search:
     def _described(self, origin: _Origin) -> NotFinite:
         frame, equation = origin.frame, origin.frame.jaxpr.eqns[origin.number]
         noted = self._noted(frame, equation.outvars[origin.result])
-        names, inside = [str(equation.source_info.name_stack)], []
+        equations, inside = [equation], []
         outer = frame
         while outer.outer is not None:
             around, place, program = outer.outer
-            names.insert(0, str(around.jaxpr.eqns[place].source_info.name_stack))
+            equations.insert(0, around.jaxpr.eqns[place])
             inside[:0] = _around(outer, program)
             outer = around
+        names = [str(e.source_info.name_stack) for e in equations]
+        lines = filter(None, map(line_of, reversed(equations)))  # JAX's own code, as that of a solver, has none
         methods = re.findall(r"([^/()]+)\.(forward|backward|jvp|vmap)\b", "/".join(names))
         known = self._functions()  # others are names that somebody gave by jax.named_scope
         function, method = next((m for m in reversed(methods) if m[0] in known), (None, None))
@@ -300,7 +302,7 @@ class _Search:
             method,
             self._value_of(origin, function, method),
             *noted.told(equation.primitive.name),
-            named_line("/".join(names)) or line_of(equation),
+            named_line("/".join(names)) or next(lines, ""),
             tuple(inside),
         )
 

@@ -8,7 +8,8 @@ Values cannot leave a `scan`, a `cond` or a `shard_map` by themselves, so each i
     while        they are carried along: those of one step, which the `Probe` chooses
     cond         every branch returns the values of all branches, `Probe.absent` for those of the others
     shard_map    an axis for the devices comes first
-    jit, calls   what they call is written in their place
+    jit          what it calls has further results; outside of `jit` it is written in its place, if that is the same
+    other calls  what they call is written in their place
 
 So no callback is needed, and what comes out is part of the program, under `jit` and on every device. A value is found
 again by its path: numbers of equations and of the programs that they run, from outside, and its place in the last.
@@ -23,7 +24,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxfn._compat import carry_out, is_variable, manual_axes, named_as, scan_sizes
+from jaxfn._compat import (
+    carry_out,
+    is_plain_jit,
+    is_variable,
+    jit_options,
+    manual_axes,
+    named_as,
+    platforms_of_branches,
+    scan_sizes,
+    stages_constants,
+)
 from jaxfn._inspection.subprograms import Subprogram, any_equation, subprograms, unknown_programs
 from jaxfn._primitives.attach import attach
 from jaxfn._primitives.refusal import Refusal
@@ -86,8 +97,8 @@ def harvest(
                 results, inner = harvest_programs(equation, operands, probe, own)
             harvested |= inner
         else:
-            for unknown in unknown_programs(equation):
-                probe.check_unreachable(unknown, equation.primitive.name)
+            for name, program in unknown_programs(equation):
+                probe.check_unreachable(program, name)
             results = carry_out(equation, operands, is_of_jaxpr=True)
         if probe.is_wanted(equation):
             harvested |= {(*own, -1, i): value for i, value in enumerate(probe.values(equation, operands, results))}
@@ -109,19 +120,26 @@ def _inner(program: Subprogram, arguments: Sequence[Any], probe: Probe, path: Pa
 
 def _jit(
     equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
-) -> tuple[list[Any], Harvest]:
-    return _inner(programs[0], operands, probe, (*path, 0))
+) -> tuple[Sequence[Any], Harvest]:
+    def run(*operands: Any) -> tuple[tuple[Any, ...], Harvest]:
+        results, harvested = _inner(programs[0], operands, probe, (*path, 0))
+        return tuple(results), harvested
+
+    if is_plain_jit(equation) and not stages_constants():  # it would be compiled anew at every call
+        return run(*operands)
+    run.__name__ = run.__qualname__ = equation.params["name"]
+    return jax.jit(run, **jit_options(equation))(*operands)
 
 
 def _call(
     equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
 ) -> tuple[Sequence[Any], Harvest]:
+    given = [operands[i] for i in programs[0].operands]
     if not probe.keeps_rules:
-        return _jit(equation, programs, operands, probe, path)
+        return _inner(programs[0], given, probe, (*path, 0))
+    results, harvested = _inner(programs[0], jax.lax.stop_gradient(given), probe, (*path, 0))
     if not equation.effects:
-        _, harvested = _inner(programs[0], jax.lax.stop_gradient(operands), probe, (*path, 0))
         return carry_out(equation, operands, is_of_jaxpr=True), harvested
-    results, harvested = _inner(programs[0], jax.lax.stop_gradient(operands), probe, (*path, 0))
     floating = [x for x in operands if is_inexact(jax.typeof(x).dtype)]
     return attach(results, (), floating, Refusal(NotImplementedError, _HAS_EFFECTS), made_is_detached=True), harvested
 
@@ -206,7 +224,12 @@ def _cond(
 
         return run
 
-    return jax.lax.switch(index, [branch(i, program) for i, program in enumerate(programs)], *operands)
+    branches = [branch(i, program) for i, program in enumerate(programs)]
+    platforms = platforms_of_branches(equation)
+    if platforms is None:
+        return jax.lax.switch(index, branches, *operands)
+    chosen = {name: run for names, run in zip(platforms, branches, strict=True) for name in names or ["default"]}
+    return jax.lax.platform_dependent(*operands, **chosen)
 
 
 def _shard_map(

@@ -14,11 +14,11 @@ import numpy as np
 from jaxfn._compat import lowered_jaxpr, open_jaxpr
 from jaxfn._inspection.harvest import Harvest, Place, Probe, harvest, place_of
 from jaxfn._inspection.subprograms import any_equation
-from jaxfn._observation import Observation, collecting, observing
+from jaxfn._observation import Observation, collecting, current_log_depth, observing
 from jaxfn._primitives.attach import attach
 from jaxfn._primitives.mark import mark_p
 from jaxfn._primitives.refusal import Refusal
-from jaxfn._values.arrays import is_inexact
+from jaxfn._values.arrays import is_inexact, is_key
 from jaxfn._values.layouts import split
 from jaxfn._values.varying import zeros_in_place_of
 
@@ -57,7 +57,8 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
     """A function that returns what `f` returns, and what Functions in it logged by `ctx.log`.
 
     The logs are results like any other: no callback is made, and all of it works under `jax.jit`, on every device. To
-    have what `backward` logs, put the derivative inside: `with_logs(jax.value_and_grad(loss))`.
+    have what `backward` logs, put the derivative inside: `with_logs(jax.value_and_grad(loss))`. Where `f` itself calls
+    a function that `with_logs` made, that one takes what is logged inside of it, and the outer one does not have it.
 
     Args:
       f: a function of arrays (and of static Python values) that returns arrays, in any pytrees.
@@ -67,12 +68,13 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
       for each place that logs, in the order of the program. Each has an axis for every loop around the place, the
       outermost first: the steps of a `scan`, the devices of a `shard_map`; a value that `vmap` maps has its batch at
       axis 0. In a `while` loop it is the last step's. In a branch that was not taken, and a loop that did not run,
-      numbers are NaN, integers the least of their dtype, booleans false. What `jax.checkpoint` computes again is not
-      logged again, and what a `jvp` logs of its tangents is left out where reverse mode transposes it: it has no value.
+      numbers are NaN, integers the least of their dtype, booleans false, and random keys made of zeros. What
+      `jax.checkpoint` computes again is not logged again, and what a `jvp` logs of its tangents is left out where
+      reverse mode transposes it: it has no value.
 
     Raises:
       NotImplementedError: a method logs and returns no array; or a Function logs where no value can come
-        out, such as in the condition of a `while` loop.
+        out, such as in the condition of a `while` loop or in the operation of a `jax.lax.reduce`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -108,14 +110,15 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
             closed: Any = jax.make_jaxpr(flat)(*arrays)
             lowered = lowered_jaxpr(closed)
             jaxpr, consts = open_jaxpr(lowered)
-            results, harvested = harvest(jaxpr, consts, arrays, _Logs())
+            probe = _Logs(current_log_depth())
+            results, harvested = harvest(jaxpr, consts, arrays, probe)
         if lowered is not closed:
             floating = [x for x in arrays if is_inexact(jax.typeof(x).dtype)]
             results = attach(results, (), floating, Refusal(NotImplementedError, _INSIDE), made_is_detached=True)
         logs: Logs = {}
         for path in sorted(harvested):
             place = place_of(jaxpr, path)
-            label = _logs_of(place.equation)[place.number]
+            label = probe.labels(place.equation)[place.number]
             if label.method != "forward" or not _is_computed_again(place):
                 logs.setdefault(label.name, []).append(harvested[path])
         return jax.tree_util.tree_unflatten(trees[0], results), logs
@@ -129,11 +132,6 @@ _INSIDE = (
 )
 
 
-def _logs_of(equation: Any) -> list[Any]:
-    """The labels of what a mark notes as logged."""
-    return [label for label in equation.params["labels"] if label is not None and label.role == "log"]
-
-
 def _is_computed_again(place: Place) -> bool:
     """Whether it is in what `jax.checkpoint` computes a second time, for the backward pass."""
     return "rematted_computation" in place.names or any(e.params.get("differentiated") for e, _ in place.around)
@@ -142,15 +140,23 @@ def _is_computed_again(place: Place) -> bool:
 class _Logs(Probe):
     keeps_rules = True
 
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+
+    def labels(self, equation: Any) -> list[Any]:
+        """The labels of what a mark notes as logged, if it is for this one."""
+        logged = [label for label in equation.params["labels"] if label is not None and label.role == "log"]
+        return [label for label in logged if label.log_depth == self._depth]
+
     def is_wanted(self, equation: Any) -> bool:
-        return equation.primitive is mark_p and bool(_logs_of(equation))
+        return equation.primitive is mark_p and bool(self.labels(equation))
 
     def values(self, equation: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         return [jnp.asarray(x) for x in operands[equation.params["num_arrays"] :]]
 
     def absent(self, value: Any) -> Any:
         zeros = zeros_in_place_of(value)
-        if jnp.issubdtype(value.dtype, jnp.bool_):
+        if jnp.issubdtype(value.dtype, jnp.bool_) or is_key(value):
             return zeros
         return zeros + np.array(jnp.nan if is_inexact(value.dtype) else jnp.iinfo(value.dtype).min, value.dtype)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
 
-from jaxfn._compat import open_jaxpr, scan_sizes, while_sizes
+from jaxfn._compat import lowered_jaxpr, open_jaxpr, scan_sizes, while_sizes
 from jaxfn._primitives.linear import linear_p
 
 
@@ -48,6 +48,8 @@ def subprograms(equation: Any) -> list[Subprogram]:
     if name == "cond":
         operands = range(1, len(equation.invars))
         return [_simple(branch, equation, "cond", operands) for branch in params["branches"]]
+    if name == "custom_linear_solve":
+        return [_solver(equation)]
     if equation.primitive is linear_p:
         return _linear(equation)
     kind, parameter = _CALLS.get(name, (None, None))
@@ -106,6 +108,20 @@ def _while(equation: Any) -> list[Subprogram]:
     ]
 
 
+# By the solver as it is given.
+_lowered_solvers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _solver(equation: Any) -> Subprogram:
+    """That which solves; the others that the equation has are for derivatives (0.10.0 to 0.12.0)."""
+    solver, lengths = equation.params["jaxprs"].solve, equation.params["const_lengths"]
+    if solver not in _lowered_solvers:  # with JAX's coming implementations it is left as it was
+        _lowered_solvers[solver] = lowered_jaxpr(solver)
+    first = lengths.matvec + lengths.vecmat
+    right_sides = range(sum(lengths), len(equation.invars))
+    return _simple(_lowered_solvers[solver], equation, "call", [*range(first, first + lengths.solve), *right_sides])
+
+
 # What a linear function of tangents computes is known once it is traced.
 _of_linear: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -129,9 +145,16 @@ def any_equation(jaxpr: Any, condition: Callable[[Any], bool]) -> bool:
     )
 
 
-def unknown_programs(equation: Any) -> list[Any]:
-    """The jaxprs among an equation's parameters, where `subprograms` does not know how it runs them."""
-    if subprograms(equation):
-        return []
-    leaves = jax.tree_util.tree_leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
-    return [open_jaxpr(x)[0] for x in leaves if hasattr(x, "eqns")]
+def unknown_programs(equation: Any) -> Iterator[tuple[str, Any]]:
+    """The jaxprs that an equation runs in a way that `subprograms` does not know, each with the operation's name.
+
+    Also those that are run by what it runs.
+    """
+    programs = [program.jaxpr for program in subprograms(equation)]
+    if not programs:
+        leaves = jax.tree_util.tree_leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+        programs = [open_jaxpr(lowered_jaxpr(x))[0] for x in leaves if hasattr(x, "eqns")]
+        yield from ((equation.primitive.name, program) for program in programs)
+    for program in programs:
+        for inner in program.eqns:
+            yield from unknown_programs(inner)

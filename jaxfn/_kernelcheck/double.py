@@ -94,7 +94,7 @@ def _carried_out(equation: Any, args: Sequence[Any]) -> Sequence[Any]:
         return [equation.primitive.bind(args[0].astype(equation.invars[0].aval.dtype), **params)]
     programs = subprograms(equation)
     if programs and programs[0].kind in _CALLING:
-        return _evaluated(programs[0].jaxpr, programs[0].consts, *args)
+        return _evaluated(programs[0].jaxpr, programs[0].consts, *(args[i] for i in programs[0].operands))
     results = equation.primitive.bind(*args, **{key: _parameter(item) for key, item in params.items()})
     return results if equation.primitive.multiple_results else [results]
 

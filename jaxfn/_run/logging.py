@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxfn._observation import Observation, current_log, current_observation
+from jaxfn._observation import Observation, current_log, current_log_depth, current_observation
 from jaxfn._primitives.mark import mark_beside
 from jaxfn._protocol.context import ContextState
 from jaxfn._run.observed import Label
@@ -44,7 +44,8 @@ def hand_over_logs(function: str, method: str, state: ContextState, results: _Ar
             f"{function}.{method} logs {state.logged[0][0]!r} and returns no array, which would carry it out of the "
             "program for with_logs. Return zeros instead of None."
         )
-    labels = [Label(function, method, "log", name) for name, _ in state.logged]
+    depth = current_log_depth()
+    labels = [Label(function, method, "log", name, log_depth=depth) for name, _ in state.logged]
     marked = mark_beside([results[i] for i in places], [as_array(value) for _, value in state.logged], labels)
     holding: Any = list(results)
     for i, x in zip(places, marked, strict=True):

@@ -28,10 +28,11 @@ class Label(NamedTuple):
     Attributes:
       function: the Function's name.
       method: "forward", "backward" or "jvp": which of its methods takes the array, or made it.
-      role: "input", "output", "saved", "grad_output", "gradient" or "tangent".
-      name: of which parameter, output or saved value.
+      role: "input", "output", "saved", "grad_output", "gradient", "tangent" or "log".
+      name: of which parameter, output, saved or logged value.
       source: of a saved array, whether it is an "input", an "output", an "intermediate" or "closed over" by a rule.
       is_packed: whether saved-tensor hooks have packed it.
+      log_depth: of what is logged, how many `with_logs` there are around: the innermost takes it.
     """
 
     function: str
@@ -40,6 +41,7 @@ class Label(NamedTuple):
     name: str
     source: str = ""
     is_packed: bool = False
+    log_depth: int = 0
 
 
 def observed_forward(run_forward: _RunForward) -> _RunForward:

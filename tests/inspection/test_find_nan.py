@@ -395,3 +395,41 @@ def test_branches_and_loops_on_devices(around):
     found = jaxfn.find_nan(f, jnp.array([1.0, 1.0, 3.0, 3.0]))
     assert (found.number, found.operation) == ("nan", "log")
     assert found.inside[0] == "shard_map: device 1"
+
+
+@row("K4")
+def test_a_linear_solver_is_looked_into():
+    def solved(b, matrix):
+        def solve(matvec, b):
+            return jnp.log(b) / matrix
+
+        return jax.lax.custom_linear_solve(lambda x: x * matrix, b, solve, lambda vecmat, b: jnp.sqrt(b) / matrix)
+
+    def line_with(text):
+        lines, first = inspect.getsourcelines(solved)
+        return f"test_find_nan.py:{first + next(i for i, line in enumerate(lines) if text in line)}:"
+
+    b = jnp.array([1.0, -2.0, 3.0])
+    found = jaxfn.find_nan(jax.jit(solved), b, X)
+    assert (found.number, found.operation, found.index) == ("nan", "log", (1,))
+    assert line_with("log") in found.line
+    found = jaxfn.find_nan(jax.vmap(solved, in_axes=(0, None)), jnp.stack([b * b, b]), X)
+    assert (found.operation, found.index) == ("log", (1, 1))
+    found = jaxfn.find_nan(jax.grad(lambda b: (solved(b, X) * jnp.array([1.0, 1.0, -1.0])).sum()), b * b)
+    assert (found.operation, found.index) == ("sqrt", (2,))
+    assert line_with("sqrt") in found.line
+
+
+@row("K4")
+def test_a_step_of_a_solver_is_told():
+    """Conjugate gradients divide by the length of what the matrix makes of a vector, here zero."""
+    found = jaxfn.find_nan(lambda b: jax.scipy.sparse.linalg.cg(lambda v: 0 * v, b)[0], X)
+    assert (found.number, found.operation, found.inside) == ("inf", "div", ("while: step 0",))
+    found = jaxfn.find_nan(jnp.linalg.solve, jnp.array([[1.0, 2.0], [2.0, 4.0]]), jnp.ones(2))
+    assert (found.function, found.operation) == (None, "triangular_solve")
+
+
+@row("K4")
+def test_a_choice_by_platform_is_looked_into():
+    found = jaxfn.find_nan(lambda x: jax.lax.platform_dependent(x, tpu=jnp.sin, cpu=jnp.log), X - 0.4)
+    assert (found.number, found.operation) == ("nan", "log")

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.marks import COMING, TRACES_ALWAYS, row
+from tests.support.marks import TRACES_ALWAYS, row
 
 
 @jaxfn.function
@@ -397,9 +397,100 @@ def test_what_cannot_come_out_is_refused():
     with pytest.raises(NotImplementedError, match=r"silent\.backward logs 'norm' and returns no array"):
         jaxfn.with_logs(jax.grad(lambda x: silent(x).sum()))(X)
 
+    def folded(x):
+        return jax.lax.map(lambda own: jax.lax.reduce(own, 0.0, lambda a, b: wave(a + b), (0,)), x)
+
+    with pytest.raises(NotImplementedError, match="logs inside reduce"):
+        jaxfn.with_logs(folded)(X)
+
 
 @row("K5")
-@pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed inside of a linear solver")
-def test_what_is_logged_inside_a_solver_is_refused():
-    with pytest.raises(NotImplementedError, match="logs inside custom_linear_solve"):
-        jaxfn.with_logs(lambda b: jax.scipy.sparse.linalg.cg(lambda v: 2 * v + 0 * wave(v), b)[0])(X[:, 0])
+@pytest.mark.parametrize("around", ["nothing", "jit", "map"])
+def test_what_is_logged_inside_a_solver_comes_out(around):
+    """Of twice the identity, conjugate gradients begin at zero, and find the solution in the direction of `b`."""
+
+    def solved(b):
+        return jax.scipy.sparse.linalg.cg(lambda v: 2 * v + 0 * wave(v), b)[0]
+
+    f = {"nothing": solved, "jit": jax.jit(solved), "map": lambda b: jax.lax.map(solved, b[None])[0]}[around]
+    y, logs = jaxfn.with_logs(f)(X[:, 0])
+    equal(y, X[:, 0] / 2)
+    first, last = (x.reshape(3) for x in logs["x"])
+    equal(first, jnp.zeros(3))
+    equal(last, X[:, 0])
+
+
+@row("K5")
+def test_a_choice_by_platform_stays_one():
+    def f(x):
+        return jax.lax.platform_dependent(x, tpu=jnp.tanh, cpu=wave, default=jnp.cos)
+
+    y, logs = jax.jit(jaxfn.with_logs(f))(X)
+    equal(y, jnp.sin(X))
+    equal(logs["x"][0], X)
+    gradient, logs = jaxfn.with_logs(jax.grad(lambda x: f(x).sum()))(X)
+    equal(gradient, jnp.cos(X))
+    equal(logs["cotangent"][0], jnp.ones_like(X))
+    operations = {"tpu": "tanh", "cpu": "sine", "cuda": "cosine"}
+    for platform in operations:
+        text = jax.jit(jaxfn.with_logs(f)).trace(X).lower(lowering_platforms=(platform,)).as_text()
+        assert [f"stablehlo.{name} " in text for name in operations.values()] == [p == platform for p in operations]
+
+
+@row("K5")
+def test_what_jit_was_told_stays():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sharding = jax.NamedSharding(mesh, P(None, "data"))
+
+    def doubled(x):
+        return wave(x) * 2
+
+    placed = jax.jit(doubled, in_shardings=sharding, out_shardings=sharding)
+    for step in (jaxfn.with_logs(placed), jax.jit(jaxfn.with_logs(placed))):
+        y, logs = step(X)
+        assert y.sharding == placed(X).sharding == sharding
+        equal(y, 2 * jnp.sin(X))
+        equal(logs["x"][0], X)
+    names = jax.jit(jaxfn.with_logs(lambda x: placed(x))).lower(X).as_text(debug_info=True)
+    assert "jit(doubled)" in names
+    given = X + 0
+    y, logs = jaxfn.with_logs(jax.jit(doubled, donate_argnums=0))(given)
+    assert given.is_deleted()
+    equal(logs["x"][0], X)
+
+
+@row("K5")
+def test_a_random_key_of_a_branch_that_is_not_taken_is_made_of_zeros():
+    @jaxfn.function
+    def noisy(ctx, x, key):
+        ctx.log(key=key)
+        return x + jax.random.normal(key, x.shape)
+
+    def f(x, key):
+        return jax.lax.cond(x.sum() > 0, noisy, lambda x, _: x, x, key)
+
+    key = jax.random.key(3)
+    for sign, expected in ((1, jax.random.key_data(key)), (-1, jnp.zeros(2, jnp.uint32))):
+        _, logs = jax.jit(jaxfn.with_logs(f))(sign * X, key)
+        np.testing.assert_array_equal(jax.random.key_data(logs["key"][0]), expected)
+
+
+@row("K5")
+@pytest.mark.parametrize("around", ["nothing", "jit"])
+def test_an_inner_with_logs_takes_what_is_logged_inside(around):
+    around = jax.jit if around == "jit" else lambda f: f
+
+    def outer(x):
+        y, inner_logs = around(jaxfn.with_logs(jax.value_and_grad(lambda x: wave(x).sum())))(x)
+        return y, inner_logs, around(wave)(3 * x)
+
+    (((y, gradient), inner_logs, z), logs) = around(jaxfn.with_logs(outer))(X)
+    equal(y, jnp.sin(X).sum())
+    equal(gradient, jnp.cos(X))
+    equal(z, jnp.sin(3 * X))
+    assert {name: len(values) for name, values in inner_logs.items()} == {"largest": 1, "x": 1, "cotangent": 1}
+    assert {name: len(values) for name, values in logs.items()} == {"largest": 1, "x": 1}
+    equal(inner_logs["x"][0], X)
+    equal(logs["x"][0], 3 * X)
+    _, logs = jaxfn.with_logs(jaxfn.with_logs(wave))(X)
+    assert logs == {}
