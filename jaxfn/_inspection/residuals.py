@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jaxfn._observation import Observation, observing
 from jaxfn._primitives.attach import attach_p, detach_p, settle_p
 from jaxfn._primitives.mark import mark_p
 from jaxfn._run.observed import Label
+from jaxfn._values.arrays import is_array_leaf
 
 
 class Residual(NamedTuple):
@@ -109,7 +111,8 @@ def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | 
 
     Args:
       f: a function of arrays, with Functions of jaxfn somewhere inside, or without.
-      *args: its arguments, of any pytrees; arrays, or `jax.ShapeDtypeStruct`s in their places.
+      *args: its arguments, of any pytrees; arrays, or `jax.ShapeDtypeStruct`s in their places. Those that it is not
+        differentiated by may hold anything else too: text, functions, numbers that stay Python's.
       argnums: by which of them it is differentiated, as for `jax.grad`; by default by all. What is not differentiated
         needs no residuals, so say here what your training step says.
 
@@ -119,7 +122,7 @@ def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | 
       a table; `total_bytes` and `bytes_by_function` can be asserted in tests.
 
     Raises:
-      TypeError: an output is no array, as for `jax.vjp`.
+      TypeError: an output, or an argument that it is differentiated by, is no array, as for `jax.vjp`.
       ValueError: `argnums` names an argument that was not given.
 
     Example:
@@ -159,8 +162,20 @@ class _Passes:
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], wanted: list[int]) -> None:
         trees: list[Any] = []
+        paths, tree_of_args = jax.tree_util.tree_flatten_with_path(args)
+        names = [f"args{jax.tree_util.keystr(path)}" for path, _ in paths]
+        for name, (path, leaf) in zip(names, paths, strict=True):
+            if path[0].idx in wanted and not (_is_array(leaf) or isinstance(leaf, (numbers.Number, np.generic))):
+                raise TypeError(
+                    f"residuals: {name} is of type {type(leaf).__name__}, by which nothing is differentiated. Say by "
+                    "which arguments it is: residuals(..., argnums=...)."
+                )
 
-        def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+        def forward(*arrays: Any) -> tuple[list[Any], list[Any]]:
+            given_arrays = iter(arrays)
+            leaves = [next(given_arrays) if _is_array(leaf) else leaf for _, leaf in paths]
+            args = jax.tree_util.tree_unflatten(tree_of_args, leaves)
+
             def of_wanted(*values: Any) -> Any:
                 given = dict(zip(wanted, values, strict=True))
                 return f(*(given.get(i, x) for i, x in enumerate(args)))
@@ -170,16 +185,13 @@ class _Passes:
             trees[:] = tree, jax.tree_util.tree_structure(output)
             return outputs, kept
 
-        self._forward, _ = open_jaxpr(jax.make_jaxpr(forward)(*args))
+        self._forward, _ = open_jaxpr(jax.make_jaxpr(forward)(*(leaf for _, leaf in paths if _is_array(leaf))))
         pull_tree, output_tree = trees
         num_outputs = output_tree.num_leaves
         self._outputs = self._forward.outvars[:num_outputs]
         self._kept = self._forward.outvars[num_outputs:]
-        paths = jax.tree_util.tree_leaves_with_path(args)
-        self._arguments = {
-            variable: f"args{jax.tree_util.keystr(path)}"
-            for variable, (path, _) in zip(self._forward.invars, paths, strict=True)
-        }
+        names = [name for name, (_, leaf) in zip(names, paths, strict=True) if _is_array(leaf)]
+        self._arguments = dict(zip(self._forward.invars, names, strict=True))
 
         def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             given = [ct if ct is not None else _no_cotangent(v.aval) for ct, v in zip(cotangents, outputs, strict=True)]
@@ -227,6 +239,13 @@ class _Passes:
                         function=label.function, name=label.name, kind=label.source, is_packed=label.is_packed
                     )
                 yield own
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a program takes it as an array. JAX writes numbers, NumPy's too, into the program."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return isinstance(leaf, np.ndarray) and is_array_leaf(leaf)
+    return is_array_leaf(leaf) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))  # a `jax.ShapeDtypeStruct`
 
 
 def _like(aval: Any) -> Any:

@@ -360,6 +360,31 @@ def test_the_ledger_of_a_stack_agrees_with_what_xla_allocates(monkeypatch):
 
 
 @row("K2")
+def test_each_layer_of_a_stack_adds_its_residuals_to_what_the_gradient_allocates(monkeypatch):
+    """XLA's temporary memory is that of the residuals, and of one layer's work, whatever the number of layers.
+
+    The parameters are residuals too, but lie where they are: with the program's arguments.
+    """
+    for name, size in {"B": 4, "T": 32, "D": 64, "H": 4, "F": 256, "ROWS": 128}.items():
+        monkeypatch.setitem(globals(), name, size)
+    x = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+
+    def stack(p, x):
+        return jax.lax.scan(lambda x, p: (block(p, x), None), x, p)[0]
+
+    def kept_and_allocated(layers):
+        p = parameters(layers)
+        gradient = jax.jit(jax.grad(lambda p, x: stack(p, x).sum(), argnums=(0, 1)))
+        own = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree_util.tree_leaves(p))
+        memory = gradient.lower(p, x).compile().memory_analysis()
+        return jaxfn.residuals(stack, p, x).total_bytes - own, memory.temp_size_in_bytes
+
+    (kept, allocated), (kept_of_half, allocated_of_half) = kept_and_allocated(24), kept_and_allocated(12)
+    assert kept - kept_of_half == 12 * kept / 24
+    assert allocated - allocated_of_half == pytest.approx(kept - kept_of_half, rel=0.001)
+
+
+@row("K2")
 def test_argnums_counts_from_the_end_too():
     def f(x, w):
         return square(x) @ w
@@ -376,3 +401,40 @@ def test_argnums_counts_from_the_end_too():
         assert jaxfn.residuals(f, x, w, argnums=argnums).total_bytes == sum(a.nbytes for a in kept)
     with pytest.raises(ValueError, match="argnums=2, but the function was given 2 arguments"):
         jaxfn.residuals(f, x, w, argnums=2)
+
+
+def powers(x, count):
+    return sum(square(x) ** i for i in range(count))
+
+
+# What a function is given beside its array, and by which arguments it is differentiated.
+STATIC = {
+    "text": (lambda x, how: square(x) if how == "square" else x, "square", 0),
+    "a function": (lambda x, f: square(f(x)), jnp.sin, 0),
+    "None": (lambda x, mask: square(x) if mask is None else x, None, (0, 1)),
+    "a whole number": (powers, 3, 0),
+    "a truth value": (lambda x, flag: square(x) if flag else x, True, 0),
+    "a pytree of many things": (lambda x, d: square(x) * d["w"] * d["n"], {"w": jnp.ones(5), "n": 2, "a": "b"}, 0),
+    "a NumPy scalar": (lambda x, s: jnp.sin(x) * s, np.float64(3), 0),
+    "a NumPy scalar that is differentiated": (lambda x, s: jnp.sin(x) * s, np.float32(3), (0, 1)),
+    "a number that is differentiated": (lambda x, s: square(x) * s, 3.0, (0, 1)),
+    "a whole number that is differentiated": (lambda x, s: square(x) * s, 3, (0, 1)),
+    "an array of text": (lambda x, names: square(x) * len(names), np.array(["a", "b"]), 0),
+}
+
+
+@row("K2")
+@pytest.mark.parametrize("what", STATIC)
+def test_arguments_that_are_no_arrays_are_what_jax_takes_them_for(what):
+    f, other, argnums = STATIC[what]
+    x = jnp.linspace(1, 2, 5)
+    kept = kept_by_jax(*((f, x, other) if argnums != 0 else (lambda x: f(x, other), x)))
+    ledger = jaxfn.residuals(f, x, other, argnums=argnums)
+    assert [(r.shape, r.dtype) for r in ledger if not r.is_duplicate] == [(k.shape, str(k.dtype)) for k in kept]
+    assert ledger.total_bytes == sum(k.nbytes for k in kept)
+
+
+@row("K2")
+def test_what_cannot_be_differentiated_by_is_named():
+    with pytest.raises(TypeError, match=r"args\[0\]\['name'\] is of type str.*argnums="):
+        jaxfn.residuals(lambda p, x: p["w"] * x, {"w": jnp.ones(3), "name": "w"}, jnp.ones(3))
