@@ -11,7 +11,7 @@ its errors are both at most `factor` times the reference's. That would be all, w
     reference (adds from the left)     4.75, its error is 0, and no kernel would be allowed any
     kernel (an online mean, times 3)   4.78, one unit in the last place too much, and as good as anybody would want
 
-So one number does not tell how large errors are, and four things are done about it:
+So one number does not tell how large errors are, and five things are done about it:
 
 - Several draws. Inputs are moved by a few units in their last place, with cotangents that are new each time, and errors
   are those of all draws together.
@@ -23,6 +23,9 @@ So one number does not tell how large errors are, and four things are done about
   `sqrt(2 log(n / 1e-6))` times the root mean square. Where a few entries dominate, `n` is as good as so few. A largest
   error that stands out from the others is taken twice: another implementation has its own elsewhere.
 - The last digit. Two units in the last place of an entry are always allowed, and half a unit in norm.
+- Nothing at all. A gradient that the reference has as exactly zero, whatever the inputs' last digits (of attention to
+  one key alone), tells nothing of rounding errors. There a few units of the numbers that it is made of are allowed:
+  cotangents times outputs times inputs.
 
 An entry that is not finite in the reference, in that dtype, is not judged, but where float64 says the same infinity. A
 kernel that overflows or makes a NaN where the reference does not is wrong.
@@ -48,6 +51,7 @@ _FALSE_ALARMS = 1e-6
 _FEW = 14
 _GAUSSIAN = 3  # n entries with a normal error are as good as n / 3 by their fourth moments
 _STANDS_OUT = 2
+_ULPS_OF_NOTHING = 8.0
 _WORST_KEPT = 5
 
 
@@ -102,6 +106,16 @@ class Expected:
     def at(self, draws: Sequence[int]) -> Expected:
         """The same for some of the draws, with what is known of errors from all of them."""
         return replace(self, exact=self.exact[list(draws)], is_judged=self.is_judged[list(draws)])
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it is zero without any error, which tells nothing of errors."""
+        return not (self.exact.any() or self.error.largest or self.moved.largest)
+
+    def made_of(self, size: float) -> Expected:
+        """The same, of what is computed from numbers of this size that cancel."""
+        error = _ULPS_OF_NOTHING * self.precision * size
+        return replace(self, error=self.error.at_least(Spread(error, error)))
 
     def of_equal_inputs(self, other: Expected) -> Expected:
         """The same, where inputs are equal to each other, and so are their errors: all at once may be as large as the

@@ -35,7 +35,9 @@ def kernelcheck(
     """Checks a kernel, forward and backward, against a reference that is plainly right.
 
     Both run in each dtype, and the reference in float64 besides. The kernel passes where its error is at most `factor`
-    times that of the reference in the same dtype, in the worst entry and in norm.
+    times that of the reference in the same dtype, in the worst entry and in norm. What rounding of the inputs to the
+    dtype does is allowed besides, so a kernel that rounds something once that is as large as they are, such as logits
+    to bfloat16, is not told from one that does not.
 
     What is checked has a name in the report, and may be left out by that name:
 

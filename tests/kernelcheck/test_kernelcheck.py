@@ -199,6 +199,41 @@ def test_zeros_pass_for_a_reference_whose_gradient_is_zero_and_that_is_said():
     assert kernelcheck(kernel, reference, shape(4, 6), skip=[*QUICK, "scales", "constants"], allow_zero_gradients=True)
 
 
+def attention_to_one_key(is_right):
+    """Rows attend to one key alone, so that only its value has a gradient; the rule is that of flash attention."""
+
+    def reference(query, key, value):
+        return jax.nn.softmax(query @ key.T) @ value
+
+    def forward(ctx, query, key, value):
+        output = reference(query, key, value)
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    def backward(ctx, g):
+        query, key, value, output = ctx.saved_tensors
+        of_weights = g @ value.T
+        delta = (output * g)[:, ::-1].sum(-1, keepdims=True)  # rounded otherwise than the product before
+        of_scores = of_weights - delta if is_right else of_weights
+        return of_scores @ key, of_scores.T @ query, g.sum(0, keepdims=True)
+
+    return rule(forward, backward), reference, (shape(8, 5), shape(1, 5), shape(1, 5))
+
+
+@row("K1")
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_rounding_of_a_gradient_that_is_exactly_zero_is_allowed(scale):
+    kernel, reference, given = attention_to_one_key(is_right=True)
+    given = [scale * np.random.default_rng(i).standard_normal(s.shape) for i, s in enumerate(given)]
+    assert np.any(np.asarray(jax.vjp(kernel, *map(jnp.float32, given))[1](jnp.float32(given[0]))[0]))
+    report = kernelcheck(kernel, reference, given, raise_exception=False)
+    assert report.failed_checks == ["vacuous"]
+    assert kernelcheck(kernel, reference, given, allow_zero_gradients=True)
+    wrong, *_ = attention_to_one_key(is_right=False)
+    report = kernelcheck(wrong, reference, given, allow_zero_gradients=True, raise_exception=False)
+    assert {row.dtype for row in report.failures if row.check == "gradients"} == {"float32", "bfloat16"}
+
+
 @row("K1")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_kernel_is_measured_by_the_reference(dtype):
