@@ -407,6 +407,9 @@ def while_sizes(equation: Any) -> tuple[int, int]:
 def jit_options(equation: Any) -> dict[str, Any]:
     """What `jax.jit` was told of a function, to tell it so again of one that returns a pair (0.10.0 to 0.12.0).
 
+    Donations are left out: in a program that is written down, what was donated may be read again, since JAX compiles
+    it as a whole.
+
     Args:
       equation: an equation of `jax.jit`.
 
@@ -423,7 +426,6 @@ def jit_options(equation: Any) -> dict[str, Any]:
     return {
         "in_shardings": placed(params["in_shardings"], params["in_layouts"]),
         "out_shardings": (placed(params["out_shardings"], params["out_layouts"]), None),
-        "donate_argnums": tuple(i for i, is_donated in enumerate(params["donated_invars"]) if is_donated),
         "keep_unused": params["keep_unused"],
         "inline": params["inline"],
         "compiler_options": dict(params["compiler_options_kvs"]) or None,
@@ -435,7 +437,7 @@ def is_plain_jit(equation: Any) -> bool:
     params = equation.params
     told = [*params["in_shardings"], *params["out_shardings"], *params["in_layouts"], *params["out_layouts"]]
     is_placed = any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in told)  # 0.10.0 to 0.12.0
-    return not (is_placed or any(params["donated_invars"]) or params["compiler_options_kvs"])
+    return not (is_placed or params["compiler_options_kvs"])
 
 
 def platforms_of_branches(equation: Any) -> Sequence[tuple[str, ...] | None] | None:

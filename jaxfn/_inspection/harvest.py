@@ -17,7 +17,7 @@ again by its path: numbers of equations and of the programs that they run, from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -99,11 +99,24 @@ def harvest(
         else:
             for name, program in unknown_programs(equation):
                 probe.check_unreachable(program, name)
-            results = carry_out(equation, operands, is_of_jaxpr=True)
+            results = _carried_out(equation, programs, operands)
         if probe.is_wanted(equation):
             harvested |= {(*own, -1, i): value for i, value in enumerate(probe.values(equation, operands, results))}
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars], harvested
+
+
+def _carried_out(equation: Any, programs: list[Subprogram], operands: list[Any]) -> Sequence[Any]:
+    def run(*operands: Any) -> Sequence[Any]:
+        return list(carry_out(equation, operands, is_of_jaxpr=True))
+
+    is_on_devices = bool(programs) and programs[0].kind == "shard_map"
+    return (_compiled(run) if is_on_devices else run)(*operands)
+
+
+def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, which JAX does not run eagerly: in a `shard_map` it refuses a custom_vjp then (0.10.0 to 0.12.0)."""
+    return run if stages_constants() else jax.jit(run)
 
 
 def harvest_programs(
@@ -242,14 +255,15 @@ def _shard_map(
         results, harvested = _inner(programs[0], operands, probe, (*path, 0))
         return tuple(results), {key: value[None] for key, value in harvested.items()}
 
-    return jax.shard_map(
+    mapped = jax.shard_map(
         body,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=(tuple(params["out_specs"]), PartitionSpec(names)),
         axis_names=set(axes),
         check_vma=params["check_vma"],
-    )(*operands)
+    )
+    return _compiled(mapped)(*operands)
 
 
 _KINDS = {

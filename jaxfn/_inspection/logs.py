@@ -59,6 +59,7 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
     The logs are results like any other: no callback is made, and all of it works under `jax.jit`, on every device. To
     have what `backward` logs, put the derivative inside: `with_logs(jax.value_and_grad(loss))`. Where `f` itself calls
     a function that `with_logs` made, that one takes what is logged inside of it, and the outer one does not have it.
+    Arguments that `jax.jit` donates inside are left alone: donate them to `jax.jit(with_logs(f), donate_argnums=...)`.
 
     Args:
       f: a function of arrays (and of static Python values) that returns arrays, in any pytrees.

@@ -453,10 +453,6 @@ def test_what_jit_was_told_stays():
         equal(logs["x"][0], X)
     names = jax.jit(jaxfn.with_logs(lambda x: placed(x))).lower(X).as_text(debug_info=True)
     assert "jit(doubled)" in names
-    given = X + 0
-    y, logs = jaxfn.with_logs(jax.jit(doubled, donate_argnums=0))(given)
-    assert given.is_deleted()
-    equal(logs["x"][0], X)
 
 
 @row("K5")
@@ -494,3 +490,31 @@ def test_an_inner_with_logs_takes_what_is_logged_inside(around):
     equal(logs["x"][0], 3 * X)
     _, logs = jaxfn.with_logs(jaxfn.with_logs(wave))(X)
     assert logs == {}
+
+
+@row("K5")
+def test_what_is_donated_inside_can_be_read_again():
+    def loss(x):
+        return jax.jit(wave, donate_argnums=0)(x * 1).sum()
+
+    gradient, logs = jaxfn.with_logs(jax.grad(loss))(X)
+    equal(gradient, jnp.cos(X))
+    equal(logs["x"][0], X)
+    given = X + 0
+    jax.jit(jaxfn.with_logs(jax.jit(wave, donate_argnums=0)), donate_argnums=0)(given)
+    assert given.is_deleted()
+
+
+@row("K5")
+def test_devices_are_used_outside_of_jit_too():
+    @jaxfn.function
+    def silent(ctx, x):
+        return jnp.sin(x)
+
+    @silent.backward
+    def _(ctx, grad_output):
+        return grad_output
+
+    y, logs = jaxfn.with_logs(lambda x: over_devices(wave)(x) + over_devices(silent)(x))(X)
+    equal(y, 2 * jnp.sin(X))
+    equal(logs["x"][0], X[:, None])
