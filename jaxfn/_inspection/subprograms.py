@@ -115,11 +115,12 @@ _lowered_solvers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 def _solver(equation: Any) -> Subprogram:
     """That which solves; the others that the equation has are for derivatives (0.10.0 to 0.12.0)."""
     solver, lengths = equation.params["jaxprs"].solve, equation.params["const_lengths"]
-    if solver not in _lowered_solvers:  # with JAX's coming implementations it is left as it was
-        _lowered_solvers[solver] = lowered_jaxpr(solver)
+    lowered = _lowered_solvers.get(solver) or lowered_jaxpr(solver)
+    if lowered is not solver:  # JAX's coming implementations do not lower it with the program that it is in
+        _lowered_solvers[solver] = lowered
     first = lengths.matvec + lengths.vecmat
     right_sides = range(sum(lengths), len(equation.invars))
-    return _simple(_lowered_solvers[solver], equation, "call", [*range(first, first + lengths.solve), *right_sides])
+    return _simple(lowered, equation, "call", [*range(first, first + lengths.solve), *right_sides])
 
 
 # What a linear function of tangents computes is known once it is traced.
