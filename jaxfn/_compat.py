@@ -37,6 +37,7 @@ __all__ = [
     "carry_out",
     "compile_as_written",
     "compile_quickly",
+    "cotangent_sharding",
     "current_trace",
     "enclosing_batches",
     "equation_of",
@@ -53,6 +54,7 @@ __all__ = [
     "lowered_jaxpr",
     "make_jaxpr",
     "manual_axes",
+    "manual_axes_here",
     "memory_space",
     "mlir",
     "named_as",
@@ -454,6 +456,11 @@ def manual_axes(equation: Any) -> frozenset[str]:
     return params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
 
 
+def manual_axes_here() -> Sequence[str]:
+    """The mesh axes that are manual here, as they are inside `shard_map` (0.10.0 to 0.12.0)."""
+    return jax.sharding.get_abstract_mesh().manual_axes
+
+
 def is_variable(atom: Any) -> bool:
     """Whether an operand or a result in a jaxpr is a variable, and not a literal (0.10.0 to 0.12.0)."""
     return not hasattr(atom, "val")
@@ -472,6 +479,14 @@ def varying_axes(aval: Any) -> frozenset[str]:
     """
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying
+
+
+def cotangent_sharding(aval: Any) -> Any:
+    """How the cotangent of a value lies on explicit mesh axes (0.10.0 to 0.12.0).
+
+    As the value does, but for axes that the value is reduced over, and its cotangent is not yet, or the other way.
+    """
+    return aval.to_ct_aval().sharding
 
 
 def zeros_of(aval: Any) -> jax.Array:

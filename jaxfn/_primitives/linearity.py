@@ -48,7 +48,7 @@ _MULTIPLYING = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_genera
 _LINEAR_IN_FIRST = """
 broadcast_in_dim convert_element_type reshape squeeze transpose neg copy pvary slice dynamic_slice rev split unstack
 real imag conj fft reduce_sum cumsum reduce_window_sum reduce_precision sharding_constraint layout_constraint
-div gather scatter-mul select_and_scatter_add select_and_gather_add
+reshard div gather scatter-mul select_and_scatter_add select_and_gather_add
 all_gather all_gather_invariant all_to_all ppermute reduce_scatter pbroadcast
 """
 _LINEAR_IN = dict.fromkeys(_LINEAR_IN_FIRST.split(), 0) | {"triangular_solve": 1, "tridiagonal_solve": 3}

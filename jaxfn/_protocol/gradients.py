@@ -17,7 +17,6 @@ from jaxfn._protocol.structure import AvalLeaf, StructureError, paired_leaves
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import as_array, is_array_leaf, is_key
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
-from jaxfn._values.varying import match_varying
 from jaxfn._watch import current_watch
 
 _MESSAGES: dict[str, tuple[type[Exception], str]] = {
@@ -81,7 +80,7 @@ def input_cotangents(
     avals: Sequence[Any],
     perturbed: Sequence[bool],
 ) -> list[jax.Array | None]:
-    """One JAX cotangent (or `None` for zero) for each array leaf of the inputs.
+    """One JAX cotangent (or `None` for zero) for each array leaf of the inputs, lying anywhere on a mesh.
 
     Args:
       name: the Function's.
@@ -179,7 +178,7 @@ def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.
         if watch is not None:
             watch.casts[f"{where.name}, {where}", str(gradient.dtype), str(aval.dtype)] = None
         gradient = gradient.astype(aval.dtype)
-    return match_varying(conjugate(gradient), aval)
+    return conjugate(gradient)
 
 
 def _sum_to_shape(gradient: jax.Array, shape: tuple[int, ...], where: _Place) -> jax.Array:
@@ -190,7 +189,8 @@ def _sum_to_shape(gradient: jax.Array, shape: tuple[int, ...], where: _Place) ->
     if extra < 0 or any(got != want and want != 1 for got, want in pairs):
         raise _refuse(where.name, "shape", got=gradient.shape, where=where, expected=shape)
     stretched = [extra + axis for axis, (got, want) in enumerate(pairs) if got != want]
-    return jnp.sum(gradient, axis=(*range(extra), *stretched)).reshape(shape)
+    summed = jnp.sum(gradient, axis=(*range(extra), *stretched))
+    return jax.lax.expand_dims(summed, [axis - extra for axis in stretched])  # reshape may not know how to shard it
 
 
 def conjugate(value: jax.Array) -> jax.Array:

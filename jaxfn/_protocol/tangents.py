@@ -16,7 +16,7 @@ from jaxfn._protocol.outputs import OutputLayout
 from jaxfn._protocol.structure import AvalLeaf, StructureError, paired_leaves
 from jaxfn._values.arrays import as_array, is_array_leaf, is_inexact, is_key
 from jaxfn._values.layouts import Layout
-from jaxfn._values.varying import widened
+from jaxfn._values.varying import match_tangent
 
 _MESSAGES: dict[str, tuple[type[Exception], str]] = {
     "count": (
@@ -123,4 +123,4 @@ def _tangent(name: str, tangent: Any, aval: Any, is_differentiable: bool, where:
         raise _refuse(name, "complex", got=tangent.dtype, where=where, expected=aval.dtype)
     if tangent.shape != aval.shape:
         raise _refuse(name, "shape", got=tangent.shape, where=where, expected=aval.shape)
-    return widened(tangent.astype(aval.dtype), aval)
+    return match_tangent(tangent.astype(aval.dtype), aval)

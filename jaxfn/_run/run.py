@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxfn._compat import current_trace, is_out_of_reach
+from jaxfn._compat import SymbolicZero, current_trace, is_out_of_reach, manual_axes_here
 from jaxfn._primitives.attach import Mapping
 from jaxfn._protocol.context import ContextState, FunctionCtx, restored, show_saved_for_forward
 from jaxfn._protocol.gradients import input_cotangents
@@ -17,14 +17,16 @@ from jaxfn._protocol.hooks import Hooks
 from jaxfn._protocol.outputs import Returned
 from jaxfn._protocol.tangents import input_tangents, output_tangents
 from jaxfn._run.call import Call
+from jaxfn._run.device_sums import refuse_repeated_sums
 from jaxfn._run.forward import call_forward
 from jaxfn._run.logging import hand_over_logs
 from jaxfn._run.observed import observed_forward, observed_rule
 from jaxfn._run.packing import pack, unpack
-from jaxfn._run.provenance import Fingerprint
+from jaxfn._run.provenance import Fingerprint, is_written_down
 from jaxfn._run.saved import Saved, save
 from jaxfn._values.arrays import is_inexact, is_staged, is_traced
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
+from jaxfn._values.varying import match_cotangent
 
 
 class Run:
@@ -184,18 +186,37 @@ class Run:
         grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
         if grad_outputs is None:
             return [None] * len(self.input_avals)
+        is_distributed = bool(manual_axes_here()) and not self.hides_arrays
+        if is_distributed and not is_written_down([*residuals, *_present(cotangents)]):
+            return self._written_down(residuals, cotangents)
         with jax.named_scope(self.call.scopes.backward):
             state, ctx, stand_ins = self._ctx(residuals)
             with self._hidden_arrays_named():
                 returned = self.call.methods.backward(ctx, grad_outputs, stand_ins)
             try:
-                gradients = input_cotangents(
+                unplaced = input_cotangents(
                     self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
                 )
+                gradients = [
+                    None if x is None else match_cotangent(x, aval)
+                    for x, aval in zip(unplaced, self.input_avals, strict=True)
+                ]
+                if is_distributed:
+                    given = _present(cotangents)
+                    refuse_repeated_sums(self.call, self.input_avals, residuals, given, unplaced, gradients)
             except (RuntimeError, TypeError) as error:
                 self.call.methods.add_place("backward", error)
                 raise
         return hand_over_logs(self.call.name, "backward", state, gradients) if state.logged else gradients
+
+    def _written_down(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
+        """`backward` as a part of a program, which can be looked through, where JAX is not writing one."""
+
+        def program(residuals: list[Any], present: list[Any]) -> list[jax.Array | None]:
+            values = iter(present)
+            return self.backward(residuals, [x if isinstance(x, SymbolicZero) else next(values) for x in cotangents])
+
+        return jax.jit(program)(list(residuals), _present(cotangents))
 
     @observed_rule("jvp", "tangent", "tangent")
     def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
@@ -220,6 +241,10 @@ class Run:
                 self.call.methods.add_place("jvp", error)
                 raise
         return hand_over_logs(self.call.name, "jvp", state, pushed) if state.logged else pushed
+
+
+def _present(cotangents: Sequence[Any]) -> list[Any]:
+    return [x for x in cotangents if not isinstance(x, SymbolicZero)]
 
 
 @observed_forward

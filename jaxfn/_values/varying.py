@@ -1,4 +1,4 @@
-"""Manual mesh axes that values vary over, inside `jax.shard_map`."""
+"""Where values lie on a mesh, as their types say it: explicit axes, and the manual ones of `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfn._compat import varying_axes
+from jaxfn._compat import cotangent_sharding, varying_axes
 
 
 def widened(value: jax.Array, aval: Any) -> jax.Array:
@@ -21,13 +21,27 @@ def zeros_in_place_of(value: jax.ShapeDtypeStruct) -> jax.Array:
     return widened(jnp.zeros_like(value), value)
 
 
-def match_varying(cotangent: jax.Array, aval: Any) -> jax.Array:
-    """Makes a cotangent vary over the manual mesh axes that its input varies over, and no others.
+def match_tangent(tangent: jax.Array, aval: Any) -> jax.Array:
+    """Makes a tangent lie on the mesh as its output does, varying over the same manual axes at least."""
+    return widened(_resharded(tangent, aval.sharding), aval)
 
-    A gradient for a weight that is replicated over a mesh axis is the sum of what each device has; without this,
-    `shard_map(check_vma=True)` refuses the rule.
+
+def match_cotangent(cotangent: jax.Array, aval: Any) -> jax.Array:
+    """Makes a cotangent lie on the mesh as its input does, varying over the same manual axes.
+
+    A gradient for a weight that is replicated over a manual axis is the sum of what each device has; without this,
+    `shard_map(check_vma=True)` refuses the rule. Over explicit axes a gradient often lies as the output does that it
+    comes from, such as that of a bias which was broadcast along a sharded axis.
     """
+    if jax.typeof(cotangent) == aval:  # as nearly always
+        return cotangent
     surplus = varying_axes(jax.typeof(cotangent)) - varying_axes(aval)
     if surplus:
         cotangent = jax.lax.psum(cotangent, tuple(sorted(surplus)))
-    return widened(cotangent, aval)
+    return widened(_resharded(cotangent, cotangent_sharding(aval)), aval)
+
+
+def _resharded(value: jax.Array, sharding: Any) -> jax.Array:
+    if not sharding.mesh.explicit_axes or jax.typeof(value).sharding.spec == sharding.spec:
+        return value
+    return jax.sharding.reshard(value, sharding)
