@@ -190,6 +190,10 @@ class _Entry(Opaque):
         self._function = function
         self._prepared: tuple[Methods, _Prepare] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Anew: cloudpickle comes here with a class that it stores by value, and what is prepared stays behind."""
+        return _Entry, (self._function,)
+
     def visible_parts(self) -> Sequence[object]:
         """What a call runs; derivatives are no part of what another Function that calls this one closes over."""
         return self._function.forward, self._function.setup_context

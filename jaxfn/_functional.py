@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 from jaxfn._function import Function, show_signature
 from jaxfn._signatures import P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
@@ -21,13 +22,26 @@ class CallableFunction(Generic[P, R_co]):
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self.__name__: str = getattr(forward, "__name__", type(forward).__name__)
-        self.__qualname__: str = getattr(forward, "__qualname__", self.__name__)
-        self.__module__: str = getattr(forward, "__module__", __name__)
-        self.__doc__ = forward.__doc__
-        self.__wrapped__ = forward
-        body = {"__module__": self.__module__, "__qualname__": self.__qualname__, "__doc__": forward.__doc__}
-        self.Function: Any = type(self.__name__, (Function,), body | {"forward": staticmethod(forward)})
+        name: str = getattr(forward, "__name__", type(forward).__name__)
+        qualname: str = getattr(forward, "__qualname__", name)
+        body = {
+            "__module__": getattr(forward, "__module__", __name__),
+            "__qualname__": f"{qualname}.Function",  # where pickle finds it
+            "__doc__": forward.__doc__,
+            "forward": staticmethod(forward),
+        }
+        self._wrap(type(name, (Function,), body))
+
+    def _wrap(self, function: Any) -> None:
+        self.__name__: str = function.__name__
+        self.__qualname__: str = function.__qualname__.removesuffix(".Function")
+        self.__module__: str = function.__module__
+        self.__doc__ = function.__doc__
+        self.Function: Any = function
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.Function.forward
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         return self.Function.apply(*args, **kwargs)
@@ -38,8 +52,15 @@ class CallableFunction(Generic[P, R_co]):
     def __repr__(self) -> str:
         return f"<jaxfn function {self.__qualname__}>"
 
-    def __reduce__(self) -> str:
-        return self.__qualname__  # pickled by name, as functions are
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By the class underneath: pickle stores its name, and cloudpickle what it is where no name will be found."""
+        return _callable_of, (self.Function,)
+
+    def __copy__(self) -> CallableFunction[P, R_co]:
+        return self  # as functions are
+
+    def __deepcopy__(self, memo: object) -> CallableFunction[P, R_co]:
+        return self
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -70,6 +91,18 @@ class CallableFunction(Generic[P, R_co]):
         setattr(self.Function, method, staticmethod(rule))
         show_signature(self.apply, self.Function)
         return rule
+
+
+def _callable_of(function: Any) -> CallableFunction[..., Any]:
+    """The callable that a class is underneath of: the one of that name, or else a new one."""
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split(".")[:-1]:
+        found = getattr(found, name, None)
+    if isinstance(found, CallableFunction) and found.Function is function:
+        return cast(Any, found)
+    made: CallableFunction[..., Any] = CallableFunction.__new__(CallableFunction)
+    made._wrap(function)  # pyright: ignore[reportPrivateUsage]
+    return made
 
 
 @overload

@@ -37,10 +37,9 @@ from jaxfn._run.forward import call_forward
 from jaxfn._values.arrays import is_key, is_traced
 
 # Collectives after which all devices have the same, by the name of the parameter that has the axes.
-_SPREADING = {
-    **{"psum": "axes", "psum_invariant": "axes", "pmax": "axes", "pmin": "axes"},
-    **{"all_gather": "axis_name", "all_gather_invariant": "axis_name", "all_gather_reduced": "axis_name"},
-}
+_SUMMING = dict.fromkeys(["psum", "psum_invariant", "pmax", "pmin"], "axes")
+_GATHERING = dict.fromkeys(["all_gather", "all_gather_invariant", "all_gather_reduced"], "axis_name")
+_SPREADING = _SUMMING | _GATHERING
 # Those after which they have not.
 _PARTING = {
     "ppermute": "axis_name",
