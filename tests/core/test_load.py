@@ -50,13 +50,13 @@ def test_many_functions_in_one_trace(count):
 
     def chain(x):
         for function in functions:
-            x = function.apply(x)
+            x = x + function.apply(x) / count
         return x
 
     value, slope = 0.5, 1.0
     for i in range(count):
         scale = 1 + i / count
-        value, slope = math.sin(value) * scale, slope * math.cos(value) * scale
+        value, slope = value + math.sin(value) * scale / count, slope * (1 + math.cos(value) * scale / count)
     np.testing.assert_allclose(jax.jit(jax.value_and_grad(chain))(0.5), (value, slope), rtol=1e-3)
 
 
@@ -351,7 +351,7 @@ SET = {name: run for name, run in TRANSFORMATIONS.items() if "export" not in nam
 @sampled
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", SET)
-@pytest.mark.parametrize("case", CASES[6:7], ids=str)
+@pytest.mark.parametrize("case", CASES[1:2], ids=str)
 def test_settings(setting, name, case):
     expected = SET[name](case, case.reference)
     with SETTINGS[setting]():
