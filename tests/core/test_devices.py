@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -262,3 +269,51 @@ def test_a_clipped_gradient_inside_of_shard_map():
     x = rng.normal(size=(8, 4)).astype(np.float32)
     gradient = sharded(jax.grad(lambda x: jnp.sum(made(same, clip)(x) ** 2)), specs=P("model"), out_specs=P("model"))
     np.testing.assert_allclose(jax.jit(gradient)(x), 2 * x / np.sqrt((4 * x * x).sum()), rtol=1e-5)
+
+
+@row("E2")
+def test_two_processes_train_together():
+    """Each has two of the four devices; both come to the losses of one device, in all ways of the example."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    program = """
+        import sys
+        import jax
+        from jax.sharding import AxisType
+
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 2)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+        import sharded_training as example
+
+        assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
+        alone = example.train(example.loss_of(example.FUNCTIONS), None, 4)
+        print("losses", *alone.losses)
+        for axis_type in (AxisType.Auto, AxisType.Explicit):
+            mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+            print("losses", *example.train(example.loss_of(example.FUNCTIONS), mesh, 4).losses)
+        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        print("losses", *example.train(example.in_shard_map(example.REGIONS, mesh), mesh, 4).losses)
+        print("parts", example.train(example.in_shard_map(example.REGIONS, mesh), mesh, 1).collectives)
+    """
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'examples'}"}
+    command = [sys.executable, "-c", textwrap.dedent(program), str(port)]
+    processes = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for i in range(2)
+    ]
+    try:
+        done = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (printed, problem) in zip(processes, done, strict=True):
+        assert process.returncode == 0, problem
+        alone, *together = (line.split()[1:] for line in printed.splitlines() if line.startswith("losses"))
+        assert len(together) == 3 and float(alone[-1]) < float(alone[0]) / 1.5
+        for losses in together:
+            np.testing.assert_allclose(np.float32(losses), np.float32(alone), rtol=1e-5)
+        assert "all-reduce" in printed.splitlines()[-1]

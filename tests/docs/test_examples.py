@@ -209,6 +209,21 @@ def test_residual_hooks():
     assert 0 < results["int8"].gradient_error < 0.02
 
 
+def test_sharded_training():
+    """`main` asserts the numbers of one device, and the collectives of a custom_vjp by hand."""
+    example = load("sharded_training")
+    results = example.main(steps=8)
+    assert results.differences.keys() == {"jit, Auto axes", "jit, Explicit axes", "shard_map"}
+    params = example.init(2)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(example.BATCH, example.WIDTH)), jnp.float32)
+    plain = example.Ops(jnp.matmul, jnp.add, jax.nn.swish)
+    y = example.network(plain, example.init(1), x)
+    for loss in results.losses:
+        value, gradients = jax.value_and_grad(example.loss_of(plain))(params, x, y)
+        assert loss == pytest.approx(float(value), rel=1e-5)
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients)
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
 def test_importing_a_kernel_does_not_run_it(name, capsys):
     load_kernel(name)
