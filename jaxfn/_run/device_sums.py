@@ -30,6 +30,7 @@ from jaxfn._compat import (
     scan_sizes,
     variable_of,
     varying_axes,
+    while_sizes,
     zeros_of,
 )
 from jaxfn._run.call import Call
@@ -185,18 +186,27 @@ class _Sums:
         if name == "cond":
             of_branches = [self._of_jaxpr(branch, operands[1:]) for branch in params["branches"]]
             return [_met([operands[0], *results]) for results in zip(*of_branches, strict=True)]
+        if name == "while":
+            of_cond, num_consts = while_sizes(equation)
+            self._of_loop(params["body_jaxpr"], operands[of_cond:], num_consts, len(types))
+            return types
         body = next((params[key] for key in ("jaxpr", "call_jaxpr", "callee", "call") if key in params), None)
         if body is not None and len(open_jaxpr(body)[0].invars) == len(operands):
-            if name == "scan":
-                num_consts, num_carry = scan_sizes(equation)
-                after = self._of_jaxpr(body, operands)[:num_carry]
-                carry = operands[num_consts : num_consts + num_carry]
-                operands[num_consts : num_consts + num_carry] = map(_met, zip(carry, after, strict=True))
-            return self._of_jaxpr(body, operands)
-        if not operands or "body_jaxpr" in params:
+            return self._of_loop(body, operands, *(scan_sizes(equation) if name == "scan" else (0, 0)))
+        if not operands:
             return types
         met = _met(operands)
         return [_Known(met.depends, own.same | met.same) for own in types]
+
+    def _of_loop(self, body: Any, operands: list[_Known], num_consts: int, num_carry: int) -> list[_Known]:
+        """What is known of a body's results, once what is carried is what it becomes."""
+        while True:
+            results = self._of_jaxpr(body, operands)
+            carry = operands[num_consts : num_consts + num_carry]
+            after = [_met(pair) for pair in zip(carry, results, strict=False)]
+            if after == carry:
+                return results
+            operands = [*operands[:num_consts], *after, *operands[num_consts + num_carry :]]
 
 
 def _met(values: Sequence[_Known]) -> _Known:

@@ -259,6 +259,24 @@ def test_a_sum_may_be_the_gradient_of_each_devices_own_input():
         )
 
 
+INSIDE = {
+    "jit": jax.jit(summed),
+    "scan": lambda g: jax.lax.scan(lambda c, _: (c, summed(c)), g, length=2)[1].sum(0),
+    "while": lambda g: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, summed(c[1])), (0, g))[1],
+    "cond": lambda g: jax.lax.cond(g.sum() > 0, summed, lambda g: 2 * g, g),
+    "checkpoint": jax.checkpoint(summed),
+    "a Function": made(*REDUCE),
+}
+
+
+@row("E2b")
+@pytest.mark.parametrize("inside", INSIDE)
+def test_such_a_sum_is_found_wherever_backward_has_it(inside):
+    region = made(same, INSIDE[inside])
+    with pytest.raises(RuntimeError, match="counts 8 times"):
+        jax.jit(jax.grad(sharded(lambda x: jnp.sum(jnp.sin(region(x))), specs=P()))).lower(X)
+
+
 @row("E2b")
 def test_a_clipped_gradient_inside_of_shard_map():
     """A collective in backward alone, whose result is scaled by what each device has: types say that it is right."""
