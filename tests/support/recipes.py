@@ -1,0 +1,20 @@
+"""The recipes of `examples/cookbook` as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = Path(__file__).parents[2] / "examples" / "cookbook"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def load(name: str) -> ModuleType:
+    """The recipe as a module, new at each call; importing it does not run it."""
+    spec = importlib.util.spec_from_file_location(f"cookbook_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
