@@ -25,8 +25,9 @@ class Isotonic(jaxfn.Function):
 
     @staticmethod
     def forward(ctx, y: jax.Array) -> jax.Array:
-        ctx.save_for_backward(block=_blocks(y))
-        return _means(y, ctx.saved_variables.block)
+        block = _blocks(y)
+        ctx.save_for_backward(block=block)
+        return _means(y, block)
 
     @staticmethod
     def backward(ctx, grad_output: jax.Array) -> jax.Array:

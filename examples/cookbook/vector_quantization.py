@@ -91,7 +91,7 @@ def train(start: Weights, x: jax.Array, pass_through: Pass) -> jax.Array:
         updates, memory = optimizer.update(gradients, memory)
         return (optax.apply_updates(weights, updates), memory), error
 
-    return jax.lax.scan(step, (start, optimizer.init(start)), length=150)[1]
+    return jax.lax.scan(step, (start, optimizer.init(start)), length=100)[1]
 
 
 def main(codes: int = 64, width: int = 16) -> None:
