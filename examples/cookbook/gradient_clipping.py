@@ -69,7 +69,7 @@ def main(steps: int = 1000, width: int = 32, limit: float = 1e-4) -> None:
         return optax.apply_updates(weights, updates), memory, value, jnp.linalg.norm(gradients["recurrent"])
 
     losses, norms = [], []
-    for _ in range(150):
+    for _ in range(80):
         weights, memory, value, norm = step(weights, memory)
         losses.append(value)
         norms.append(norm)
