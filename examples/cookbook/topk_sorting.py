@@ -6,8 +6,8 @@ All three are projections onto a polytope of permutations, and those are sorting
 The fit merges neighbours that are in the wrong order into blocks of their mean, for as long as there are any.
 Why a Function: that is a `while` loop, through which JAX cannot go in reverse. Its derivative takes means over the same
 blocks, so their numbers are all that is kept.
-Claim: below a strength that is not infinitely small the soft results are the hard ones, with a gradient all the same;
-a scorer that is trained by soft ranks puts items into their order.
+Claim: at a small strength the soft results are the hard ones, and at a larger one they have gradients; a scorer that is
+trained by soft ranks puts items into their order; four bytes are kept for each item.
 """
 
 from __future__ import annotations
