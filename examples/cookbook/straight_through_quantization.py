@@ -54,7 +54,7 @@ def main(num_weights: int = 64, step: float = 0.25, bits: int = 4) -> None:
         weight = weight - 0.1 * gradient(weight)
 
     wrong_codes = jnp.sum(Quantize.apply(weight, step, bits) != teacher)
-    kept = jaxfn.residuals(lambda x: Quantize.apply(x, step, bits), start).total_bytes
+    kept = jaxfn.residuals(Quantize.apply, start, step, bits, argnums=0).total_bytes
     print(f"{num_weights} weights of {bits} bits, learned from a teacher's outputs: {wrong_codes} codes wrong")
     print(f"  kept for backward: {kept} bytes")
     assert jnp.all(jax.grad(loss)(start, plain) == 0)
