@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.support.recipes import assert_same_as_torch, load
+from tests.support.beside_torch import assert_same_as_torch
+from tests.support.recipes import load
 
 torch = pytest.importorskip("torch")
 

@@ -6,7 +6,8 @@ import pytest
 import scipy.optimize
 
 import jaxfn
-from tests.support.recipes import assert_same_as_torch, load
+from tests.support.beside_torch import assert_same_as_torch
+from tests.support.recipes import load
 
 
 def normal(*shape, seed=0):

@@ -1,0 +1,40 @@
+"""A function of JAX arrays beside one of tensors, on the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+def assert_same_as_torch(
+    ours: Callable[..., jax.Array], theirs: Callable[..., Any], args: Sequence[np.ndarray], rtol: float = 1e-5
+) -> None:
+    """Asserts that the outputs agree, and the gradients of all arguments.
+
+    Args:
+      ours: is called under `jax.jit`.
+      theirs: of tensors that require gradients, where they are floating.
+      args: of both.
+      rtol: largest difference, relative to the largest entry.
+    """
+    torch = pytest.importorskip("torch")
+    tensors = [torch.tensor(x, requires_grad=x.dtype.kind == "f") for x in args]
+    output = theirs(*tensors)
+    cotangent = np.cos(np.arange(output.numel()) + 0.3).reshape(output.shape).astype(args[0].dtype)
+    output.backward(torch.tensor(cotangent))
+    expected = [t.numpy() for t in (output.detach(), *(t.grad for t in tensors if t.requires_grad))]
+
+    @jax.jit
+    def value_and_gradients(*args: jax.Array) -> list[jax.Array]:
+        value, pullback = jax.vjp(ours, *args)
+        gradients = zip(args, pullback(jnp.asarray(cotangent)), strict=True)
+        return [value, *(g for x, g in gradients if jnp.issubdtype(x.dtype, jnp.floating))]
+
+    for got, want in zip(value_and_gradients(*args), expected, strict=True):
+        assert got.shape == want.shape and np.abs(want).max() > 0
+        np.testing.assert_allclose(got, want, rtol=0, atol=rtol * float(np.abs(want).max()))
