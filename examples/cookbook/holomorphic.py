@@ -21,10 +21,10 @@ class LambertW(jaxfn.Function):
 
     @staticmethod
     def forward(ctx, z: jax.Array) -> jax.Array:
-        # Series about the branch point -1/e, and about 0, or what follows from the logarithm for large z.
-        p = jnp.sqrt(2 * (jnp.e * z + 1))
-        large = jnp.log(1 + z)
-        start = jnp.where(jnp.abs(p) < 1, -1 + p - p**2 / 3, large * (1 - jnp.log(1 + large) / (2 + large)))
+        # Near the branch point a series, and else what the logarithm says of large z, to the right and to the left.
+        p, log, log1p = jnp.sqrt(2 * (jnp.e * z + 1)), jnp.log(z), jnp.log(1 + z)
+        large = jnp.where(z.real > 0, log1p * (1 - jnp.log(1 + log1p) / (2 + log1p)), log - jnp.log(log))
+        start = jnp.where(jnp.abs(p) < 2.5, -1 + p - p**2 / 3, large)
 
         def halley(_, w: jax.Array) -> jax.Array:
             error = w * jnp.exp(w) - z

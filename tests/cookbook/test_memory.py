@@ -1,0 +1,137 @@
+"""Recipes that keep little for the backward pass, beside torch and JAX without them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.recipes import load
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def test_reversible_blocks_beside_torch():
+    torch = pytest.importorskip("torch")
+    recipe = load("reversible_blocks")
+    arrays = random(3, 4, 4), random(3, 4, 4, seed=1), random(5, 4, seed=2), random(5, 4, seed=3)
+    cotangents = random(5, 4, seed=4), random(5, 4, seed=5)
+    first, second, x, y = tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
+    for v, w in zip(first, second, strict=True):
+        x = x + torch.tanh(y @ v)
+        y = y + torch.tanh(x @ w)
+    torch.autograd.backward((x, y), [torch.tensor(c) for c in cotangents])
+    stack = jax.jit(lambda *args: recipe.ReversibleStack.apply(recipe.layer, *args))
+    outputs, pullback = jax.vjp(stack, *map(jnp.asarray, arrays))
+    for output, tensor in zip(outputs, (x, y), strict=True):
+        np.testing.assert_allclose(output, tensor.detach().numpy(), atol=1e-12)
+    for grad, tensor in zip(pullback(tuple(map(jnp.asarray, cotangents))), tensors, strict=True):
+        np.testing.assert_allclose(grad, tensor.grad.numpy(), atol=1e-10)
+
+
+def block(weights, x, key):
+    hidden = jnp.tanh(x @ weights["up"])
+    return jnp.where(jax.random.bernoulli(key, 0.5, hidden.shape), hidden, 0) @ weights["down"], jnp.sum(hidden)
+
+
+def test_activation_checkpoint_beside_jax_checkpoint():
+    recipe = load("activation_checkpoint")
+    weights = {"up": jnp.asarray(random(4, 8)), "down": jnp.asarray(random(8, 4, seed=1))}
+    x, key = jnp.asarray(random(3, 4, seed=2)), jax.random.key(0)
+
+    def loss(call, weights, x):
+        output, total = call(block, weights, x, key)
+        return jnp.sum(output**3) + total**2
+
+    ours, theirs = recipe.CALLS["Checkpoint"], recipe.CALLS["jax.checkpoint"]
+    directions = jax.tree.map(jnp.ones_like, (weights, x))
+    for of in (
+        lambda call: jax.jit(jax.value_and_grad(lambda *args: loss(call, *args), (0, 1)))(weights, x),
+        # per example, and the derivative of the gradient along a direction, in reverse mode
+        lambda call: jax.jit(jax.vmap(jax.grad(lambda w, x: loss(call, w, x)), (None, 0)))(weights, x[:, None]),
+        lambda call: jax.jit(
+            jax.grad(
+                lambda args: sum(
+                    jnp.vdot(g, d)
+                    for g, d in zip(
+                        jax.tree.leaves(jax.grad(lambda args: loss(call, *args))(args)),
+                        jax.tree.leaves(directions),
+                        strict=True,
+                    )
+                )
+            )
+        )((weights, x)),
+    ):
+        for got, expected in zip(jax.tree.leaves(of(ours)), jax.tree.leaves(of(theirs)), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_beside_torch(is_causal):
+    torch = pytest.importorskip("torch")
+    attention = load("memory_efficient_attention").Attention.apply
+    keys = 12 if is_causal else 7  # torch aligns a causal mask of other shapes at the upper left, too
+    arrays = random(2, 3, 12, 4), random(2, 3, keys, 4, seed=1), random(2, 3, keys, 5, seed=2)
+    cotangent = random(2, 3, 12, 5, seed=3)
+    tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=is_causal)
+    expected.backward(torch.tensor(cotangent))
+    of_heads = jax.vmap(jax.vmap(lambda q, k, v: attention(q, k, v, 4, is_causal)))
+    output, pullback = jax.vjp(jax.jit(of_heads), *map(jnp.asarray, arrays))
+    np.testing.assert_allclose(output, expected.detach().numpy(), atol=1e-12)
+    for grad, tensor in zip(pullback(jnp.asarray(cotangent)), tensors, strict=True):
+        np.testing.assert_allclose(grad, tensor.grad.numpy(), atol=1e-12)
+
+
+def test_attention_is_differentiated_again():
+    recipe = load("memory_efficient_attention")
+    arrays = random(4, 2), random(4, 2, seed=1), random(4, 3, seed=2)
+
+    def attention(q, k, v):
+        return recipe.Attention.apply(q, k, v, 2, is_causal=True)
+
+    assert jaxfn.gradgradcheck(attention, arrays)
+
+
+def batch_of_sequences():
+    return random(6, 2, 3), random(3, 3, seed=1), random(3, seed=2), random(3, seed=3)
+
+
+def test_crf_beside_pytorch_crf():
+    torch, torchcrf = pytest.importorskip("torch"), pytest.importorskip("torchcrf")
+    recipe = load("crf")
+    emissions, transitions, start, end = batch_of_sequences()
+    tags = np.array([[0, 2], [1, 1], [2, 0], [0, 0], [1, 2], [2, 1]])
+    model = torchcrf.CRF(3).double()
+    parameters = model.transitions, model.start_transitions, model.end_transitions
+    with torch.no_grad():
+        for parameter, value in zip(parameters, (transitions, start, end), strict=True):
+            parameter.copy_(torch.tensor(value))
+    scores = torch.tensor(emissions, requires_grad=True)
+    expected = model(scores, torch.tensor(tags), mask=torch.ones(tags.shape, dtype=torch.bool))
+    expected.backward()
+
+    def total(emissions, transitions, start, end):
+        emissions = emissions.at[0].add(start).at[-1].add(end)  # what pytorch-crf scores first and last tags by
+        return jax.vmap(recipe.log_likelihood, (1, None, 1))(emissions, transitions, jnp.asarray(tags)).sum()
+
+    arrays = map(jnp.asarray, (emissions, transitions, start, end))
+    value, grads = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))(*arrays)
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-12)
+    for grad, tensor in zip(grads, (scores, *parameters), strict=True):
+        np.testing.assert_allclose(grad, tensor.grad.numpy(), atol=1e-12)
+
+
+def test_crf_beside_autodiff_at_the_second_order():
+    recipe = load("crf")
+    emissions, transitions = jnp.asarray(random(5, 3)), jnp.asarray(random(3, 3, seed=1))
+    got, expected = (
+        jax.jit(jax.jacrev(jax.grad(f, (0, 1)), (0, 1)))(emissions, transitions)
+        for f in (recipe.log_partition, recipe.by_autodiff)
+    )
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)
