@@ -89,6 +89,15 @@ def test_matrix_square_root_at_the_second_order(values):
     assert jaxfn.gradgradcheck(of_symmetric, symmetric_with(values), reference="finite_differences")
 
 
+def test_lyapunov_of_a_right_side_that_is_not_symmetric():
+    solve = load("matrix_square_root").Lyapunov.apply
+
+    def of_symmetric(root, right):
+        return solve((root + root.T) / 2, right)
+
+    assert jaxfn.gradcheck(of_symmetric, (symmetric_with((0.5, 1, 2)), random(3, 3)), check_forward_ad=True)
+
+
 def test_lambert_w_beside_scipy():
     special = pytest.importorskip("scipy.special")
     lambert_w = load("holomorphic").LambertW.apply
