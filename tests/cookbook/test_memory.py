@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.beside_torch import assert_same_as_torch
 from tests.support.recipes import load
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -18,19 +19,18 @@ def random(*shape, seed=0):
 def test_reversible_blocks_beside_torch():
     torch = pytest.importorskip("torch")
     recipe = load("reversible_blocks")
-    arrays = random(3, 4, 4), random(3, 4, 4, seed=1), random(5, 4, seed=2), random(5, 4, seed=3)
-    cotangents = random(5, 4, seed=4), random(5, 4, seed=5)
-    first, second, x, y = tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
-    for v, w in zip(first, second, strict=True):
-        x = x + torch.tanh(y @ v)
-        y = y + torch.tanh(x @ w)
-    torch.autograd.backward((x, y), [torch.tensor(c) for c in cotangents])
-    stack = jax.jit(lambda *args: recipe.ReversibleStack.apply(recipe.layer, *args))
-    outputs, pullback = jax.vjp(stack, *map(jnp.asarray, arrays))
-    for output, tensor in zip(outputs, (x, y), strict=True):
-        np.testing.assert_allclose(output, tensor.detach().numpy(), atol=1e-12)
-    for grad, tensor in zip(pullback(tuple(map(jnp.asarray, cotangents))), tensors, strict=True):
-        np.testing.assert_allclose(grad, tensor.grad.numpy(), atol=1e-10)
+
+    def ours(*args):
+        return jnp.stack(recipe.ReversibleStack.apply(recipe.layer, *args))
+
+    def theirs(first, second, x, y):
+        for v, w in zip(first, second, strict=True):
+            x = x + torch.tanh(y @ v)
+            y = y + torch.tanh(x @ w)
+        return torch.stack([x, y])
+
+    args = random(3, 4, 4), random(3, 4, 4, seed=1), random(5, 4, seed=2), random(5, 4, seed=3)
+    assert_same_as_torch(ours, theirs, args, rtol=1e-10)
 
 
 def block(weights, x, key):
@@ -48,43 +48,37 @@ def test_activation_checkpoint_beside_jax_checkpoint():
         return jnp.sum(output**3) + total**2
 
     ours, theirs = recipe.CALLS["Checkpoint"], recipe.CALLS["jax.checkpoint"]
-    directions = jax.tree.map(jnp.ones_like, (weights, x))
-    for of in (
-        lambda call: jax.jit(jax.value_and_grad(lambda *args: loss(call, *args), (0, 1)))(weights, x),
-        # per example, and the derivative of the gradient along a direction, in reverse mode
-        lambda call: jax.jit(jax.vmap(jax.grad(lambda w, x: loss(call, w, x)), (None, 0)))(weights, x[:, None]),
-        lambda call: jax.jit(
-            jax.grad(
-                lambda args: sum(
-                    jnp.vdot(g, d)
-                    for g, d in zip(
-                        jax.tree.leaves(jax.grad(lambda args: loss(call, *args))(args)),
-                        jax.tree.leaves(directions),
-                        strict=True,
-                    )
-                )
-            )
-        )((weights, x)),
-    ):
-        for got, expected in zip(jax.tree.leaves(of(ours)), jax.tree.leaves(of(theirs)), strict=True):
-            np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
+
+    def gradients(call):
+        return jax.grad(lambda args: loss(call, *args))
+
+    def second(call):
+        """The derivative of the sum of all gradients."""
+        return jax.grad(lambda args: sum(map(jnp.sum, jax.tree.leaves(gradients(call)(args)))))
+
+    def per_example(call):
+        return lambda args: jax.vmap(lambda x: gradients(call)((args[0], x)))(args[1][:, None])
+
+    for derivative in (gradients, second, per_example):
+        got, expected = (jax.tree.leaves(jax.jit(derivative(call))((weights, x))) for call in (ours, theirs))
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_beside_torch(is_causal):
     torch = pytest.importorskip("torch")
     attention = load("memory_efficient_attention").Attention.apply
-    keys = 12 if is_causal else 7  # torch aligns a causal mask of other shapes at the upper left, too
-    arrays = random(2, 3, 12, 4), random(2, 3, keys, 4, seed=1), random(2, 3, keys, 5, seed=2)
-    cotangent = random(2, 3, 12, 5, seed=3)
-    tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
-    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=is_causal)
-    expected.backward(torch.tensor(cotangent))
-    of_heads = jax.vmap(jax.vmap(lambda q, k, v: attention(q, k, v, 4, is_causal)))
-    output, pullback = jax.vjp(jax.jit(of_heads), *map(jnp.asarray, arrays))
-    np.testing.assert_allclose(output, expected.detach().numpy(), atol=1e-12)
-    for grad, tensor in zip(pullback(jnp.asarray(cotangent)), tensors, strict=True):
-        np.testing.assert_allclose(grad, tensor.grad.numpy(), atol=1e-12)
+    keys = 12 if is_causal else 7
+
+    def ours(q, k, v):
+        return jax.vmap(jax.vmap(lambda q, k, v: attention(q, k, v, 4, is_causal)))(q, k, v)
+
+    def theirs(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    args = random(2, 3, 12, 4), random(2, 3, keys, 4, seed=1), random(2, 3, keys, 5, seed=2)
+    assert_same_as_torch(ours, theirs, args, rtol=1e-12)
 
 
 def test_attention_is_differentiated_again():
