@@ -66,15 +66,11 @@ CALLS: dict[str, Callable[..., jax.Array]] = {
 
 
 def main(depth: int = 8, batch: int = 512, width: int = 32) -> None:
-    keys = jax.random.split(jax.random.key(0), 2 * depth + 1)
-    layers = [
-        {
-            "up": jax.random.normal(keys[2 * i], (width, 4 * width)) / width**0.5,
-            "down": jax.random.normal(keys[2 * i + 1], (4 * width, width)) / (4 * width) ** 0.5,
-        }
-        for i in range(depth)
-    ]
-    x = jax.random.normal(keys[-1], (batch, width))
+    keys = jax.random.split(jax.random.key(0), 3)
+    up = jax.random.normal(keys[0], (depth, width, 4 * width)) / width**0.5
+    down = jax.random.normal(keys[1], (depth, 4 * width, width)) / (4 * width) ** 0.5
+    layers = [{"up": up[i], "down": down[i]} for i in range(depth)]
+    x = jax.random.normal(keys[2], (batch, width))
     grads, kept, needed = {}, {}, {}
     for name, call in CALLS.items():
         function = partial(network, call)

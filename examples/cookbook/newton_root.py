@@ -22,7 +22,7 @@ Residual = Callable[[jax.Array, Any], jax.Array]  # of x, shape (n,), and of par
 
 
 def newton(residual: Residual, start: jax.Array, parameters: Any, most: int) -> tuple[jax.Array, jax.Array]:
-    """The root and the number of steps that it took."""
+    """The root, and in how many steps."""
 
     def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         x, change, count = state
@@ -78,7 +78,9 @@ def main() -> None:
         _, steps = jax.jit(jax.vmap(lambda orbit: newton(kepler, orbit["mean"][None], orbit, 50)))(orbits)
         by_mean, by_e = jax.jit(jax.vmap(jax.grad(eccentric_anomaly, (0, 1))))(mean, e)
         forward = jax.jit(jax.vmap(jax.jacfwd(eccentric_anomaly)))(mean, e)
-        second = jax.jit(jax.vmap(jax.grad(jax.grad(eccentric_anomaly))))(mean, e)
+        second, mixed = (
+            jax.jit(jax.vmap(derivative(jax.grad(eccentric_anomaly))))(mean, e) for derivative in (jax.grad, jax.jacfwd)
+        )
         slope = 1 / (1 - e * jnp.cos(E))
         errors = {
             "the equation": E - e * jnp.sin(E) - mean,
@@ -86,6 +88,7 @@ def main() -> None:
             "d/de": by_e - slope * jnp.sin(E),
             "d/dM, forward": forward - slope,
             "d2/dM2": second + e * jnp.sin(E) * slope**3,
+            "d2/dM2, mixed": mixed + e * jnp.sin(E) * slope**3,
         }
         for name, error in errors.items():
             print(f"{name:14} off by {jnp.max(jnp.abs(error)):.0e}")
