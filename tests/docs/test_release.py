@@ -1,0 +1,58 @@
+"""What is published: the extras, the version, and the words about it."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxfn
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where the name to import is another one
+
+
+def required(*extras: str) -> set[str]:
+    """The packages that jaxfn needs with these extras."""
+    found = set()
+    requirements = [*PROJECT["dependencies"], *(r for e in extras for r in PROJECT["optional-dependencies"][e])]
+    for requirement in requirements:
+        name, others = re.match(r"([\w.-]+)(?:\[([\w,]+)\])?", requirement).groups()
+        found |= required(*others.split(",")) if name == "jaxfn" else {name.lower()}
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """The packages of others that a file imports, wherever in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    own = {"jaxfn", "examples", *(other.stem for other in path.parent.glob("*.py"))}
+    packages = {name.split(".")[0] for name in names} - sys.stdlib_module_names - own
+    return {DISTRIBUTIONS.get(name, name) for name in packages}
+
+
+def test_imports_and_requirements_are_found():
+    assert {"jax", "optax", "scikit-learn"} <= imported(ROOT / "examples" / "digits.py")
+    assert {"jax", "torch", "optax", "entmax"} <= required("cookbook")
+    assert "torch" not in required("examples")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_extra_has_what_an_example_imports(path):
+    assert imported(path) - required("cookbook") - {"scipy"} == set()  # which JAX needs
+
+
+def test_the_first_command_needs_only_the_small_extra():
+    assert imported(ROOT / "examples" / "digits.py") <= required("examples")
+
+
+def test_the_version_stands_in_one_place():
+    assert PROJECT["dynamic"] == ["version"]
+    assert "version:" not in (ROOT / "CITATION.cff").read_text().replace("cff-version:", "")
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest == jaxfn.__version__
