@@ -71,7 +71,7 @@ class Function:
     and no `backward` is differentiated in reverse by transposing `jvp`. `vmap(info, in_dims, *args)` returns outputs
     and their batch axes, and is used by `jax.vmap` in place of automatic batching; it needs the separate style.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> class Round(jaxfn.Function):
       ...     @staticmethod

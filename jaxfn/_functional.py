@@ -123,7 +123,7 @@ def function(forward: Callable[..., Any]) -> CallableFunction[..., Any]:
       A callable with the function's name, docstring and signature (less the ctx), and with `.backward`,
       `.setup_context`, `.jvp` and `.vmap` as registering decorators. Rules and errors are those of `Function`.
 
-    Example:
+    Examples:
       >>> import jax, jaxfn
       >>> @jaxfn.function
       ... def mul_constant(ctx, tensor, constant):
@@ -157,7 +157,7 @@ def autograd_function(
     Returns:
       The callable, as `function` gives it.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> def forward(ctx, i):
       ...     result = jnp.exp(i)

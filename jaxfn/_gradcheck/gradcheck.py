@@ -131,7 +131,7 @@ def gradcheck(
       GradcheckError: something is wrong; its text says where, and `error.report` has it as data.
       ValueError: nothing can be differentiated, or the options contradict each other.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, numpy as np, jaxfn
       >>> @jaxfn.function
       ... def cube(ctx, x):
@@ -245,7 +245,7 @@ def gradgradcheck(
       GradcheckError: something is wrong.
       ValueError: nothing can be differentiated, or the options contradict each other.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, numpy as np, jaxfn
       >>> jaxfn.gradgradcheck(jnp.tanh, np.linspace(-1, 1, 5))
       True

@@ -89,7 +89,7 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | No
       TypeError: the arguments are traced.
       NotImplementedError: the function uses a `jax.Ref`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> @jaxfn.function
       ... def root(ctx, x):

@@ -35,7 +35,7 @@ def logged() -> Generator[Logs]:
     Raises:
       RuntimeError: a value is traced (under jit, vmap, scan). There, use `with_logs`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxfn
       >>> @jaxfn.function
       ... def doubled(ctx, x):
@@ -77,7 +77,7 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
       NotImplementedError: a method logs and returns no array; or a Function logs where no value can come
         out, such as in the condition of a `while` loop or in the operation of a `jax.lax.reduce`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> @jaxfn.function
       ... def rounded(ctx, x):

@@ -25,12 +25,12 @@ class Residual(NamedTuple):
 
     Attributes:
       function: the Function that saved it; "JAX" for what JAX keeps for operations of its own.
-      name: by which name or position, or as which attribute of ctx, it was saved: "x", "saved_tensors[0]", "ctx.mask".
+      name: by which name or position, or as which attribute of ctx, it was saved: "x", `saved_tensors[0]`, `ctx.mask`.
         Of what JAX keeps itself, the argument that it is, if any.
       shape, dtype, nbytes: of the whole array: under a scan, of what all its steps keep.
       kind: "input", "output" or "intermediate" of the Function; of what JAX keeps, of the whole program; "closed over"
         where `backward` closes over it; "constant" where the program itself holds it.
-      argument: which argument of the program it is, as "args[0]['w']"; "" where the program computed it.
+      argument: which argument of the program it is, as `args[0]['w']`; "" where the program computed it.
       inside: what the backward that reads it lies in, from outside: "scan of 3", "checkpoint", "cond", ...
       is_packed: whether saved-tensor hooks have packed it.
       is_on_host: whether it is kept in host memory.
@@ -125,7 +125,7 @@ def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | 
       TypeError: an output, or an argument that it is differentiated by, is no array, as for `jax.vjp`.
       ValueError: `argnums` names an argument that was not given.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> @jaxfn.function
       ... def swish(ctx, x):

@@ -87,9 +87,9 @@ def kernelcheck(
       KernelcheckError: something is wrong; its text says what and where, and `error.report` has it as data.
       ValueError: an option is impossible, or there is nothing to check.
       TypeError: an input or an output is complex.
-      Whatever the reference raises.
+      Exception: whatever the reference raises.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, numpy as np, jaxfn
       >>> @jaxfn.function
       ... def softmax(ctx, x):

@@ -14,7 +14,7 @@ class KernelcheckError(RuntimeError):
     Attributes:
       report: what was found, as data.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> def softmax(x):
       ...     return jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)

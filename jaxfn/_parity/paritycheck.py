@@ -52,7 +52,7 @@ def paritycheck(
       ImportError: torch is not installed, and `torch_fn` is not a path.
       ValueError: `torch_fn` returned no tensor.
 
-    Example:
+    Examples:
       >>> import torch, jax.numpy as jnp, numpy as np, jaxfn
       >>> class TorchSquare(torch.autograd.Function):
       ...     @staticmethod
@@ -96,7 +96,7 @@ def record_oracle(torch_fn: Any, inputs: Sequence[Any], path: str | os.PathLike[
       TypeError: an argument cannot be written.
       ValueError: `torch_fn` returned no tensor.
 
-    Example:
+    Examples:
       >>> import os, tempfile, jax, torch, numpy as np, jaxfn
       >>> path = os.path.join(tempfile.mkdtemp(), "relu.npz")
       >>> jaxfn.record_oracle(torch.nn.functional.relu, [np.array([-1.0, 2.0], np.float32)], path)

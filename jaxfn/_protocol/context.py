@@ -119,7 +119,7 @@ class FunctionCtx:
     Assign any attribute (`ctx.scale = scale`): arrays inside become residuals, the rest travels as it is. Each call of
     a Function has a ctx of its own.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> class Scale(jaxfn.Function):
       ...     @staticmethod
@@ -161,7 +161,7 @@ class FunctionCtx:
         Raises:
           TypeError: a positional argument is neither an array nor `None`.
 
-        Example:
+        Examples:
           >>> import jax, jax.numpy as jnp, jaxfn
           >>> @jaxfn.function
           ... def square(ctx, x):
@@ -191,7 +191,7 @@ class FunctionCtx:
         Raises:
           TypeError: an argument is neither an array nor `None`.
 
-        Example:
+        Examples:
           >>> import jax, jaxfn
           >>> class Square(jaxfn.Function):
           ...     @staticmethod
@@ -271,7 +271,7 @@ class FunctionCtx:
         Raises:
           TypeError: a value is neither.
 
-        Example:
+        Examples:
           >>> import jax, jax.numpy as jnp, jaxfn
           >>> @jaxfn.function
           ... def clipped(ctx, x):

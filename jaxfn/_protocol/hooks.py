@@ -50,7 +50,7 @@ def saved_tensors_hooks(pack_hook: Callable[[Any], Any], unpack_hook: Callable[[
     Raises:
       RuntimeError: inside `disable_saved_tensors_hooks`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
       >>> @jaxfn.function
       ... def square(ctx, x):
@@ -85,7 +85,7 @@ def disable_saved_tensors_hooks(error_message: str) -> Generator[None]:
     Raises:
       RuntimeError: with that message, where hooks are entered inside, or in force already.
 
-    Example:
+    Examples:
       >>> import jaxfn
       >>> with jaxfn.disable_saved_tensors_hooks("not in this block"):
       ...     with jaxfn.save_on_host():
@@ -117,7 +117,7 @@ def save_on_host() -> Generator[None]:
     Raises:
       RuntimeError: the default backend cannot place arrays in host memory.
 
-    Example:
+    Examples:
       >>> import jax, jaxfn
       >>> @jaxfn.function
       ... def square(ctx, x):

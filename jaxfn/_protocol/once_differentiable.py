@@ -26,7 +26,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
       The guarded one.
 
-    Example:
+    Examples:
       >>> import jax, jaxfn
       >>> class Cube(jaxfn.Function):
       ...     @staticmethod

@@ -56,7 +56,7 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
       TypeError: it is none of these.
       TranslationError: (from `apply`, `explain` never) the code cannot run on JAX as it is; the message says why.
 
-    Example:
+    Examples:
       >>> import torch, jax, jax.numpy as jnp, jaxfn
       >>> class TorchRound(torch.autograd.Function):  # somebody's, in some package
       ...     @staticmethod

@@ -18,7 +18,7 @@ class GradcheckError(RuntimeError):
     Attributes:
       report: what was found, as data.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, numpy as np, jaxfn
       >>> @jaxfn.function
       ... def sine(ctx, x):

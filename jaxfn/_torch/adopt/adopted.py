@@ -57,7 +57,7 @@ class Adopted(Function):
           An object that prints the graphs that torch traced, their operations, which of those have no translation, and
           the JAX code of the translation.
 
-        Example:
+        Examples:
           >>> import torch, jax.numpy as jnp, jaxfn
           >>> class Square(torch.autograd.Function):
           ...     @staticmethod

@@ -102,7 +102,7 @@ class AdoptedModule(NoArrays):
           TypeError: an array of a parameter or buffer is missing, or is of another shape, or there is no such name.
           TranslationError: the code cannot run on JAX as it is; the message says why.
 
-        Example:
+        Examples:
           >>> import torch, jax, jax.numpy as jnp, jaxfn
           >>> net = jaxfn.from_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)))
           >>> output, buffers = net.apply(net.parameters, net.buffers, jnp.ones((4, 3)))
@@ -134,7 +134,7 @@ class AdoptedModule(NoArrays):
         Raises:
           TypeError: there is no such name, or the array is of another shape.
 
-        Example:
+        Examples:
           >>> import torch, jax, jaxfn
           >>> module = torch.nn.Linear(3, 2)
           >>> net = jaxfn.from_torch(module)
