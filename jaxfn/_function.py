@@ -50,7 +50,7 @@ class _Apply:
 class Function:
     """A function with a derivative of its own: torch's protocol on JAX.
 
-    Subclass it, write `forward` and `backward` as static methods, and call `apply`::
+    Subclass it, write `forward` and `backward` as static methods, and call `apply`:
 
         class Square(jaxfn.Function):
             @staticmethod

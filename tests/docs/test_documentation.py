@@ -1,16 +1,19 @@
-"""Every example in the README and the docstrings runs, and the package is what it says it is."""
+"""Every example in the README, the pages and the docstrings runs, and the package is what it says it is."""
 
 import ast
 import doctest
 import importlib
+import itertools
 import pkgutil
 import re
 import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,23 +50,46 @@ def test_all_that_users_are_handed_has_a_public_name_and_a_docstring():
     assert isinstance(jaxfn.gradcheck(lambda x: x * x, np.float64(1), return_report=True), jaxfn.Report)
 
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+GALLERY = ROOT / "docs" / "errors.md"  # whose programs raise: test_error_gallery.py runs them
+PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {GALLERY})]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_readme_examples(block, capsys):
-    """Each block runs by itself; `print(...)  # expected` lines are checked."""
-    if re.search(r"^import .*\btorch\b", block, re.MULTILINE):
+def programs() -> Iterator[Any]:
+    """The Python blocks of each page, in order; one that imports jax begins a new program, as a reader would."""
+    for page in PAGES:
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        beginnings = [i for i, block in enumerate(blocks) if block.startswith("import jax")]
+        assert not blocks or beginnings[0] == 0, f"{page}: the first example does not import jax"
+        for begin, end in itertools.pairwise([*beginnings, len(blocks)]):
+            yield pytest.param("\n".join(blocks[begin:end]), id=f"{page.stem}-{begin}")
+
+
+@pytest.mark.parametrize("program", list(programs()))
+def test_examples_on_pages(program, capsys):
+    """`print(...)  # expected` lines are checked."""
+    if re.search(r"^import .*\btorch\b", program, re.MULTILINE):
         pytest.importorskip("torch")
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
-    expected = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+    exec(compile(program, "page.py", "exec"), {"__name__": "page"})
+    expected = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
     assert capsys.readouterr().out.split("\n")[:-1] == expected
 
 
-def test_readme_has_examples_and_commands():
+def test_readme_is_one_page_with_examples_and_commands():
     readme = (ROOT / "README.md").read_text()
-    assert len(BLOCKS) >= 3
+    assert readme.count("```python") == 4 and len(readme.splitlines()) < 180
     assert "examples/digits.py" in readme and "pytest" in readme
+
+
+def test_links_of_the_files_beside_README_lead_somewhere():
+    """Those of the site's pages are checked where it is built."""
+    for page in ROOT.glob("*.md"):
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (ROOT / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_public_name_is_on_the_page_of_the_API():
+    names = re.findall(r"^::: jaxfn\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+    assert sorted(names) == sorted([*jaxfn.__all__, "Explanation"])
 
 
 def test_import_needs_nothing_but_jax_and_numpy():
