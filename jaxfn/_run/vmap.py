@@ -121,6 +121,8 @@ def _batched_by_user(
 
 
 def _described(value: object) -> str:
+    if is_array_leaf(value):
+        return "an array"
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
 
 
