@@ -347,3 +347,9 @@ def test_a_traceback_shows_all_where_jax_is_told_to():
         jax.config.update("jax_traceback_filtering", filtering)
     names = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert any(re.search(r"jaxfn.methods\.py|methods\.py", name) for name in names)
+
+
+@row("L1")
+def test_an_argument_too_many_is_no_forgotten_ctx():
+    with pytest.raises(TypeError, match=r"^Thing\.apply\(x\): too many positional arguments$"):
+        made().apply(X, X)
