@@ -13,6 +13,8 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
+import jax
+
 PAGE = Path(__file__).parents[1] / "errors.md"
 IMPORTS = "import jax, jax.numpy as jnp, numpy as np, jaxfn\n"
 _MISTAKE = re.compile(r"(?<=```python\n)(?P<code>.*?)```\n(?:\n```text\n(?P<message>.*?)```\n)?", re.DOTALL)
@@ -30,7 +32,7 @@ def _with_message(code: str, message: str | None) -> str:
 
 
 def said_of(code: str) -> str:
-    """The type and the text of what a program raises, or warns of."""
+    """The type and the text of what a program raises, or warns of; of JAX's own error, what jaxfn adds."""
     module = ModuleType("train")  # one that messages can name functions of
     exec(IMPORTS, vars(module))
     sys.modules["train"] = module
@@ -39,7 +41,10 @@ def said_of(code: str) -> str:
         with warnings.catch_warnings(action="error"):
             exec(compile(code, "train.py", "exec"), vars(module))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        text = str(error)
+        if isinstance(error, jax.errors.JAXTypeError):  # which each version of JAX words otherwise
+            text = "...\n" + text[text.index("\nIn ") + 1 :]
+        return f"{type(error).__name__}: {text}"
     finally:
         del linecache.cache["train.py"], sys.modules["train"]
     raise AssertionError(f"this raises nothing:\n{code}")
