@@ -1,21 +1,21 @@
-"""`python -m benchmarks`: measures, prints the table, saves it as JSON."""
+"""`python -m benchmarks`: measures, prints the tables, saves them as JSON."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any, TypeVar
 
 import jax
 
-from benchmarks import checking, kernels, suite, table, training
+from benchmarks import checking, kernels, pages, saved, suite, table, training
 from benchmarks.environment import environment
 from benchmarks.functions import TORCH, installed_forms
 from benchmarks.measure import settle
-from benchmarks.results import Row
+
+_R = TypeVar("_R")
 
 _FULL = suite.Effort(calls=40, builds=20, compiles=5, steps=20)
 _QUICK = suite.Effort(calls=8, builds=3, compiles=1, steps=8)
@@ -23,35 +23,30 @@ _QUICK = suite.Effort(calls=8, builds=3, compiles=1, steps=8)
 
 def main() -> None:
     options = _arguments()
+    if options.device and jax.default_backend() == "cpu":
+        raise SystemExit("JAX sees no GPU or TPU here (jax.devices() has CPUs only): nothing was measured.")
     begin = time.perf_counter()
     jax.config.update("jax_enable_compilation_cache", False)  # a compilation found on disk is none
-    forms = installed_forms()
     where = environment()
     print(", ".join(f"{name} {value}" for name, value in where.items() if value is not None))
-    rows = _measure(forms, _QUICK if options.quick else _FULL)
-    print("\n" + "\n".join(table.summary(rows)))
-    checks = _measure_checks(TORCH in forms, options.quick)
-    models = [] if options.quick else _measure_models()
-    measured_kernels = [] if options.quick else _measure_kernels()
+    path = saved.path_for(where) if options.save else options.output
+    for part in options.only or _parts(options):
+        saved.update(path, where, options.quick, {part: [result.as_json() for result in _measured(part, options)]})
     if options.quick:
         print("Quick: few samples, and one executable of each form; take the verdicts from a full run.")
-    _save(
-        options.output,
-        {
-            "environment": where,
-            "quick": options.quick,
-            "rows": [row.as_json() for row in rows],
-            "checking": [c.as_json() for c in checks],
-            "training": [m.as_json() for m in models],
-            "kernels": [k.as_json() for k in measured_kernels],
-        },
-    )
-    print(f"\n{time.perf_counter() - begin:.0f} s; saved to {options.output}")
+    if options.save:
+        pages.write()
+    print(f"\n{time.perf_counter() - begin:.0f} s; saved to {path}")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What a Function costs in four forms.")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.json"), help="the JSON file")
+    parser.add_argument(
+        "--save", action="store_true", help="keep the figures in benchmarks/results, and show them in README and docs"
+    )
+    parser.add_argument("--only", action="append", choices=saved.PARTS, help="measure this part; may be repeated")
+    parser.add_argument("--device", action="store_true", help="what is to be measured on a GPU or TPU: kernels, traces")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -60,52 +55,36 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure(forms: Mapping[str, ModuleType], effort: suite.Effort) -> list[Row]:
-    """Prints the table as it is measured."""
-    print(table.header(list(forms)))
-    rows: list[Row] = []
-    settle()
-    for row in suite.run(forms, effort):
-        if not rows or table.title(rows[-1]) != table.title(row):
-            print(table.title(row))
-        print(table.line(row, list(forms)), flush=True)
-        rows.append(row)
-    return rows
+def _parts(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.device:
+        return (saved.FUNCTIONS, saved.KERNELS)
+    return (saved.FUNCTIONS, saved.CHECKING) if options.quick else saved.PARTS
 
 
-def _measure_checks(has_torch: bool, quick: bool) -> list[checking.Result]:
-    """Prints what checking derivatives costs, as it is measured."""
-    print("\n" + checking.header())
-    results: list[checking.Result] = []
-    for result in checking.run(has_torch, quick):
-        print(result.line(), flush=True)
-        results.append(result)
-    return results
+def _measured(part: str, options: argparse.Namespace) -> list[Any]:
+    """The results of one part, printed as they are measured."""
+    effort = _QUICK if options.quick else _FULL
+    forms = installed_forms() if part in (saved.FUNCTIONS, saved.CHECKING) else {}
+    if part == saved.FUNCTIONS:
+        settle()
+        rows = (suite.traces if options.device else suite.run)(forms, effort)
+        found = _printed(table.header(list(forms)), rows, table.lines(list(forms)))
+        print("\n" + "\n".join(table.summary(found)))
+        return found
+    if part == saved.CHECKING:
+        return _printed(checking.header(), checking.run(TORCH in forms, options.quick), checking.Result.line)
+    if part == saved.TRAINING:
+        return _printed(training.header(), training.run(effort.steps), training.Result.line)
+    return _printed(kernels.header(), kernels.run(effort.steps), kernels.Result.line)
 
 
-def _measure_models() -> list[training.Result]:
-    """Prints what training steps of whole torch models cost, as it is measured."""
-    print("\n" + training.header())
-    results: list[training.Result] = []
-    for result in training.run(_FULL.steps):
-        print(result.line(), flush=True)
-        results.append(result)
-    return results
-
-
-def _measure_kernels() -> list[kernels.Result]:
-    """Prints what kernels need and take, as it is measured."""
-    print("\n" + kernels.header())
-    results: list[kernels.Result] = []
-    for result in kernels.run(_FULL.steps):
-        print(result.line(), flush=True)
-        results.append(result)
-    return results
-
-
-def _save(path: Path, content: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def _printed(header: str, results: Iterator[_R], text: Callable[[_R], str]) -> list[_R]:
+    print("\n" + header)
+    found: list[_R] = []
+    for result in results:
+        print(text(result), flush=True)
+        found.append(result)
+    return found
 
 
 if __name__ == "__main__":

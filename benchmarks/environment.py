@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ def environment() -> dict[str, Any]:
         "equinox": _version("equinox"),
         "flax": _version("flax"),
         "torch": _version("torch"),
+        "processor": processor(),
         "machine": platform.machine(),
         "system": platform.system(),
         "cpus": os.cpu_count(),
@@ -30,6 +32,15 @@ def environment() -> dict[str, Any]:
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
     }
+
+
+def processor() -> str:
+    """What the processor is called."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _version(package: str) -> str | None:

@@ -68,10 +68,19 @@ def run(modules: Mapping[str, ModuleType], effort: Effort) -> Iterator[Row]:
     for workload in WORKLOADS:
         forms = {form: getattr(module, workload.name) for form, module in modules.items()}
         yield from _single_call(workload, forms, effort)
-        in_jax = {form: f for form, f in forms.items() if form not in (FORWARD_ALONE, TORCH)}
         for name in workload.networks:
-            yield from _network(workload, name, in_jax, effort)
+            yield from _network(workload, name, _in_jax(forms), effort)
     yield _hessian({form: m.twice_swish for form, m in modules.items() if hasattr(m, "twice_swish")}, effort)
+
+
+def traces(modules: Mapping[str, ModuleType], effort: Effort) -> Iterator[Row]:
+    """What building a step takes, in JAX's forms, wherever it is to run."""
+    for workload in WORKLOADS:
+        forms = _in_jax({form: getattr(module, workload.name) for form, module in modules.items()})
+        for name in workload.networks:
+            stages, _ = _built(workload, name, forms, effort)
+            for stage, samples in stages.items():
+                yield Row(workload.name, name, stage, samples)
 
 
 def _single_call(workload: Workload, forms: Forms, effort: Effort) -> Iterator[Row]:
@@ -92,11 +101,21 @@ def _single_call(workload: Workload, forms: Forms, effort: Effort) -> Iterator[R
     yield Row(workload.name, "call", "saved bytes", saved)
 
 
-def _network(workload: Workload, name: str, forms: Forms, effort: Effort) -> Iterator[Row]:
+def _in_jax(forms: Forms) -> Forms:
+    return {form: f for form, f in forms.items() if form not in (FORWARD_ALONE, TORCH)}
+
+
+def _built(
+    workload: Workload, name: str, forms: Forms, effort: Effort
+) -> tuple[dict[str, steps.Samples], steps.Executables]:
     network, make_args = workload.networks[name]
-    args = make_args()
     new_steps = {form: lambda f=f: networks.train_step(network(f)) for form, f in forms.items()}
-    stages, executables = steps.build_all(new_steps, args, effort.builds, effort.compiles)
+    return steps.build_all(new_steps, make_args(), effort.builds, effort.compiles)
+
+
+def _network(workload: Workload, name: str, forms: Forms, effort: Effort) -> Iterator[Row]:
+    args = workload.networks[name][1]()
+    stages, executables = _built(workload, name, forms, effort)
     for stage, samples in stages.items():
         yield Row(workload.name, name, stage, samples)
     yield Row(workload.name, name, "compiled step", steps.run_all(executables, args, effort.steps))

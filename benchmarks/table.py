@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.functions import BY_HAND
 from benchmarks.results import BYTES, SAME_AS_BY_HAND, TARGETS, Row
@@ -13,6 +13,18 @@ _LABEL, _CELL = 22, 18
 def header(forms: Sequence[str]) -> str:
     """The line over the table."""
     return " " * _LABEL + "".join(form.rjust(_CELL) for form in forms) + "   jaxfn's target"
+
+
+def lines(forms: Sequence[str]) -> Callable[[Row], str]:
+    """What to print for each row in turn: its line, and the title over it where another one begins."""
+    last = ""
+
+    def text(row: Row) -> str:
+        nonlocal last
+        over, last = (f"{title(row)}\n" if title(row) != last else ""), title(row)
+        return over + line(row, forms)
+
+    return text
 
 
 def title(row: Row) -> str:
@@ -52,20 +64,19 @@ def _cell(row: Row, form: str) -> str:
     value = row.medians.get(form)
     if value is None:
         return "-"
-    shown = _size(value) if row.measurement in BYTES else _duration(value)
+    text = shown(value, "bytes" if row.measurement in BYTES else "seconds")
     ratio = row.ratios[form]
-    return shown + " " * 7 if form == BY_HAND or ratio is None else f"{shown} {ratio:5.2f}x"
+    return text + " " * 7 if form == BY_HAND or ratio is None else f"{text} {ratio:5.2f}x"
 
 
-def _duration(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value / 1e-6:.1f} us"
-
-
-def _size(value: float) -> str:
-    return f"{value:,.0f} B" if value < 100_000 else f"{value / 1024:,.0f} KiB"
+def shown(value: float, unit: str) -> str:
+    """Seconds, bytes, or a number of something."""
+    if unit == "seconds":
+        size, unit = next(((size, u) for u, size in (("s", 1.0), ("ms", 1e-3)) if value >= size), (1e-6, "us"))
+        return f"{value / size:.1f} {unit}"
+    if unit == "bytes":
+        return f"{value:,.0f} B" if value < 100_000 else f"{value / 1024:,.0f} KiB"
+    return f"{value / 1e6:,.1f} M"
 
 
 def _verdict(row: Row) -> str:

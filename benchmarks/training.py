@@ -100,13 +100,14 @@ class Result:
         return {
             "model": self.model,
             "measurement": self.measurement,
+            "unit": _COUNTED.get(self.measurement, "seconds"),
             "values": dict(self.values),
             "ratio": self.ratio,
             "target_met": self.is_met,
         }
 
 
-_COUNTED = ("flops", "bytes accessed", "peak memory")
+_COUNTED = {"flops": "operations", "bytes accessed": "bytes", "peak memory": "bytes"}
 _STAGES = ("before compiling", "compiling")
 
 

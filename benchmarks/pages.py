@@ -1,0 +1,134 @@
+"""The figures that are kept, as tables in README.md and docs/benchmarks.md: `python -m benchmarks.pages`."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import saved
+from benchmarks.functions import BY_HAND, TORCH
+from benchmarks.table import shown
+
+_ROOT = Path(__file__).parents[1]
+_FORMS = ("jaxfn", "equinox", TORCH)
+_MEASUREMENTS = (  # in README's table
+    "eager call",
+    "eager value-and-grad",
+    "trace",
+    "compiled step",
+    "hessian",
+    "saved bytes",
+    "peak memory",
+)
+_FIGURES = re.compile(r"(<!-- figures: python -m benchmarks.pages -->\n\n).*?(\n\n<!-- end of figures -->)", re.DOTALL)
+
+
+def write() -> None:
+    """Writes the tables into the pages, between the comments there."""
+    for path, make in PAGES.items():
+        path.write_text(with_figures(path.read_text(), make(saved.kept())))
+
+
+def with_figures(page: str, figures: str) -> str:
+    """The page with these figures in the place of those that it has."""
+    return _FIGURES.sub(lambda found: f"{found[1]}{figures}{found[2]}", page)
+
+
+def ratios(kept: Sequence[Mapping[str, Any]]) -> str:
+    """README's table: the median over all Functions of the ratio to the rule by hand, on the first machine."""
+    content = next(content for content in kept if saved.FUNCTIONS in content)
+    rows: list[list[str]] = []
+    for measurement in _MEASUREMENTS:
+        found = [row["ratios_to_by_hand"] for row in content[saved.FUNCTIONS] if row["measurement"] == measurement]
+        medians = [[ratio[form] for ratio in found if ratio.get(form) is not None] for form in _FORMS]
+        rows.append([measurement, *(f"{statistics.median(values):.2f}" if values else "" for values in medians)])
+    return f"On {_machine(content)}:\n\n" + _table(["", *_FORMS], rows)
+
+
+def everything(kept: Sequence[Mapping[str, Any]]) -> str:
+    """Every figure of every machine."""
+    parts: list[str] = []
+    for content in kept:
+        environment = content["environment"]
+        name = environment["device"] if environment["backend"] != "cpu" else environment["processor"]
+        parts.append(f"## {name}\n\nMeasured on {_machine(content)}.")
+        parts += [
+            f"### {title}\n\n{make(content[part])}" for part, (title, make) in _PARTS.items() if content.get(part)
+        ]
+    return "\n\n".join(parts)
+
+
+def _machine(content: Mapping[str, Any]) -> str:
+    where = content["environment"]
+    name = f"{where['processor']}, {where['cpus']} cores" if where["backend"] == "cpu" else f"one {where['device']}"
+    packages = ("python", "jax", "equinox", "flax", "torch")
+    return ", ".join([name, *(f"{package} {where[package]}" for package in packages if where.get(package))])
+
+
+def _functions(rows: Iterable[Mapping[str, Any]]) -> str:
+    cells: list[list[str]] = []
+    for row in rows:
+        medians, unit = row["medians"], row["unit"]
+        ratios = [row["ratios_to_by_hand"].get(form) for form in _FORMS]
+        cells.append(
+            [
+                f"{row['function']}, {row['network']}: {row['measurement']}",
+                "" if medians[BY_HAND] is None else shown(medians[BY_HAND], unit),
+                *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+            ]
+        )
+    return _table(["measurement", BY_HAND, *_FORMS], cells)
+
+
+def _checking(results: Iterable[Mapping[str, Any]]) -> str:
+    return _table(
+        ["tanh(x @ w)", "jaxfn", TORCH],
+        [[r["name"], *_cells(r["values"], ("jaxfn", TORCH), r["unit"])] for r in results],
+    )
+
+
+def _training(results: Iterable[Mapping[str, Any]]) -> str:
+    forms = ("from_torch", "flax", TORCH)
+    return _table(
+        ["training step", *forms],
+        [[f"{r['model']}: {r['measurement']}", *_cells(r["values"], forms, r["unit"])] for r in results],
+    )
+
+
+def _kernels(results: Iterable[Mapping[str, Any]]) -> str:
+    forms = ("kernel", "plain JAX")
+    return _table(
+        ["", *forms],
+        [
+            [f"{r['kernel']}, {r['dtype']}: {r['measurement']}", *_cells(r["medians"], forms, r["unit"])]
+            for r in results
+        ],
+    )
+
+
+def _cells(values: Mapping[str, float | None], forms: Iterable[str], unit: str) -> list[str]:
+    found = [values.get(form) for form in forms]
+    return ["" if value is None else shown(value, unit) for value in found]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] + ["--:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+_PARTS: Mapping[str, tuple[str, Callable[[Iterable[Mapping[str, Any]]], str]]] = {
+    saved.FUNCTIONS: ("A Function in four forms", _functions),
+    saved.CHECKING: ("Checking derivatives", _checking),
+    saved.TRAINING: ("Whole models", _training),
+    saved.KERNELS: ("Kernels", _kernels),
+}
+PAGES: Mapping[Path, Callable[[Sequence[Mapping[str, Any]]], str]] = {
+    _ROOT / "README.md": ratios,
+    _ROOT / "docs" / "benchmarks.md": everything,
+}
+
+if __name__ == "__main__":
+    write()
