@@ -21,9 +21,9 @@ class CallableFunction(Generic[P, R_co]):
       Function: the class that does the work.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        name: str = getattr(forward, "__name__", type(forward).__name__)
-        qualname: str = getattr(forward, "__qualname__", name)
+    def __init__(self, forward: Callable[..., Any], name: str | None = None) -> None:
+        qualname: str = name or getattr(forward, "__qualname__", type(forward).__name__)
+        name = name or getattr(forward, "__name__", qualname)
         body = {
             "__module__": getattr(forward, "__module__", __name__),
             "__qualname__": f"{qualname}.Function",  # where pickle finds it
@@ -145,6 +145,7 @@ def autograd_function(
     backward: Callable[..., Any] | None = None,
     *,
     setup_context: Callable[..., Any] | None = None,
+    name: str | None = None,
 ) -> CallableFunction[..., Any]:
     """A function with a derivative of its own, from two functions: R torch's form.
 
@@ -153,6 +154,7 @@ def autograd_function(
       backward: `backward(ctx, *grad_outputs)`; it reads `ctx.saved_variables.input` and
         `ctx.needs_input_grad.input`, and returns `{"input": gradient}`. Names left out have no gradient.
       setup_context: `setup_context(ctx, inputs, output)`, with which `forward` takes no ctx.
+      name: what errors, ledgers and profiles call it; by default what `forward` is called.
 
     Returns:
       The callable, as `function` gives it.
@@ -171,7 +173,7 @@ def autograd_function(
 
     Torch counterpart: `torch::autograd_function` of R torch.
     """
-    made: CallableFunction[..., Any] = CallableFunction(forward)
+    made: CallableFunction[..., Any] = CallableFunction(forward, name)
     if backward is not None:
         made.backward(backward)
     if setup_context is not None:

@@ -153,3 +153,14 @@ def test_autograd_function_with_setup_context():
         setup_context=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0]),
     )
     assert jax.grad(jax.grad(f))(3.0) == 2.0
+
+
+@row("B5")
+def test_autograd_function_by_a_name():
+    def forward(ctx, x):
+        return x * 2
+
+    double = jaxfn.autograd_function(forward=forward, backward=lambda ctx, grad_output: (1, 2), name="double")
+    assert double.__name__ == "double" and repr(double) == "<jaxfn function double>"
+    with pytest.raises(RuntimeError, match=r"^double\.backward returned"):
+        jax.grad(double)(1.0)
