@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-ACRONYMS = {"crf", "lapack", "ode"}
+ACRONYMS = {"crf", "lapack", "nnx", "ode"}
 FOLDERS = {  # of examples: the title of each, and what its first page says
     "examples": ("Examples", "Programs that train, and show what they claim."),
     "examples/kernels": ("Kernels", "Kernels that became Functions, beside the same in plain JAX."),
