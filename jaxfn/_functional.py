@@ -22,15 +22,15 @@ class CallableFunction(Generic[P, R_co]):
     """
 
     def __init__(self, forward: Callable[..., Any], name: str | None = None) -> None:
-        qualname: str = name or getattr(forward, "__qualname__", type(forward).__name__)
-        name = name or getattr(forward, "__name__", qualname)
+        given: str = name or getattr(forward, "__name__", type(forward).__name__)
+        qualname: str = name or getattr(forward, "__qualname__", given)
         body = {
             "__module__": getattr(forward, "__module__", __name__),
             "__qualname__": f"{qualname}.Function",  # where pickle finds it
             "__doc__": forward.__doc__,
             "forward": staticmethod(forward),
         }
-        self._wrap(type(name, (Function,), body))
+        self._wrap(type(given, (Function,), body))
 
     def _wrap(self, function: Any) -> None:
         self.__name__: str = function.__name__

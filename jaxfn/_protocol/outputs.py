@@ -143,7 +143,9 @@ def take_apart(value: Any) -> Returned:
     arrays: list[Any] = []
     layouts: list[Layout] = []
     for output in outputs:
-        leaves, layout = ((output,), ARRAY_LAYOUT) if is_boxed_array(output) else split(output)
+        leaves, layout = split(output)
+        if layout is not ARRAY_LAYOUT and is_boxed_array(output):
+            leaves, layout = (output,), ARRAY_LAYOUT
         arrays += leaves
         layouts.append(layout)
     converted = [as_array(array) for array in arrays]

@@ -37,7 +37,7 @@ class Call:
         self.has_refs = any(self.are_refs)
         self.numbers = [layout.leaves[0] for layout in layouts if layout.is_number]
         self._may_close_over = methods.may_close_over or any(layout is not ARRAY_LAYOUT for layout in layouts)
-        self._changeable = [i for i, layout in enumerate(layouts) if layout.may_be_changed]
+        self.changeable = [i for i, layout in enumerate(layouts) if layout.may_be_changed]
         self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
     @property
@@ -99,7 +99,7 @@ class Call:
 
     def refuse_changed_inputs(self, inputs: Sequence[Any], arrays: Sequence[Any], returned: Sequence[Any]) -> None:
         """Raises where `forward` has written to an object among its inputs, a copy, what it has not returned."""
-        for position in self._changeable:
+        for position in self.changeable:
             layout = self.layouts[position]
             start = sum(layout.num_arrays for layout in self.layouts[:position])
             path = layout.changed_path(inputs[position], arrays[start : start + layout.num_arrays], returned)

@@ -30,7 +30,8 @@ def call_forward(
         else:
             inputs = call.inputs(arrays)
             returned = call.methods.forward(ctx, call.form, inputs)
-            call.refuse_changed_inputs(inputs, arrays, returned.originals)
+            if call.changeable:
+                call.refuse_changed_inputs(inputs, arrays, returned.originals)
     except jax.errors.UnexpectedTracerError as error:
         if call.closes_over_tracers():
             raise call.methods.out_of_reach("forward") from error

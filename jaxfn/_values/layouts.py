@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxfn._compat import is_ref
-from jaxfn._values.arrays import is_array_leaf, is_boxed_array, is_none, is_traced
+from jaxfn._values.arrays import is_array_leaf, is_boxed_array, is_jax_type, is_none, is_traced
 from jaxfn._values.hidden import NoArrays, hidden_tracers, hides_arrays
 
 _NUMBERS = frozenset({int, float, complex})
@@ -207,7 +207,7 @@ def split(value: Any) -> tuple[Sequence[Any], Layout]:
     """
     if type(value) in _SCALARS:
         return (), Layout(None, (value,))
-    if is_array_leaf(value) and not is_boxed_array(value):
+    if is_jax_type(type(value)) or (is_array_leaf(value) and not is_boxed_array(value)):
         return (value,), (ARRAY_LAYOUT if _marker(value) is _ARRAY else _REF_LAYOUT)
     try:
         leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfn._compat import cotangent_sharding, varying_axes
+from jaxfn._compat import cotangent_sharding, manual_axes_here, varying_axes
 
 
 def widened(value: jax.Array, aval: Any) -> jax.Array:
@@ -33,7 +33,7 @@ def match_cotangent(cotangent: jax.Array, aval: Any) -> jax.Array:
     `shard_map(check_vma=True)` refuses the rule. Over explicit axes a gradient often lies as the output does that it
     comes from, such as that of a bias which was broadcast along a sharded axis.
     """
-    if jax.typeof(cotangent) == aval:  # as nearly always
+    if aval.sharding.mesh.empty and not manual_axes_here():  # as nearly always
         return cotangent
     surplus = varying_axes(jax.typeof(cotangent)) - varying_axes(aval)
     if surplus:

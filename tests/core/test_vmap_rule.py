@@ -241,7 +241,7 @@ def test_outputs_that_are_no_arrays():
 
 
 WRONG = {
-    "no out_dims": (lambda x: x, "expected to return two values, .* got a \\w+"),
+    "no out_dims": (lambda x: x, "expected to return two values, .* got an array"),
     "three values": (lambda x: (x, 0, 0), "expected to return two values, .* got a tuple of 3"),
     "a list": (lambda x: [x, 0], "expected to return two values, .* got a list"),
     "out_dims of another structure": (lambda x: (x, (0, 0)), "out_dims .* do not have the output's structure"),
