@@ -52,7 +52,9 @@ _CURES = {
 }
 _KEYWORDS = {"dim": "axis", "keepdim": "keepdims"}
 _ARRAY_WITHOUT = re.compile(r"(?:ArrayImpl|Tracer)'?(?: object)? has no attribute '?(\w+)")
-_UNKNOWN_KEYWORD = re.compile(r"unexpected keyword argument '(\w+)'")
+_UNKNOWN_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+# What ctx itself says with a cure, without knowing whose it is.
+_BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", "ctx.log(...):")
 
 
 def explain(error: Exception, owner: str, method: str, ctx: FunctionCtx | None = None) -> None:
@@ -64,6 +66,8 @@ def explain(error: Exception, owner: str, method: str, ctx: FunctionCtx | None =
       method: what the method is called.
       ctx: what the method was given.
     """
+    if str(error).startswith(_BY_CTX):
+        add_to_message(error, f"In {owner}.{method}.")
     cure = _cure(error, method, ctx)
     if cure is not None:
         add_to_message(error, f"In {owner}.{method}: {cure}.")
@@ -78,6 +82,8 @@ def add_to_message(error: Exception, text: str) -> None:
 
 def _cure(error: Exception, method: str, ctx: FunctionCtx | None) -> str | None:
     text = str(error)
+    if text.startswith("nothing was saved as"):
+        return "what backward reads by a name is saved in forward by that name, ctx.save_for_backward(name=value)"
     if text.startswith("ctx has no attribute"):
         return "assign what backward needs in forward (ctx.name = value), or in setup_context"
     if text.startswith("ctx.needs_input_grad["):
@@ -116,8 +122,8 @@ def _cure_of_missing(name: str) -> str | None:
 
 def _cure_of_type_error(text: str) -> str | None:
     unknown = _UNKNOWN_KEYWORD.search(text)
-    if unknown and unknown[1] in _KEYWORDS:
-        return f"JAX calls {unknown[1]} {_KEYWORDS[unknown[1]]}"
+    if unknown and unknown[2] in _KEYWORDS and hasattr(jnp, unknown[1].strip("_")):
+        return f"JAX calls {unknown[2]} {_KEYWORDS[unknown[2]]}"
     if FunctionCtx.__name__ in text:
         if "static_argnums" in text:
             return (

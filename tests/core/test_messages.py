@@ -156,6 +156,16 @@ MISTAKES = {
         AttributeError,
         "ctx has no attribute 'scale': it was not set here or in forward (set: none)\nIn Thing.backward: assign what",
     ),
+    "a name that nothing was saved by": (
+        lambda: made(backward=lambda ctx, grad_output: ctx.saved_variables.weight),
+        AttributeError,
+        "nothing was saved as 'weight'; saved: nothing\nIn Thing.backward: what backward reads by a name is saved in",
+    ),
+    "a string saved": (
+        lambda: made(forward=lambda ctx, x: ctx.save_for_backward("x")),
+        TypeError,
+        "\nIn Thing.forward.",
+    ),
     "a compiled forward": (
         lambda: made(forward=jax.jit(lambda ctx, x: x * 2)),
         TypeError,
@@ -219,6 +229,15 @@ def test_other_errors_of_user_code_are_left_alone():
     with pytest.raises(AttributeError) as caught:
         made(forward=raising).apply(X)
     assert caught.value is error and str(error) == "'Config' object has no attribute 'add_'"
+
+
+@row("L1")
+def test_a_keyword_of_the_users_own_is_left_alone():
+    def mine(x):
+        return x
+
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'dim'$"):
+        made(forward=lambda ctx, x: mine(x, dim=0)).apply(X)
 
 
 @row("L1")
