@@ -290,6 +290,7 @@ def test_a_clipped_gradient_inside_of_shard_map():
 
 
 @row("E2")
+@thorough
 def test_two_processes_train_together():
     """Each has two of the four devices; both come to the losses of one device, in all ways of the example."""
     with socket.socket() as free:

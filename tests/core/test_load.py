@@ -209,6 +209,7 @@ ALL = [*NAMED, "form", "Inner", "Inner.apply", "inner", "functools.partial(Squar
 
 
 @row("A4")
+@thorough
 def test_pickles_of_what_is_defined_in_main_before_and_after_its_first_use(tmp_path):
     """pickle goes by name, cloudpickle brings what has no name in another process."""
     program = f"""
@@ -247,7 +248,8 @@ def test_a_functional_form_is_copied_as_a_function_is():
 
 
 @row("A4")
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=thorough)])
+@thorough
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes(method, tmp_path):
     """Importing jaxfn starts no backend of JAX, so that processes may be forked still."""
     (tmp_path / "functions.py").write_text(textwrap.dedent(IN_MAIN))
