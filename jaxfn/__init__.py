@@ -80,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "Explanation", "__version__"])
+    return sorted([*__all__, "__version__"])  # all that can be asked for without torch
