@@ -66,7 +66,11 @@ def paired_leaves(value: Any, skeleton: Any, layout: Layout) -> Iterator[tuple[s
         if len(found) < len(path) and got[found] is not None:
             raise StructureError(f"one value was returned at {_at(found)}, where several leaves belong")
         used.add(found)
-        yield keystr(path), got[found], tree_leaves(leaf)[0] if is_boxed_array(leaf) else leaf
+        piece = got[found]
+        if is_boxed_array(leaf):  # by what the boxes hold; what JAX takes them for may be a function of that
+            (leaf,) = tree_leaves(leaf)
+            piece = tree_leaves(piece)[0] if is_boxed_array(piece) else piece
+        yield keystr(path), piece, leaf
     for path, piece in got.items():
         if path not in used and piece is not None:
             raise StructureError(f"there is nothing at {_at(path)}")

@@ -3,8 +3,9 @@
 An array leaf is a `jax.Array` (traced or not), a NumPy array or scalar, a `jax.Ref`, or anything with
 `__jax_array__`. Every other leaf is static and travels as the Python object that it is.
 
-A *boxed array* is a pytree node of one array that JAX takes for that array: an `nnx.Param`. As an argument it arrives
-as the node that it is, anywhere in a pytree; where one array is wanted, of a gradient say, it will do for one.
+A *box* is a pytree node that JAX takes for an array: an `nnx.Param`. As an argument it arrives as the node that it is,
+anywhere in a pytree, and may hold a pytree itself; a *boxed array*, which holds one array, will do for one where an
+array is wanted, of a gradient say.
 """
 
 from __future__ import annotations
@@ -64,12 +65,14 @@ def _may_be_box(kind: type) -> bool:
     return not is_jax_type(kind) and hasattr(kind, "__jax_array__")
 
 
+def is_box(value: object) -> bool:
+    """Whether a value is a pytree node that JAX takes for an array."""
+    return _may_be_box(type(value)) and not jax.tree_util.all_leaves([value])
+
+
 def is_boxed_array(value: object) -> bool:
-    """Whether a value is a pytree node that stands for the one array in it."""
-    if not _may_be_box(type(value)):
-        return False
-    leaves = jax.tree_util.tree_leaves(value)
-    return len(leaves) == 1 and leaves[0] is not value
+    """Whether a value is a box with one array in it."""
+    return is_box(value) and len(jax.tree_util.tree_leaves(value)) == 1
 
 
 def is_traced(leaf: object) -> bool:

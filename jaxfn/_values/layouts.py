@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxfn._compat import is_ref
-from jaxfn._values.arrays import is_array_leaf, is_boxed_array, is_jax_type, is_none, is_traced
+from jaxfn._values.arrays import is_array_leaf, is_box, is_jax_type, is_none, is_traced
 from jaxfn._values.hidden import NoArrays, hidden_tracers, hides_arrays
 
 _NUMBERS = frozenset({int, float, complex})
@@ -107,19 +107,28 @@ class Layout:
 
     def changed_path(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> str | None:
         """Where a value that `merge` made of these arrays holds something new by now, that is not known either."""
+        new = self._new_paths(value, arrays, known)
+        if new:  # what a node makes anew each time that it is taken apart is no change
+            always = set(self._new_paths(self.merge(iter(arrays)), arrays, known))
+            new = [path for path in new if path not in always]
+        return new[0] if new else None
+
+    def _new_paths(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> list[str]:
         given = iter(arrays)
         leaves = [next(given) if isinstance(leaf, _Array) else leaf for leaf in self.leaves]
         try:
             present, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_none)
         except ValueError:  # such as equinox's State, which nobody may use again once there is a newer one
-            return None
+            return []
         if len(present) != len(leaves):
-            return ""
+            return [""]
         seen = set(map(id, known))
-        for (path, leaf), was in zip(present, leaves, strict=True):
-            if leaf is not was and id(leaf) not in seen:
-                return jax.tree_util.keystr(path)
-        return "" if _differ(treedef, self.treedef) else None
+        new = [
+            jax.tree_util.keystr(path)
+            for (path, leaf), was in zip(present, leaves, strict=True)
+            if leaf is not was and id(leaf) not in seen
+        ]
+        return [*new, ""] if _differ(treedef, self.treedef) else new
 
     def hides_arrays(self) -> bool:
         """Whether a static leaf, a closure or an object, holds JAX arrays."""
@@ -207,7 +216,7 @@ def split(value: Any) -> tuple[Sequence[Any], Layout]:
     """
     if type(value) in _SCALARS:
         return (), Layout(None, (value,))
-    if is_jax_type(type(value)) or (is_array_leaf(value) and not is_boxed_array(value)):
+    if is_jax_type(type(value)) or (is_array_leaf(value) and not is_box(value)):
         return (value,), (ARRAY_LAYOUT if _marker(value) is _ARRAY else _REF_LAYOUT)
     try:
         leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)

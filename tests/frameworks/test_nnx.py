@@ -250,3 +250,31 @@ def test_state_that_forward_returns(wrapping):
     np.testing.assert_allclose(WRAPPINGS[wrapping](step)(norm, INPUTS), plain(INPUTS), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(norm.mean[...], plain.mean[...], rtol=1e-5)
     assert np.abs(norm.mean[...]).max() > 0
+
+
+@row("L4")
+@pytest.mark.parametrize(
+    "value",
+    [(jnp.ones(2), jnp.ones(3)), {"a": jnp.ones(2)}, {"a": jnp.ones(2), "b": 2 * jnp.ones(2)}, None],
+    ids=["tuple", "dict of one", "dict", "nothing"],
+)
+@pytest.mark.parametrize("place", [lambda variable: variable, lambda variable: [variable]], ids=["bare", "in a list"])
+def test_a_variable_that_holds_a_pytree(value, place):
+    def plain(holder, x):
+        return jnp.sin(x) * (1 + sum(jnp.sum(leaf) for leaf in jax.tree.leaves(holder)))
+
+    class Same(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, holder, x):
+            ctx.given = holder, x
+            return plain(holder, x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return jax.vjp(plain, *ctx.given)[1](grad_output)
+
+    def gradient(f):
+        return jax.grad(lambda holder, x: loss_of(f(holder, x)), argnums=(0, 1))(place(nnx.Param(value)), INPUTS)
+
+    for ours, wanted in zip(*map(jax.tree.leaves, (gradient(Same.apply), gradient(plain))), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=1e-6)
