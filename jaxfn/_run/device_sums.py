@@ -176,12 +176,18 @@ class _Sums:
     def _of_equation(self, equation: Any, operands: list[_Known]) -> list[_Known]:
         name, params = equation.primitive.name, equation.params
         types = [self.of_type(v.aval, any(x.depends for x in operands)) for v in equation.outvars]
+        given = [x for x in operands if x.depends]
         if name in _PARTING:
+            if name == "reduce_scatter" and given:
+                # With types that say what varies its result does; without them nothing is known of its operand either.
+                self.repeated |= (
+                    given[0].same & varying_axes(equation.outvars[0].aval) & {*_axes_of(params["axis_name"])}
+                )
             return types
         if name in _SPREADING:
             axes = frozenset(_axes_of(params[_SPREADING[name]]))
             if name == "psum_invariant":
-                self.repeated |= axes.intersection(*[x.same for x in operands if x.depends] or [()])
+                self.repeated |= axes.intersection(*[x.same for x in given] or [()])
             return [x._replace(same=x.same | axes) for x in operands]
         if name == "cond":
             of_branches = [self._of_jaxpr(branch, operands[1:]) for branch in params["branches"]]
@@ -191,7 +197,7 @@ class _Sums:
             self._of_loop(params["body_jaxpr"], operands[of_cond:], num_consts, len(types))
             return types
         body = next((params[key] for key in ("jaxpr", "call_jaxpr", "callee", "call") if key in params), None)
-        if body is not None and len(open_jaxpr(body)[0].invars) == len(operands):
+        if body is not None and _is_called_as_it_is(open_jaxpr(body)[0], equation):
             return self._of_loop(body, operands, *(scan_sizes(equation) if name == "scan" else (0, 0)))
         if not operands:
             return types
@@ -207,6 +213,11 @@ class _Sums:
             if after == carry:
                 return results
             operands = [*operands[:num_consts], *after, *operands[num_consts + num_carry :]]
+
+
+def _is_called_as_it_is(jaxpr: Any, equation: Any) -> bool:
+    """Whether an equation's operands and results are those of a jaxpr in it; a kernel's, for one, are references."""
+    return len(jaxpr.invars) == len(equation.invars) and len(jaxpr.outvars) == len(equation.outvars)
 
 
 def _met(values: Sequence[_Known]) -> _Known:

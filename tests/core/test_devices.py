@@ -259,6 +259,12 @@ def test_a_sum_may_be_the_gradient_of_each_devices_own_input():
         )
 
 
+def spread(part, whole):
+    """Each device's own columns among zeros."""
+    place = jax.lax.axis_index("model") * part.shape[-1]
+    return jax.lax.dynamic_update_slice_in_dim(varying(jnp.zeros_like(whole)), part, place, axis=-1)
+
+
 INSIDE = {
     "jit": jax.jit(summed),
     "scan": lambda g: jax.lax.scan(lambda c, _: (c, summed(c)), g, length=2)[1].sum(0),
@@ -266,6 +272,7 @@ INSIDE = {
     "cond": lambda g: jax.lax.cond(g.sum() > 0, summed, lambda g: 2 * g, g),
     "checkpoint": jax.checkpoint(summed),
     "a Function": made(*REDUCE),
+    "parts": lambda g: spread(jax.lax.psum_scatter(varying(g), "model", scatter_dimension=g.ndim - 1, tiled=True), g),
 }
 
 
@@ -274,7 +281,33 @@ INSIDE = {
 def test_such_a_sum_is_found_wherever_backward_has_it(inside):
     region = made(same, INSIDE[inside])
     with pytest.raises(RuntimeError, match="counts 8 times"):
-        jax.jit(jax.grad(sharded(lambda x: jnp.sum(jnp.sin(region(x))), specs=P()))).lower(X)
+        jax.jit(jax.grad(sharded(lambda x: jnp.sum(jnp.sin(region(x))), specs=P()))).lower(np.tile(X, (1, 2)))
+
+
+@row("E2b")
+def test_work_that_devices_share_is_summed_once():
+    """What all devices have the same is multiplied in parts, one on each; the parts are summed, by hand and by JAX."""
+    x = np.tile(X, (1, 2))
+    for backward in (lambda g: summed(spread(3 * part(g), g)), lambda g: spread(3 * part(g), g)):
+        loss = sharded(lambda x: jnp.sum(jnp.sin(made(same, backward)(x))), specs=P())
+        np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), 3 * np.cos(x), rtol=1e-5)
+
+
+@row("E2b")
+def test_parts_are_summed_as_in_torch_without_check_vma():
+    """Sequence-parallel regions: gathered forward, summed and scattered backward, and each device has its own loss."""
+    region = made(same, lambda g: spread(jax.lax.psum_scatter(g, "model", scatter_dimension=1, tiled=True), g))
+    x = rng.normal(size=(8, 8)).astype(np.float32)
+
+    def loss(x):
+        return jnp.sum(jnp.sin(region(x)) * (1 + jax.lax.axis_index("model")))
+
+    got = jax.jit(sharded(jax.grad(loss), False, specs=(P(),), out_specs=P(None, "model")))(x)
+    own = np.stack([got[:, i * 8 : i * 8 + 8] for i in range(8)])
+    wanted = np.zeros_like(own)
+    for i in range(8):
+        wanted[i, :, i] = 36 * np.cos(x[:, i])
+    np.testing.assert_allclose(own, wanted, rtol=1e-5)
 
 
 @row("E2b")
