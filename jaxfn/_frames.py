@@ -1,14 +1,27 @@
-"""Which stack frames an error shows: those of user code."""
+"""Stack frames of an error: which it shows, those of user code, and which functions it came through."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, cast
 
 import jax
 
-_OWN_FOLDER = str(Path(__file__).parent)
+_OWN_FOLDER = str(Path(__file__).parent / "_")[:-1]  # with the separator: a neighbour's name may begin alike
+
+
+def hide_own_frames(error: Exception) -> None:
+    """Lets an error show the frames of user code; see `shown_frames`."""
+    error.with_traceback(shown_frames(error.__traceback__))  # assigning is what a frozen dataclass would refuse
+
+
+def came_through(error: Exception, *functions: Callable[..., Any]) -> bool:
+    """Whether one of these functions was running when an error was raised, and was called by whoever asks."""
+    codes = [getattr(function, "__code__", None) for function in functions]
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 def shown_frames(traceback: TracebackType | None) -> TracebackType | None:

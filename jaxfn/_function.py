@@ -11,7 +11,7 @@ from jaxfn._compat import is_eager, refuses_symbolic_zeros, stages_constants
 from jaxfn._derivatives.differentiable import differentiable
 from jaxfn._derivatives.every_order import CallRule
 from jaxfn._derivatives.rule import Differentiable, Site
-from jaxfn._frames import shown_frames
+from jaxfn._frames import hide_own_frames
 from jaxfn._protocol.hooks import hooks_in_force
 from jaxfn._run.call import Call
 from jaxfn._run.forward import call_forward, undecorated
@@ -165,7 +165,7 @@ def _make_apply(function: type[Function]) -> Callable[..., Any]:
         try:
             return entry.call(args, kwargs)
         except Exception as error:
-            error.__traceback__ = shown_frames(error.__traceback__)
+            hide_own_frames(error)
             raise
 
     apply.__module__ = function.__module__

@@ -21,7 +21,7 @@ from jaxfn._compat import is_batched, refuses_forward_mode
 from jaxfn._derivatives.names_for_jax import describe
 from jaxfn._derivatives.rule import Differentiable, Rule, Site
 from jaxfn._derivatives.unbatched_outputs import pull_of, with_mappings
-from jaxfn._frames import shown_frames
+from jaxfn._frames import came_through, hide_own_frames
 from jaxfn._protocol.outputs import Outputs
 from jaxfn._run.mistakes import add_to_message
 from jaxfn._run.run import Run
@@ -53,7 +53,7 @@ def reverse_mode(rule: Rule) -> Differentiable:
         try:
             cotangents_of_inputs = pull(run, residuals.arrays, cotangents.arrays)
         except Exception as error:
-            error.__traceback__ = shown_frames(error.__traceback__)
+            hide_own_frames(error)
             raise
         return None, *rule.operands_with(cotangents_of_inputs)
 
@@ -65,7 +65,7 @@ def reverse_mode(rule: Rule) -> Differentiable:
         try:
             return differentiable(site, *operands)
         except TypeError as error:
-            if refuses_forward_mode(error):
+            if refuses_forward_mode(error) and not came_through(error, primal, fwd):
                 add_to_message(error, _REVERSE_ONLY.format(name=rule.call.name))
             raise
 

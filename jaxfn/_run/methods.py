@@ -13,7 +13,7 @@ from jaxfn._compat import is_alive, is_out_of_reach
 from jaxfn._protocol.context import FunctionCtx, state_of
 from jaxfn._protocol.marks import warn_of_dirty
 from jaxfn._protocol.outputs import Returned, take_apart
-from jaxfn._run.mistakes import accepts, add_to_message, explain, wrong_signature
+from jaxfn._run.mistakes import add_to_message, explain, is_refused_call, wrong_signature
 from jaxfn._run.provenance import closed_over_origins
 from jaxfn._run.source import place_of, place_without_return
 from jaxfn._values.arguments import Form, Parameters
@@ -228,7 +228,7 @@ class Methods:
         try:
             return rule(ctx, *arguments)
         except Exception as error:
-            if isinstance(error, TypeError) and not accepts(rule, (ctx, *arguments)):
+            if isinstance(error, TypeError) and is_refused_call(error, rule, (ctx, *arguments)):
                 raise wrong_signature(self.name, method, rule, ctx, len(arguments)) from None
             explain(error, self.name, method, ctx)
             raise

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxfn._frames import came_through
 from jaxfn._protocol.context import FunctionCtx, state_of
+from jaxfn._values.arrays import is_jax_type
 
 # What torch's tensors can do and JAX's arrays cannot, where the name alone does not say what JAX has in its place.
 _CURES = {
@@ -34,6 +37,7 @@ _CURES = {
     "float": "write x.astype(jnp.float32)",
     "half": "write x.astype(jnp.float16)",
     "int": "write x.astype(jnp.int32)",
+    "gather": "write jnp.take_along_axis(x, indices, axis)",
     "long": "write x.astype(int)",
     "masked_fill": "write jnp.where(mask, value, x)",
     "mm": "write x @ y",
@@ -44,17 +48,22 @@ _CURES = {
     "permute": "write x.transpose(axes)",
     "requires_grad": "ctx.needs_input_grad says which inputs are being differentiated",
     "requires_grad_": "jax.grad differentiates by a function's arguments, and nothing has to be marked: leave it out",
+    "scatter": "write jnp.put_along_axis(x, indices, values, axis, inplace=False)",
+    "select": "write jnp.take(x, index, axis)",
+    "split": "write jnp.split(x, places, axis), which takes places to cut at, or a number of parts, and no sizes",
     "t": "write x.T",
     "to": "write x.astype(dtype), or jax.device_put(x, device) outside of the Function",
     "type": "write x.astype(dtype)",
     "type_as": "write x.astype(y.dtype)",
     "unsqueeze": "write jnp.expand_dims(x, axis)",
+    "where": "write jnp.where(condition, x, y)",
 }
 _KEYWORDS = {"dim": "axis", "keepdim": "keepdims"}
-_ARRAY_WITHOUT = re.compile(r"(?:ArrayImpl|Tracer)'?(?: object)? has no attribute '?(\w+)")
-_UNKNOWN_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_UNKNOWN_KEYWORD = re.compile(r"^_?(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_CTX = re.compile(rf"\b{FunctionCtx.__name__}\b(?!\.)")  # its methods' own errors begin with "FunctionCtx.name()"
 # What ctx itself says with a cure, without knowing whose it is.
 _BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", "ctx.log(...):")
+_FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
 
 
 def explain(error: Exception, owner: str, method: str, ctx: FunctionCtx | None = None) -> None:
@@ -91,8 +100,7 @@ def _cure(error: Exception, method: str, ctx: FunctionCtx | None) -> str | None:
             "it has one flag for each parameter of forward, without the ctx; its name may be used in place of a number"
         )
     if isinstance(error, AttributeError):
-        missing = _ARRAY_WITHOUT.search(text)
-        return _cure_of_missing(missing[1]) if missing else None
+        return _cure_of_missing(error.name) if error.name and is_jax_type(type(error.obj)) else None
     if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)):
         return (
             "the value of an array is asked for (by if, while, float(...), .item() or an index), and it has none while "
@@ -101,9 +109,11 @@ def _cure(error: Exception, method: str, ctx: FunctionCtx | None) -> str | None:
         )
     if isinstance(error, jax.errors.TracerArrayConversionError):
         return "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
+    if isinstance(error, NotImplementedError) and "array.view()" in text:
+        return _cure_of_view(error)
     if isinstance(error, TypeError):
-        return _cure_of_type_error(text)
-    if isinstance(error, ValueError) and "values to unpack" in text and ctx is not None:
+        return _cure_of_type_error(error, text)
+    if isinstance(error, ValueError) and "values to unpack" in text and ctx and "saved_" in _lines(error)[-1]:
         return _cure_of_unpacking(method, ctx)
     return None
 
@@ -114,26 +124,36 @@ def _cure_of_missing(name: str) -> str | None:
         return f"JAX's arrays have no {name}; {_CURES[name]}"
     if name.endswith("_") and not name.endswith("__"):
         return f"arrays are immutable, so there is no {name}. Compute a new array, and use and return that"
-    for module, prefix in ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax")):
-        if hasattr(module, name):
+    for module, prefix in _FUNCTIONS:
+        if callable(getattr(module, name, None)):
             return f"JAX's arrays have no {name}; write {prefix}.{name}(x)"
     return None
 
 
-def _cure_of_type_error(text: str) -> str | None:
+def _lines(error: Exception) -> list[str]:
+    """The lines of code that an error came through, the one that raised it last; empty where there is no source."""
+    return [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def _cure_of_type_error(error: TypeError, text: str) -> str | None:
     unknown = _UNKNOWN_KEYWORD.search(text)
-    if unknown and unknown[2] in _KEYWORDS and hasattr(jnp, unknown[1].strip("_")):
+    if unknown and unknown[2] in _KEYWORDS and any(hasattr(module, unknown[1]) for module, _ in _FUNCTIONS):
         return f"JAX calls {unknown[2]} {_KEYWORDS[unknown[2]]}"
-    if FunctionCtx.__name__ in text:
+    if _CTX.search(text):
         if "static_argnums" in text:
             return (
                 "jax.jit cannot take the ctx. Compile what calls the Function (jax.jit(f), where f calls apply), or a "
-                "function without ctx inside of this method"
+                "function without ctx inside of this method; or, if the ctx was to be an input, write "
+                "forward(ctx, x, ...)"
             )
         return "the ctx is used as if it were an input. It is the first parameter: write forward(ctx, x, ...)"
-    if "as a data type" in text:
-        return "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"
-    return None
+    return _cure_of_view(error) if "as a data type" in text else None
+
+
+def _cure_of_view(error: Exception) -> str | None:
+    if not any(".view(" in line for line in _lines(error)):
+        return None
+    return "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"
 
 
 def _cure_of_unpacking(method: str, ctx: FunctionCtx) -> str:
@@ -145,15 +165,17 @@ def _cure_of_unpacking(method: str, ctx: FunctionCtx) -> str:
     return "nothing is saved yet. ctx.saved_tensors is for backward; forward has its inputs as they are"
 
 
-def accepts(function: Callable[..., Any], args: Sequence[object]) -> bool:
-    """Whether a function can be called with so many arguments."""
+def is_refused_call(error: TypeError, function: Callable[..., Any], args: Sequence[object]) -> bool:
+    """Whether an error says that a function cannot be called with so many arguments."""
+    if came_through(error, inspect.unwrap(function)):  # a decorator has called it with others
+        return False
     try:
         inspect.signature(function).bind(*args)
     except TypeError:
-        return False
-    except ValueError:  # a built-in, which does not say
         return True
-    return True
+    except ValueError:  # a built-in, which does not say
+        return False
+    return False
 
 
 def wrong_signature(

@@ -130,6 +130,16 @@ MISTAKES = {
         "In Thing.forward: JAX's arrays have no sigmoid; write jax.nn.sigmoid(x)",
     ),
     "view": (lambda: made(forward=lambda ctx, x: x.view(-1)), TypeError, "write x.reshape(shape)"),
+    "view of two sizes": (
+        lambda: made(forward=lambda ctx, x: x.view(3, 1)),
+        NotImplementedError,
+        "In Thing.forward: view(dtype) is about the bits of an array in JAX; write x.reshape(shape)",
+    ),
+    "split, of sizes in torch": (
+        lambda: made(forward=lambda ctx, x: x.split(2)),
+        AttributeError,
+        "In Thing.forward: JAX's arrays have no split; write jnp.split(x, places, axis), which takes places",
+    ),
     "dim": (lambda: made(forward=lambda ctx, x: x.sum(dim=0)), TypeError, "In Thing.forward: JAX calls dim axis"),
     "a flag too far": (
         lambda: made(backward=lambda ctx, g: g if ctx.needs_input_grad[3] else None),
@@ -231,6 +241,70 @@ def test_other_errors_of_user_code_are_left_alone():
     assert caught.value is error and str(error) == "'Config' object has no attribute 'add_'"
 
 
+class RayTracer:
+    def __init__(self, *, rays=1):
+        self.rays = rays
+
+
+def with_one_more(rule):
+    """A decorator that passes an argument of its own."""
+
+    @functools.wraps(rule)
+    def called(ctx, *given):
+        return rule(ctx, 1, *given)
+
+    return called
+
+
+UNLIKE = {  # what resembles a mistake of the first day: the method, and what it raises
+    "a shape": ("forward", lambda ctx, x: [rows + columns for rows, columns in [x.shape]]),
+    "a shape in backward": ("backward", lambda ctx, g: [rows + columns for rows, columns in [g.shape]]),
+    "an object's attribute": ("forward", lambda ctx, x: RayTracer().to(x)),
+    "an object's parameter": ("forward", lambda ctx, x: RayTracer(dim=3)),
+    "a method of the ctx": ("forward", lambda ctx, x: ctx.mark_dirty(foo=x)),
+    "a shape without parentheses": ("forward", lambda ctx, x: jnp.zeros(3, 4)),
+    "a decorated backward": ("backward", with_one_more(lambda ctx, one, g: len(one))),
+}
+
+
+@row("L1")
+@pytest.mark.parametrize("case", UNLIKE)
+def test_no_cure_is_said_where_it_is_wrong(case):
+    method, raising = UNLIKE[case]
+    with pytest.raises((TypeError, ValueError, AttributeError)) as ours:
+        jax.grad(lambda x: made(**{method: raising}).apply(x).sum())(X)
+    assert "Thing" not in str(ours.value)
+    assert Path(traceback.extract_tb(ours.value.__traceback__)[0].filename) == Path(__file__)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+@row("L1")
+def test_an_error_that_cannot_be_written_to_arrives_as_it_is():
+    error = FrozenError(3)
+
+    def raising(ctx, x):
+        raise error
+
+    with pytest.raises(FrozenError) as caught:
+        made(forward=raising).apply(X)
+    assert caught.value is error
+
+
+@row("L1")
+def test_a_neighbour_of_jaxfn_is_user_code():
+    """A folder beside jaxfn's whose name begins as jaxfn's does."""
+    neighbour = f"{Path(jaxfn.__file__).parent}_layers/mine.py"
+    namespace = {}
+    exec(compile("def raising(ctx, x):\n    raise KeyError('mine')", neighbour, "exec"), namespace)
+    with pytest.raises(KeyError) as caught:
+        made(forward=namespace["raising"]).apply(X)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].filename == neighbour
+
+
 @row("L1")
 def test_a_keyword_of_the_users_own_is_left_alone():
     def mine(x):
@@ -271,6 +345,18 @@ def test_forward_mode_of_a_Function_with_backward_alone(push):
         push(made().apply)
     assert "Define jvp(ctx, *tangents)" in str(caught.value) and "generate_jvp_rule = True" in str(caught.value)
     assert str(caught.value).count("Thing has") == 1
+
+
+@row("L1")
+def test_forward_mode_of_something_else_inside_of_forward():
+    def push(ctx, x):
+        identity = jax.custom_vjp(lambda x: x)
+        identity.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+        return jax.jvp(identity, (x,), (x,))[1]
+
+    with pytest.raises(TypeError, match="forward-mode") as caught:
+        jax.grad(lambda x: made(forward=push).apply(x).sum())(X)
+    assert "Thing" not in str(caught.value)
 
 
 @dataclasses.dataclass
