@@ -59,6 +59,7 @@ __all__ = [
     "mlir",
     "named_as",
     "open_jaxpr",
+    "opened",
     "own_lines",
     "partial_eval",
     "platforms_of_branches",
@@ -562,6 +563,19 @@ def lowered_jaxpr(jaxpr: Any) -> Any:
     """A jaxpr with all that it consists of, which has no custom derivatives then; see `make_jaxpr`."""
     lower = getattr(partial_eval, "lower_jaxpr2", None)
     return jaxpr if lower is None or not jaxpr.jaxpr.is_high else lower(jaxpr)
+
+
+def opened(equation: Any) -> Any:
+    """What an equation of JAX's coming checkpoint and custom derivatives computes, as a jaxpr; `None` for others.
+
+    Those do not have one among their parameters (0.12.0).
+    """
+    if equation.primitive.name != "call_hi_primitive":
+        return None
+    return make_jaxpr(
+        lambda *operands: equation.primitive.bind(*operands, **equation.params),
+        *[zeros_of(operand.aval) for operand in equation.invars],
+    )
 
 
 # XLA's own names, not promised to stay: no optimization, and no fusing of loops on the CPU. 0.10.0 to 0.10.2 know both,

@@ -27,6 +27,7 @@ from jaxfn._compat import (
     make_jaxpr,
     manual_axes_here,
     open_jaxpr,
+    opened,
     scan_sizes,
     variable_of,
     varying_axes,
@@ -196,7 +197,8 @@ class _Sums:
             of_cond, num_consts = while_sizes(equation)
             self._of_loop(params["body_jaxpr"], operands[of_cond:], num_consts, len(types))
             return types
-        body = next((params[key] for key in ("jaxpr", "call_jaxpr", "callee", "call") if key in params), None)
+        bodies = (params[key] for key in ("jaxpr", "call_jaxpr", "callee", "call") if key in params)
+        body = next(bodies, opened(equation))
         if body is not None and _is_called_as_it_is(open_jaxpr(body)[0], equation):
             return self._of_loop(body, operands, *(scan_sizes(equation) if name == "scan" else (0, 0)))
         if not operands:
