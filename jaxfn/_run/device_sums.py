@@ -105,9 +105,10 @@ def refuse_repeated_sums(
 _REPEATED = (
     "{name}.backward sums over the mesh axis {axis!r} what all of its {size} devices have the same of, so that it "
     "counts {size} times, and {name}.forward passes nothing along {axis!r}. Inside of shard_map(check_vma=True) JAX "
-    "sums the gradient of what does not vary over an axis by itself: return it without jax.lax.psum, or let forward "
-    "return jax.lax.pcast(output, {axis!r}, to='varying'), after which backward gets what each device has. In the "
-    "place of a gradient that was gathered along {axis!r}, return what each device adds to it, with zeros for the rest."
+    "sums the gradient of what does not vary over an axis by itself: return it without jax.lax.psum or pmean, or let "
+    "forward return jax.lax.pcast(output, {axis!r}, to='varying'), after which backward gets what each device has. In "
+    "the place of a gradient that was gathered along {axis!r}, return what each device adds to it, with zeros for the "
+    "rest."
 )
 _LOST = (
     "{name}.backward returned the same on all devices of the mesh axis {axis!r} as the gradient of {where}, which "
