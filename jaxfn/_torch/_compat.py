@@ -62,6 +62,7 @@ __all__ = [
     "held_by",
     "is_accumulating",
     "is_below_autograd",
+    "is_composite",
     "lstsq_result",
     "memory",
     "plain_torch",
@@ -102,6 +103,31 @@ DETECTING_CAUSAL = torch.nn.modules.transformer, "_detect_is_causal_mask"
 MAKING_LEAVES = torch.autograd.functional, "_grad_preprocess"
 
 OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
+
+
+def is_composite(operation: Any) -> bool:
+    """Whether torch takes an operation apart, with all its overloads, before a trace sees it (2.8 to 2.15).
+
+    Args:
+      operation: an overload, a packet, a `torch.library` definition, or a name; of unknown names the answer is no.
+    """
+    found: Any = getattr(operation, "_opoverload", operation)
+    if isinstance(found, str):
+        found = torch.ops
+        for name in operation.replace("::", ".").split("."):
+            try:
+                found = getattr(found, name)
+            except (AttributeError, RuntimeError):
+                return False
+    if not isinstance(found, OPERATION_TYPES):
+        return False
+    operations: Any = found
+    overloads = [getattr(found, name) for name in operations.overloads()] if hasattr(found, "overloads") else [found]
+    names = [overload.name() for overload in overloads]
+    dispatcher: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    compiled = [name for name in names if dispatcher._dispatch_has_kernel(name)]  # others are of TorchScript alone
+    key = "CompositeImplicitAutograd"
+    return bool(compiled) and all(dispatcher._dispatch_has_kernel_for_dispatch_key(name, key) for name in compiled)
 
 
 @contextlib.contextmanager

@@ -493,6 +493,27 @@ def test_the_rest_is_unaffected():
         jax.grad(lambda x: F.apply(x).sum())(jnp.ones(3))
 
 
+ATEN = torch.ops.aten
+
+
+@row("H9")
+@pytest.mark.parametrize(
+    "operation",
+    [ATEN.matmul, ATEN.linear.default, "aten.scaled_dot_product_attention", "aten::softmax.int", ATEN.einsum],
+    ids=str,
+)
+def test_a_replacement_that_would_never_be_called(operation):
+    with pytest.raises(ValueError, match=r"torch makes aten[.:\w]+ of other operations .* would never be called"):
+        jaxfn.from_torch(function_of(lambda x: x @ x), ops={operation: jnp.matmul})
+
+
+@row("H9")
+@pytest.mark.parametrize("operation", [ATEN.relu, ATEN.relu.default, "aten.relu", "aten::relu", torch.relu], ids=str)
+def test_a_replacement_is_called(operation):
+    F = jaxfn.from_torch(function_of(lambda x: torch.relu(x)), ops={operation: lambda x: x + 7})
+    assert_same([F.apply(jnp.ones(3))], [np.full(3, 8.0)])
+
+
 @row("H4")
 @pytest.mark.parametrize("make", ["to_sparse", "to_sparse_csr"])
 def test_sparse_tensors(make: str):

@@ -13,9 +13,11 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._torch._compat import (
     OPERATION_TYPES,
     FunctionalTensor,
+    is_composite,
     plain_torch,
     without_functions,
 )
+from jaxfn._torch.graph.names import name_of
 from jaxfn._torch.graph.recorder import Recorder
 from jaxfn._torch.trace.leftovers import note
 from jaxfn._torch.trace.selection import Selection, refuse
@@ -37,7 +39,14 @@ class Replacements(NamedTuple):
 
     @classmethod
     def of(cls, ops: Mapping[Any, Callable[..., Any]]) -> Replacements:
-        """Sorts them."""
+        """Sorts them; refuses operations that no trace ever sees."""
+        for op in filter(is_composite, ops):
+            name = name_of(op)
+            raise ValueError(
+                f"ops={{{name}: ...}}: torch makes {name} of other operations before jaxfn sees it, so the replacement "
+                "would never be called. Name the Python function that the code calls (as torch.matmul, or "
+                "torch.nn.functional.linear), or the operations that explain() shows."
+            )
         operations = {op: replacement for op, replacement in ops.items() if _is_operation(op)}
         return cls(ops, operations, {op: replacement for op, replacement in ops.items() if op not in operations})
 
