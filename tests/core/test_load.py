@@ -72,6 +72,7 @@ class Scale(jaxfn.Function):
 
 
 @row("J1")
+@thorough
 @pytest.mark.parametrize("derivative, calls", [(False, 10_000), pytest.param(True, 300, marks=KEEPS_TRACES)])
 def test_eager_calls_leave_nothing_behind(derivative, calls):
     """With another Python number each time, which is what calls are prepared for and kept by."""
