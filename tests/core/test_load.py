@@ -22,10 +22,11 @@ import pytest
 
 import jaxfn
 from tests.support.cases import CASES
-from tests.support.marks import KEEPS_TRACES, row, sampled, thorough
+from tests.support.marks import COMING, row, sampled, thorough
 from tests.support.transformations import TRANSFORMATIONS
 
 ROOT = Path(__file__).parents[2]
+MAY_KEEP_TRACES = pytest.mark.skipif(COMING, reason="JAX_CUSTOM_VJP3 keeps traces until its caches are full")
 
 
 def sine(scale: float) -> type[jaxfn.Function]:
@@ -73,7 +74,7 @@ class Scale(jaxfn.Function):
 
 @row("J1")
 @thorough
-@pytest.mark.parametrize("derivative, calls", [(False, 10_000), pytest.param(True, 300, marks=KEEPS_TRACES)])
+@pytest.mark.parametrize("derivative, calls", [(False, 10_000), pytest.param(True, 300, marks=MAY_KEEP_TRACES)])
 def test_eager_calls_leave_nothing_behind(derivative, calls):
     """With another Python number each time, which is what calls are prepared for and kept by."""
     x = jnp.ones(4)
