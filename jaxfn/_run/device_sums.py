@@ -16,6 +16,7 @@ Where `forward` itself passes values along that axis, such sums may be right, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -179,6 +180,8 @@ class _Sums:
         name, params = equation.primitive.name, equation.params
         types = [self.of_type(v.aval, any(x.depends for x in operands)) for v in equation.outvars]
         given = [x for x in operands if x.depends]
+        if name == "ppermute" and _gives_to_all(params):  # each device gets what it has itself, where all have the same
+            return operands
         if name in _PARTING:
             if name == "reduce_scatter" and given:
                 # With types that say what varies its result does; without them nothing is known of its operand either.
@@ -216,6 +219,12 @@ class _Sums:
             if after == carry:
                 return results
             operands = [*operands[:num_consts], *after, *operands[num_consts + num_carry :]]
+
+
+def _gives_to_all(params: Any) -> bool:
+    """Whether a permutation leaves no device with zeros."""
+    receivers = {receiver for _, receiver in params["perm"]}
+    return len(receivers) == math.prod(map(jax.lax.axis_size, _axes_of(params["axis_name"])))
 
 
 def _is_called_as_it_is(jaxpr: Any, equation: Any) -> bool:
