@@ -7,9 +7,11 @@ import subprocess
 import sys
 import traceback
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -69,7 +71,8 @@ def _checked(program: Program) -> Outcome:
         except Exception as error:
             return Outcome(DISCARDED, normalized(error))
         try:
-            got = measure(namespace, "FUNCTIONS")
+            with _all_frames():
+                got = measure(namespace, "FUNCTIONS")
         except Exception as error:
             kind = REFUSED if is_refusal(error) else WRONG
             return Outcome(kind, normalized(error))
@@ -81,6 +84,17 @@ def _checked(program: Program) -> Outcome:
         if not _is_of_one_draw(by_hand, tolerance_of(program)):
             return Outcome(DISCARDED, "a jax.custom_jvp by hand: its gradient belongs to another draw as well")
     return outcome
+
+
+@contextmanager
+def _all_frames() -> Generator[None]:
+    """Errors show the frames of jaxfn too, by which a refusal is known."""
+    filtering = cast(Any, jax.config).jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", filtering)
 
 
 def _namespace(source: str) -> dict[str, Any]:
