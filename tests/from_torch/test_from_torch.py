@@ -508,7 +508,11 @@ def test_a_replacement_that_would_never_be_called(operation):
 
 
 @row("H9")
-@pytest.mark.parametrize("operation", [ATEN.relu, ATEN.relu.default, "aten.relu", "aten::relu", torch.relu], ids=str)
+@pytest.mark.parametrize(
+    "operation",
+    [ATEN.relu, ATEN.relu.default, "aten.relu", "aten::relu", torch.relu],
+    ids=["packet", "overload", "name", "name of the dispatcher's", "function"],
+)
 def test_a_replacement_is_called(operation):
     F = jaxfn.from_torch(function_of(lambda x: torch.relu(x)), ops={operation: lambda x: x + 7})
     assert_same([F.apply(jnp.ones(3))], [np.full(3, 8.0)])
