@@ -16,7 +16,7 @@ from jaxfn._protocol.context import FunctionCtx
 from jaxfn._protocol.outputs import OutputLayout, Outputs, Returned, take_apart
 from jaxfn._run.call import Call
 from jaxfn._run.record import Record
-from jaxfn._values.arrays import is_array_leaf, is_inexact, is_none
+from jaxfn._values.arrays import is_array_leaf, is_boxed_array, is_inexact, is_none
 
 
 class VmapInfo(NamedTuple):
@@ -35,12 +35,18 @@ def forward_with_vmap(call: Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> Re
     """Runs `forward` (and `setup_context`) so that batching it calls `vmap`."""
     problem = call.methods.why_vmap_is_refused()
     if problem is not None:
-        return call.methods.forward(ctx, call.form, call.inputs(_refusing_batching(problem)(*arrays)))
+        arrays = _refusing_batching(problem)(*arrays)
+        inputs = call.inputs(arrays)
+        returned = call.methods.forward(ctx, call.form, inputs)
+        call.refuse_changed_inputs(inputs, arrays, returned.originals)
+        return returned
 
     layouts: list[OutputLayout] = []
 
     def program(*arrays: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        returned = call.methods.forward_alone(call.form, call.inputs(arrays))
+        inputs = call.inputs(arrays)
+        returned = call.methods.forward_alone(call.form, inputs)
+        call.refuse_changed_inputs(inputs, arrays, returned.originals)
         layouts.append(returned.layout)
         return returned.arrays, ()
 
@@ -101,8 +107,14 @@ def _batched_by_user(
     call: Call, axis_size: int, in_batched: Sequence[bool], arrays: Sequence[Any]
 ) -> tuple[Outputs, Outputs]:
     """The outputs for a batch, the batch at axis 0, and for each array leaf whether it has one."""
-    dims = iter([0 if is_batched else None for is_batched in in_batched])
-    in_dims = tuple(layout.merge_or_none(islice(dims, layout.num_arrays)) for layout in call.layouts)
+    places = iter(range(len(in_batched)))
+    of_inputs = tuple(layout.merge_or_none(islice(places, layout.num_arrays)) for layout in call.layouts)
+
+    def dim(place: Any) -> int | None:
+        (place,) = jax.tree_util.tree_leaves(place)  # of a box, of the one array in it
+        return 0 if in_batched[place] else None
+
+    in_dims = jax.tree_util.tree_map(dim, of_inputs, is_leaf=is_boxed_array)
     vmap: Any = call.methods.vmap
     with jax.named_scope(call.scopes.vmap):
         result = vmap(VmapInfo(axis_size), in_dims, *call.inputs(arrays))

@@ -278,3 +278,55 @@ def test_a_variable_that_holds_a_pytree(value, place):
 
     for ours, wanted in zip(*map(jax.tree.leaves, (gradient(Same.apply), gradient(plain))), strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=1e-6)
+
+
+class Product(jaxfn.Function):
+    """With a batching rule, and gradients that are three times too large."""
+
+    @staticmethod
+    def forward(x, tree):
+        return x * jax.tree.leaves(tree)[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(jax.tree.leaves(inputs[1])[0])
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (w,) = ctx.saved_tensors
+        return 3 * grad_output * w, None
+
+    @staticmethod
+    def vmap(info, in_dims, x, tree):
+        (dim,) = jax.tree.leaves(in_dims[1], is_leaf=lambda v: v is None)
+        assert dim is None or isinstance(dim, int)
+        move = [
+            a if d is None else jnp.moveaxis(a, d, 0) for a, d in ((x, in_dims[0]), (jax.tree.leaves(tree)[0], dim))
+        ]
+        return move[0] * move[1], 0
+
+
+@row("L4", "E3")
+@pytest.mark.parametrize("wrap", [lambda p: p, lambda p: {"w": p}], ids=["bare", "dict"])
+@pytest.mark.parametrize("axis", [0, 1, None])
+def test_a_batching_rule_is_told_the_axis_of_a_variable(wrap, axis):
+    x, w = jnp.arange(6.0).reshape(2, 3), jnp.arange(6.0).reshape(2, 3) + 1
+    given = {0: w.T, 1: w, None: w[:, 0]}[axis]
+    product = jax.vmap(lambda x, w: Product.apply(x, wrap(nnx.Param(w))), in_axes=(1, axis), out_axes=1)
+    factor = w if axis is not None else w[:, :1]
+    np.testing.assert_allclose(product(x, given), x * factor)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(product(x, given))))(x)
+    np.testing.assert_allclose(gradient, 3 * factor * jnp.cos(x * factor), rtol=1e-5)
+
+
+@row("L4", "E3")
+@pytest.mark.parametrize("surrounding", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+def test_state_that_a_forward_with_a_batching_rule_changes_is_refused(surrounding):
+    class Same(Product):
+        @staticmethod
+        def forward(x, tree):
+            return tree(x)
+
+    norm = batch_norm()
+    with pytest.raises(NotImplementedError, match=r"Same\.forward changed input 1 \('tree'\)"):
+        surrounding(lambda x: Same.apply(x, norm).sum())(INPUTS)
