@@ -48,6 +48,7 @@ __all__ = [
     "is_ref",
     "is_reverse_only",
     "is_variable",
+    "jaxprs_of",
     "jit_options",
     "keeps_constants_apart",
     "line_of",
@@ -405,6 +406,16 @@ def scan_sizes(equation: Any) -> tuple[int, int]:
 def while_sizes(equation: Any) -> tuple[int, int]:
     """How many operands of a while loop are constants of its condition, and how many of its body (0.10.0 to 0.12.0)."""
     return equation.params["cond_nconsts"], equation.params["body_nconsts"]
+
+
+def jaxprs_of(equation: Any) -> list[Any]:
+    """The jaxprs among the parameters of an equation, open and closed ones (0.10.0 to 0.12.0)."""
+    leaves = jax.tree_util.tree_leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+    return list(filter(_is_jaxpr, leaves))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")
 
 
 def jit_options(equation: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from jaxfn._compat import lowered_jaxpr, open_jaxpr, scan_sizes, while_sizes
+from jaxfn._compat import jaxprs_of, lowered_jaxpr, open_jaxpr, scan_sizes, while_sizes
 from jaxfn._primitives.linear import linear_p
 
 
@@ -153,8 +153,7 @@ def unknown_programs(equation: Any) -> Iterator[tuple[str, Any]]:
     """
     programs = [program.jaxpr for program in subprograms(equation)]
     if not programs:
-        leaves = jax.tree_util.tree_leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
-        programs = [open_jaxpr(lowered_jaxpr(x))[0] for x in leaves if hasattr(x, "eqns")]
+        programs = [open_jaxpr(lowered_jaxpr(jaxpr))[0] for jaxpr in jaxprs_of(equation)]
         yield from ((equation.primitive.name, program) for program in programs)
     for program in programs:
         for inner in program.eqns:

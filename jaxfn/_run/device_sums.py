@@ -25,6 +25,7 @@ import jax
 from jaxfn._compat import (
     equation_of,
     is_variable,
+    jaxprs_of,
     make_jaxpr,
     manual_axes_here,
     open_jaxpr,
@@ -252,9 +253,8 @@ def _communicating(jaxpr: Any) -> Iterator[str]:
         parameter = (_SPREADING | _PARTING).get(equation.primitive.name)
         if parameter is not None and equation.primitive.name != "axis_index":
             yield from _axes_of(equation.params[parameter])
-        for inner in jax.tree_util.tree_leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from _communicating(open_jaxpr(inner)[0])
+        for inner in jaxprs_of(equation):
+            yield from _communicating(open_jaxpr(inner)[0])
 
 
 def _axes_of(parameter: Any) -> Sequence[Any]:
