@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxfn._frames import came_through
 from jaxfn._protocol.context import FunctionCtx, state_of
+from jaxfn._values.arguments import fits
 from jaxfn._values.arrays import is_jax_type
 
 # What torch's tensors can do and JAX's arrays cannot, where the name alone does not say what JAX has in its place.
@@ -170,12 +171,10 @@ def is_refused_call(error: TypeError, function: Callable[..., Any], args: Sequen
     if came_through(error, inspect.unwrap(function)):  # a decorator has called it with others
         return False
     try:
-        inspect.signature(function).bind(*args)
-    except TypeError:
-        return True
+        signature = inspect.signature(function)
     except ValueError:  # a built-in, which does not say
         return False
-    return False
+    return not fits(signature, args, {})
 
 
 def wrong_signature(

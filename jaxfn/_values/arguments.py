@@ -114,7 +114,7 @@ class Parameters:
         if names[:1] == ["self"]:
             pattern = "forward(ctx, ...)" if self._takes_ctx else "forward(...)"
             return f". A Function has no instances: make forward a static method, {pattern}, without self."
-        if self._takes_ctx and names[0] != "ctx" and _fits(self._of_forward, args, kwargs):
+        if self._takes_ctx and names[0] != "ctx" and fits(self._of_forward, args, kwargs):
             return (
                 f". The first parameter of {self._owner}.forward, {names[0]!r}, is taken for the ctx: write "
                 f"forward(ctx, {names[0]}, ...), or define setup_context(ctx, inputs, output) beside it."
@@ -122,7 +122,8 @@ class Parameters:
         return ""
 
 
-def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def fits(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, Any]) -> bool:
+    """Whether something of this signature can be called so."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
