@@ -12,7 +12,7 @@ from jaxfn._derivatives.differentiable import differentiable
 from jaxfn._derivatives.every_order import CallRule
 from jaxfn._derivatives.rule import Differentiable, Site
 from jaxfn._frames import hide_own_frames
-from jaxfn._protocol.hooks import hooks_in_force
+from jaxfn._protocol.hooks import HOOKS
 from jaxfn._run.call import Call
 from jaxfn._run.forward import call_forward, undecorated
 from jaxfn._run.methods import Methods, undefined
@@ -21,7 +21,7 @@ from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import as_array, is_traced
 from jaxfn._values.hidden import Opaque
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout, split
-from jaxfn._watch import current_watch, watching
+from jaxfn._watch import WATCH, watching
 
 # Per Function: how many argument structures and static values are kept prepared at the same time.
 _CALLS_KEPT = 256
@@ -209,7 +209,7 @@ class _Entry(Opaque):
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call: bind the arguments, take out the array leaves, run."""
         methods, prepare = self.prepared()
-        watch = current_watch()
+        watch = WATCH.value
         if watch is not None:
             watch.functions[self._function] = None
         form, values = methods.parameters.bind(args, kwargs)
@@ -230,7 +230,8 @@ class _Entry(Opaque):
                 return undecorated(call, arrays)
         nothing_is_traced = is_eager()
         closed_over = [] if nothing_is_traced else call.closed_over_operands()
-        if not closed_over and not any(map(is_traced, arrays)) and not stages_constants():
+        is_traced_here = not nothing_is_traced and (bool(closed_over) or stages_constants())
+        if not is_traced_here and not any(map(is_traced, arrays)):
             # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
             _, _, returned = call_forward(call, arrays, call.unperturbed)
             # A forward that reaches somebody's tracer in a way that is not seen goes the full way, to JAX's own error.
@@ -240,7 +241,7 @@ class _Entry(Opaque):
         if closed_over or closed_over_by_rules:
             rule = differentiable(CallRule(call, closed_over, closed_over_by_rules))
         try:
-            outputs = rule(Site(hooks_in_force()), *arrays, *closed_over, *closed_over_by_rules)
+            outputs = rule(Site(HOOKS.value), *arrays, *closed_over, *closed_over_by_rules)
         except NotImplementedError as error:
             if refuses_symbolic_zeros(error):
                 return undecorated(call, arrays)

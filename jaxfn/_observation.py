@@ -28,8 +28,8 @@ Log = dict[str, list[Any]]  # by name, the values in the order of the calls
 
 
 # A user context is each thread's own, and a part of the key of jit's caches: a program is traced anew with its marks.
-_observation: Any = jax.make_user_context(default_value=None)
-
+OBSERVATION: Any = jax.make_user_context(default_value=None)
+"""Its `value` is what is looked for, an `Observation`, if anything."""
 
 # How many `with_logs` there are around, each of which takes what is logged inside of it and not inside of another.
 _log_depth: Any = jax.make_user_context(default_value=0)
@@ -39,11 +39,6 @@ _log_depth: Any = jax.make_user_context(default_value=0)
 _log: ContextVar[Log | None] = ContextVar("log", default=None)
 
 
-def current_observation() -> Observation | None:
-    """What is looked for, if anything."""
-    return _observation.value
-
-
 def current_log_depth() -> int:
     """How many times over logs are looked for here."""
     return _log_depth.value
@@ -51,13 +46,13 @@ def current_log_depth() -> int:
 
 def current_log() -> Log | None:
     """Where what is logged in eager code goes, if anywhere."""
-    return _log.get() if current_observation() is Observation.EAGER_LOGS else None
+    return _log.get() if OBSERVATION.value is Observation.EAGER_LOGS else None
 
 
 @contextmanager
 def observing(observation: Observation) -> Generator[None]:
     """Looks for something, and for nothing else, in what is traced inside."""
-    with _observation(observation), _log_depth(current_log_depth() + (observation is Observation.LOGS)):
+    with OBSERVATION(observation), _log_depth(current_log_depth() + (observation is Observation.LOGS)):
         yield
 
 

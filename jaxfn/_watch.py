@@ -28,17 +28,12 @@ class Watch:
         self.casts: dict[tuple[str, str, str], None] = {}
 
 
-# Read at every call of a Function, so nothing slower than the context's own value.
-_watch: Any = jax.make_user_context(default_value=None)
-
-
-def current_watch() -> Watch | None:
-    """The watch in force, if any."""
-    return _watch.value
+WATCH: Any = jax.make_user_context(default_value=None)
+"""Its `value` is the `Watch` in force, if any; it is read at every call of a Function."""
 
 
 @contextmanager
 def watching(watch: Watch | None) -> Generator[None]:
     """Puts a watch in force, or none."""
-    with _watch(watch):
+    with WATCH(watch):
         yield

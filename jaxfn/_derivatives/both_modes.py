@@ -48,7 +48,7 @@ def both_modes(rule: Rule) -> Differentiable:
         tangents_of_outputs = _output_tangents(site, run, residuals, tangents_of_inputs, outputs)
         if any(batches_of(tangents_of_outputs[i]) - batches_of(outputs.arrays[i]) for _, i in site.unbatched):
             raise NotImplementedError(NOT_MAPPED.format(name=rule.call.name))
-        return outputs, Outputs(tangents_of_outputs, outputs.layout)
+        return outputs, Outputs(outputs.layout, tangents_of_outputs)
 
     describe(rule, primal, jvp)
     differentiable = jax.custom_jvp(primal)

@@ -69,16 +69,17 @@ class CallRule(Rule):
         if not self.call.has_refs and is_elsewhere(stand_ins):
             done = recorded(self.call, inputs, inputs, self.call.unperturbed, None, stand_ins=stand_ins)
         run, outputs, *_ = done or run_forward(self.call, inputs, self.call.unperturbed, None)
-        return Outputs(_settled(run, outputs, inputs, site), run.outputs)
+        return Outputs(run.outputs, _settled(run, outputs, inputs, site))
 
     def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         inputs = operands[: self._num_inputs]
         done = self._run_once(operands, self.call.unperturbed, site.hooks)
-        return Outputs(_settled(done.run, _attached(done, inputs), inputs, site), done.run.outputs)
+        return Outputs(done.run.outputs, _settled(done.run, _attached(done, inputs), inputs, site))
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
         inputs, perturbed_inputs = operands[: self._num_inputs], perturbed[: self._num_inputs]
-        self.call.refuse_perturbed_refs(perturbed_inputs)
+        if self.call.has_refs:
+            self.call.refuse_perturbed_refs(perturbed_inputs)
         self._refuse_perturbed_closed_over(inputs, perturbed[self._num_inputs : self._num_forward])
         return _linearized(self._run_once(operands, perturbed_inputs, hooks), inputs)
 
@@ -135,13 +136,13 @@ def _linearized(done: Done, inputs: Sequence[Any]) -> Linearized:
     run = done.run
     outputs = _attached(done, inputs, run.mappings_of_program)
     run.mappings_of_program.clear()  # what maps this run itself is seen without
-    return Linearized(Outputs(outputs, run.outputs), *run.residuals(inputs, outputs, done.intermediates))
+    return Linearized(Outputs(run.outputs, outputs), *run.residuals(inputs, outputs, done.intermediates))
 
 
 def _attached(done: Done, inputs: Sequence[Any], mappings: list[Mapping] | None = None) -> Sequence[Any]:
     """The outputs with the Function's own rule for an outer differentiation."""
     run, outputs = done.run, done.outputs
-    operands = run.call.without_refs(inputs)
+    operands = run.call.without_refs(inputs) if run.call.has_refs else inputs
     is_uniform = run.read_needs_input_grad
     if any(map(is_traced, operands)) and any(is_inexact(x.dtype) for x in operands):
         rule = _OutputsRule(run, len(outputs), len(done.intermediates)).outputs
@@ -185,13 +186,12 @@ class _OutputsRule(Rule):
         return list(differentiable(self)(Site(self._run.hooks), *operands).arrays)
 
     def primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
-        return Outputs(operands[: self._num_outputs], self._run.outputs)
+        return Outputs(self._run.outputs, operands[: self._num_outputs])
 
     def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         outputs, intermediates = operands[: self._num_outputs], operands[self._num_outputs : self._num_before]
-        return Outputs(
-            _attached(Done(self._run, outputs, intermediates), self.inputs_among(operands)), self._run.outputs
-        )
+        done = Done(self._run, outputs, intermediates)
+        return Outputs(self._run.outputs, _attached(done, self.inputs_among(operands)))
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
         inputs = self.inputs_among(operands)

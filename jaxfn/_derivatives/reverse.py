@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ def reverse_mode(rule: Rule) -> Differentiable:
     def fwd(site: Site, *primals: Any) -> tuple[Outputs, Residuals]:
         operands = [as_array(p.value) for p in primals]
         # JAX's coming checkpoint says of integers too that they are perturbed.
-        perturbed = tuple(p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, operands, strict=True))
+        perturbed = tuple([p.perturbed and is_inexact(x.dtype) for p, x in zip(primals, operands, strict=True)])
         outputs, run, residuals = rule.linearized(operands, perturbed, site.hooks)
         site.check_outputs(run)
         depended_on = [*rule.inputs_among(operands), *residuals[: len(run.closed_over_by_rules)]]
@@ -86,9 +87,9 @@ class Residuals:
     residuals are of is told by the shape of a last, empty one.
     """
 
-    def __init__(self, arrays: Sequence[Any], site: Site) -> None:
-        self.arrays = arrays
+    def __init__(self, site: Site, arrays: Sequence[Any]) -> None:
         self.site = site
+        self.arrays = arrays
 
     @property
     def run(self) -> Run:
@@ -97,19 +98,19 @@ class Residuals:
         return runs[-1] if runs[-1].has_one_pattern else runs[self.arrays[-1].shape[-1]]
 
 
-jax.tree_util.register_pytree_node(Residuals, lambda r: (r.arrays, r.site), lambda site, a: Residuals(a, site))
+jax.tree_util.register_pytree_node(Residuals, attrgetter("arrays", "site"), Residuals)
 
 
 def _kept(site: Site, run: Run, residuals: list[Any]) -> Residuals:
     """The residuals of a run at this site."""
     site.runs.append(run)
     if run.has_one_pattern:
-        return Residuals(residuals, site)
+        return Residuals(site, residuals)
     if run.read_needs_input_grad:
         # What such a forward saves may depend on the pattern, so their number must not show either.
         residuals = residuals + [_token(0)] * (_RESIDUALS_ROUNDED_TO - len(residuals) % _RESIDUALS_ROUNDED_TO)
     # Looked up, not counted: two threads may be differentiating the same traced call.
-    return Residuals([*residuals, _token(site.runs.index(run))], site)
+    return Residuals(site, [*residuals, _token(site.runs.index(run))])
 
 
 _RESIDUALS_ROUNDED_TO = 16

@@ -15,6 +15,7 @@ from jaxfn._run.call import Call
 from jaxfn._run.run import Run
 
 
+@jax.tree_util.register_static
 class Site:
     """One place in a program where a Function is called, and what is the same for all that JAX makes of it there.
 
@@ -63,9 +64,6 @@ class Site:
 
     def __hash__(self) -> int:
         return hash(id(self.hooks))
-
-
-jax.tree_util.register_pytree_node(Site, lambda site: ((), site), lambda site, _: site)
 
 
 class Linearized(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxfn._observation import current_observation
+from jaxfn._observation import OBSERVATION
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import is_array_leaf
 
@@ -293,7 +293,7 @@ class FunctionCtx:
                 raise TypeError(
                     f"ctx.log(...): {name!r} is of type {type(value).__name__}; expected an array or a Python number."
                 )
-        if current_observation() is not None:
+        if OBSERVATION.value is not None:
             copies = {name: x.copy() if isinstance(x, np.ndarray) else x for name, x in values.items()}
             self._jaxfn.logged = [*self._jaxfn.logged, *copies.items()]
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from jaxfn._protocol.structure import AvalLeaf, StructureError, paired_leaves
 from jaxfn._values.arguments import Form
-from jaxfn._values.arrays import as_array, is_array_leaf, is_key
+from jaxfn._values.arrays import as_array, conjugate, is_array_leaf, is_key
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
-from jaxfn._watch import current_watch
+from jaxfn._watch import WATCH
 
 _MESSAGES: dict[str, tuple[type[Exception], str]] = {
     "count": (
@@ -128,10 +128,10 @@ def _one_per_input(name: str, form: Form, returned: Any, layouts: Sequence[Layou
             verb = "is" if len(unknown) == 1 else "are"
             raise _refuse(name, "names", unknown=names, verb=verb, names=", ".join(form.names))
     # A namedtuple is the gradient of the one input where that is itself such a namedtuple.
-    if type(returned) is not tuple:
-        is_sole = expected == 1 and layouts[0].container is type(returned)
-        if not isinstance(returned, tuple) or is_sole:
-            returned = (returned,)
+    if not isinstance(returned, tuple) or (
+        type(returned) is not tuple and expected == 1 and layouts[0].container is type(returned)
+    ):
+        returned = (returned,)
     gradients = list(cast(tuple[Any, ...], returned))
     while len(gradients) > expected and gradients[-1] is None:
         gradients.pop()
@@ -174,7 +174,7 @@ def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.
         raise _refuse(where.name, "complex", got=gradient.dtype, where=where, expected=aval.dtype)
     gradient = _sum_to_shape(gradient, aval.shape, where)
     if gradient.dtype != aval.dtype:
-        watch = current_watch()
+        watch = WATCH.value
         if watch is not None:
             watch.casts[f"{where.name}, {where}", str(gradient.dtype), str(aval.dtype)] = None
         gradient = gradient.astype(aval.dtype)
@@ -191,8 +191,3 @@ def _sum_to_shape(gradient: jax.Array, shape: tuple[int, ...], where: _Place) ->
     stretched = [extra + axis for axis, (got, want) in enumerate(pairs) if got != want]
     summed = jnp.sum(gradient, axis=(*range(extra), *stretched))
     return jax.lax.expand_dims(summed, [axis - extra for axis in stretched])  # reshape may not know how to shard it
-
-
-def conjugate(value: jax.Array) -> jax.Array:
-    """Between torch's and JAX's convention for complex gradients; each is the other's conjugate."""
-    return jnp.conj(value) if value.dtype.kind == "c" else value

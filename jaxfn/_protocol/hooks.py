@@ -19,17 +19,11 @@ class Hooks(NamedTuple):
     unpack: Callable[[Any], Any]
 
 
-class _Disabled(NamedTuple):
-    message: str
+HOOKS: Any = jax.make_user_context(None)
+"""Its `value` is the innermost `Hooks` of this thread, if any."""
 
-
-_in_force = jax.make_user_context(None)
-
-
-def hooks_in_force() -> Hooks | None:
-    """The innermost hooks of this thread, if any."""
-    value = _in_force.value
-    return value if isinstance(value, Hooks) else None
+# Why there must be none, where that is so.
+_disabled: Any = jax.make_user_context(None)
 
 
 @contextmanager
@@ -71,7 +65,7 @@ def saved_tensors_hooks(pack_hook: Callable[[Any], Any], unpack_hook: Callable[[
     Torch counterpart: `torch.autograd.graph.saved_tensors_hooks`.
     """
     _refuse_if_disabled()
-    with _in_force(Hooks(pack_hook, unpack_hook)):
+    with HOOKS(Hooks(pack_hook, unpack_hook)):
         yield
 
 
@@ -96,16 +90,15 @@ def disable_saved_tensors_hooks(error_message: str) -> Generator[None]:
 
     Torch counterpart: `torch.autograd.graph.disable_saved_tensors_hooks`.
     """
-    if hooks_in_force() is not None:
+    if HOOKS.value is not None:
         raise RuntimeError(error_message)
-    with _in_force(_Disabled(error_message)):
+    with _disabled(error_message):
         yield
 
 
 def _refuse_if_disabled() -> None:
-    value = _in_force.value
-    if isinstance(value, _Disabled):
-        raise RuntimeError(value.message)
+    if _disabled.value is not None:
+        raise RuntimeError(_disabled.value)
 
 
 @contextmanager

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxfn._compat import SymbolicZero, zeros_of
-from jaxfn._protocol.gradients import conjugate
-from jaxfn._values.arrays import as_array, is_boxed_array, is_key
+from jaxfn._values.arrays import as_array, conjugate, is_boxed_array, is_key
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout, split, value_key
 
 
@@ -99,15 +98,15 @@ def _look_alike(a: Layout, b: Layout) -> bool:
 class Outputs:
     """The outputs' array leaves, with their layout: a pytree node."""
 
-    def __init__(self, arrays: Sequence[Any], layout: OutputLayout) -> None:
-        self.arrays = arrays
+    def __init__(self, layout: OutputLayout, arrays: Sequence[Any]) -> None:
         self.layout = layout
+        self.arrays = arrays
 
     def __repr__(self) -> str:
         return repr(self.layout)
 
 
-jax.tree_util.register_pytree_node(Outputs, lambda o: (o.arrays, o.layout), lambda layout, a: Outputs(a, layout))
+jax.tree_util.register_pytree_node(Outputs, attrgetter("arrays", "layout"), Outputs)
 
 
 class Returned(NamedTuple):
@@ -149,6 +148,6 @@ def take_apart(value: Any) -> Returned:
         arrays += leaves
         layouts.append(layout)
     converted = [as_array(array) for array in arrays]
-    if not all(map(operator.is_, arrays, converted)):
+    if not all(map(is_, arrays, converted)):
         value = OutputLayout(container, tuple(layouts), frozenset()).merge(converted)
     return Returned(value, converted, arrays, container, tuple(layouts))

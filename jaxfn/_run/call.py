@@ -36,7 +36,8 @@ class Call:
         self.unperturbed = (False,) * len(self.are_refs)
         self.has_refs = any(self.are_refs)
         self.numbers = [layout.leaves[0] for layout in layouts if layout.is_number]
-        self._may_close_over = methods.may_close_over or any(layout is not ARRAY_LAYOUT for layout in layouts)
+        self._are_arrays = all(layout is ARRAY_LAYOUT for layout in layouts)
+        self._may_close_over = methods.may_close_over or not self._are_arrays
         self.changeable = [i for i, layout in enumerate(layouts) if layout.may_be_changed]
         self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
@@ -58,8 +59,6 @@ class Call:
 
     def refuse_perturbed_refs(self, perturbed: Sequence[bool]) -> None:
         """Raises where a reference itself is being differentiated, whose derivative would be lost silently."""
-        if not self.has_refs:
-            return
         owners = (i for i, layout in enumerate(self.layouts) for _ in range(layout.num_arrays))
         for owner, is_ref, is_perturbed in zip(owners, self.are_refs, perturbed, strict=True):
             if is_ref and is_perturbed:
@@ -95,6 +94,8 @@ class Call:
 
     def operands_of_rules(self) -> list[Any]:
         """The arrays of `tracers_of_rules` that are no references."""
+        if not self.methods.rules_with_closures:
+            return []
         return [x for x in self.methods.tracers_of_rules() if not _compat.is_ref(x)]
 
     def refuse_changed_inputs(self, inputs: Sequence[Any], arrays: Sequence[Any], returned: Sequence[Any]) -> None:
@@ -120,5 +121,7 @@ class Call:
 
     def inputs(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The inputs, with these arrays in their places."""
+        if self._are_arrays:
+            return tuple(arrays)
         remaining = iter(arrays)
         return tuple(layout.merge(remaining) for layout in self.layouts)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxfn._observation import Observation, current_log, current_log_depth, current_observation
+from jaxfn._observation import OBSERVATION, Observation, current_log, current_log_depth
 from jaxfn._primitives.mark import mark_beside
 from jaxfn._protocol.context import ContextState
 from jaxfn._run.observed import Label
@@ -36,7 +36,7 @@ def hand_over_logs(function: str, method: str, state: ContextState, results: _Ar
             # Under a derivative of a Function that has both modes, `jnp.asarray` makes a tracer of a number (0.12.0).
             is_of_jax = is_jax_type(type(value)) or hasattr(value, "__jax_array__")
             log.setdefault(name, []).append(as_array(value) if is_of_jax else jax.device_put(value))
-    if current_observation() is not Observation.LOGS:
+    if OBSERVATION.value is not Observation.LOGS:
         return results
     places = [i for i, x in enumerate(results) if is_array_leaf(x)]
     if not places:

@@ -54,6 +54,7 @@ class Methods:
       has_backward, has_jvp: whether it defines `backward` (or `vjp`), and `jvp`.
       has_forward_mode: whether forward mode is to work, by `jvp` or by `generate_jvp_rule`.
       may_close_over: whether `forward` or `setup_context` holds anything in a closure or in defaults.
+      rules_with_closures: those of `backward`, `vjp` and `jvp` that hold anything there.
       takes_torch_tensors: whether torch's tensors are constants to it, and no mistake.
       hides_arrays: whether a run of `forward` has kept an array in a closure or an object on ctx; see `detached`.
     """
@@ -72,7 +73,7 @@ class Methods:
         self.may_close_over = bool(self._with_closures)
         rules = [rule for rule in (function.backward, function.vjp, function.jvp) if _is_defined(rule)]
         self._plain_rules = list(filter(is_plain_function, rules))
-        self._rules_with_closures = [rule for rule in rules if rule not in self._plain_rules]
+        self.rules_with_closures = [rule for rule in rules if rule not in self._plain_rules]
         self._warned_of_dirty = False
         self._warned_of_no_return = False
         if not _is_defined(self._forward):
@@ -100,7 +101,7 @@ class Methods:
 
     def tracers_of_rules(self) -> list[Any]:
         """The arrays of this program that `backward` and `jvp` close over, each once."""
-        found = {id(x): x for rule in self._rules_with_closures for x in closed_over_tracers(rule)}
+        found = {id(x): x for rule in self.rules_with_closures for x in closed_over_tracers(rule)}
         return list(filter(is_alive, found.values()))
 
     def why_vmap_is_refused(self) -> str | None:
@@ -124,12 +125,10 @@ class Methods:
         if self._is_separate:
             return self.set_up(ctx, inputs, self.forward_alone(form, inputs))
         try:
-            returned = take_apart(form.call(self._forward, (ctx,), inputs))
+            return take_apart(form.call(self._forward, (ctx,), inputs))
         except Exception as error:
             explain(error, self.name, "forward", ctx)
             raise
-        state_of(ctx).num_outputs = len(returned.layouts)
-        return returned
 
     def forward_alone(self, form: Form, inputs: Sequence[Any]) -> Returned:
         """Calls a `forward` that takes no ctx."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxfn._compat import is_ref, own_lines
-from jaxfn._observation import Observation, current_observation
+from jaxfn._observation import OBSERVATION, Observation
 from jaxfn._primitives.mark import mark
 from jaxfn._protocol.context import SavedNames
 from jaxfn._run.call import Call
@@ -17,9 +16,9 @@ from jaxfn._run.saved import Saved
 from jaxfn._values.arrays import is_array_leaf
 from jaxfn._values.layouts import Layout
 
-_Run = Any  # a `jaxfn._run.run.Run`, which is made of this module's functions
+_Run = Any  # a `jaxfn._run.run.Run`, which uses this module
 _RunForward = Callable[..., tuple[_Run, list[Any], list[Any]]]
-_RunRule = Callable[[_Run, Sequence[Any], Sequence[Any]], list[jax.Array | None]]
+_RunRule = Callable[[Sequence[Any], Sequence[Any]], list[jax.Array | None]]
 
 
 class Label(NamedTuple):
@@ -44,54 +43,56 @@ class Label(NamedTuple):
     log_depth: int = 0
 
 
-def observed_forward(run_forward: _RunForward) -> _RunForward:
-    """`run_forward` that marks the inputs of `forward`, its outputs, and the intermediates that it saved."""
-
-    @wraps(run_forward)
-    def observed(call: Call, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[_Run, list[Any], list[Any]]:
-        if current_observation() is not Observation.VALUES:
-            return run_forward(call, inputs, *args, **kwargs)
-        inputs = _marked(inputs, call, "forward", "input", _input_names(call))
-        with own_lines():
-            run, outputs, intermediates = run_forward(call, inputs, *args, **kwargs)
-        names = [""] * len(intermediates)
-        for source, name in zip(run.saved.sources, _saved_names(run.saved), strict=True):
-            if source.kind == "intermediate":
-                names[source.place] = name
-        outputs = _marked(outputs, call, "forward", "output", _output_names(run))
-        return run, outputs, _marked(intermediates, call, "forward", "saved", names)
-
-    return observed
+def observed_forward(run_forward: _RunForward, call: Call, inputs: Sequence[Any]) -> tuple[_Run, list[Any], list[Any]]:
+    """What `run_forward` returns: the inputs of `forward`, its outputs, and the intermediates that it saved marked."""
+    if OBSERVATION.value is not Observation.VALUES:
+        return run_forward(inputs)
+    inputs = _marked(inputs, call, "forward", "input", _input_names(call))
+    with own_lines():
+        run, outputs, intermediates = run_forward(inputs)
+    names = [""] * len(intermediates)
+    for source, name in zip(run.saved.sources, _saved_names(run.saved), strict=True):
+        if source.kind == "intermediate":
+            names[source.place] = name
+    outputs = _marked(outputs, call, "forward", "output", _output_names(run))
+    return run, outputs, _marked(intermediates, call, "forward", "saved", names)
 
 
-def observed_rule(method: str, given_role: str, returned_role: str) -> Callable[[_RunRule], _RunRule]:
-    """For `Run.backward` and `Run.jvp`: marks what they are given, and what they return.
+def observed_backward(
+    run: _Run, backward: _RunRule, residuals: Sequence[Any], cotangents: Sequence[Any]
+) -> list[jax.Array | None]:
+    """What a run's backward returns, and what it is given, marked."""
+    names = _output_names(run), _input_names(run.call)
+    return _observed_rule(run, "backward", backward, residuals, cotangents, ("grad_output", "gradient"), names)
 
-    Args:
-      method: the user's method that is called.
-      given_role, returned_role: what its arguments are, and its results.
-    """
 
-    def decorate(rule: _RunRule) -> _RunRule:
-        @wraps(rule)
-        def observed(run: _Run, residuals: Sequence[Any], given: Sequence[Any]) -> list[jax.Array | None]:
-            observation = current_observation()
-            if observation not in (Observation.RESIDUALS, Observation.VALUES):
-                return rule(run, residuals, given)
-            labels = _residual_labels(run, method)  # none for what follows the residuals; see `reverse.Residuals`
-            residuals = [*mark(residuals[: len(labels)], labels), *residuals[len(labels) :]]
-            if observation is Observation.RESIDUALS:
-                return rule(run, residuals, given)
-            outputs, inputs = _output_names(run), _input_names(run.call)
-            before, after = (outputs, inputs) if method == "backward" else (inputs, outputs)
-            given = _marked(given, run.call, method, given_role, before)
-            with own_lines():
-                returned = rule(run, residuals, given)
-            return _marked(returned, run.call, method, returned_role, after)
+def observed_jvp(run: _Run, jvp: _RunRule, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array | None]:
+    """What a run's jvp returns, and what it is given, marked."""
+    names = _input_names(run.call), _output_names(run)
+    return _observed_rule(run, "jvp", jvp, residuals, tangents, ("tangent", "tangent"), names)
 
-        return observed
 
-    return decorate
+def _observed_rule(
+    run: _Run,
+    method: str,
+    rule: _RunRule,
+    residuals: Sequence[Any],
+    given: Sequence[Any],
+    roles: tuple[str, str],
+    names: tuple[Sequence[str], Sequence[str]],
+) -> list[jax.Array | None]:
+    """What a rule returns; the roles and names are of what it is given, and of what it returns."""
+    observation = OBSERVATION.value
+    if observation not in (Observation.RESIDUALS, Observation.VALUES):
+        return rule(residuals, given)
+    labels = _residual_labels(run, method)  # none for what follows the residuals; see `reverse.Residuals`
+    residuals = [*mark(residuals[: len(labels)], labels), *residuals[len(labels) :]]
+    if observation is Observation.RESIDUALS:
+        return rule(residuals, given)
+    given = _marked(given, run.call, method, roles[0], names[0])
+    with own_lines():
+        returned = rule(residuals, given)
+    return _marked(returned, run.call, method, roles[1], names[1])
 
 
 def _residual_labels(run: _Run, method: str) -> list[Label]:

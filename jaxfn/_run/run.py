@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
 from jaxfn._compat import SymbolicZero, current_trace, is_out_of_reach, manual_axes_here
+from jaxfn._observation import OBSERVATION
 from jaxfn._primitives.attach import Mapping
 from jaxfn._protocol.context import ContextState, FunctionCtx, restored, show_saved_for_forward
 from jaxfn._protocol.gradients import input_cotangents
@@ -20,13 +21,13 @@ from jaxfn._run.call import Call
 from jaxfn._run.device_sums import refuse_repeated_sums
 from jaxfn._run.forward import call_forward
 from jaxfn._run.logging import hand_over_logs
-from jaxfn._run.observed import observed_forward, observed_rule
+from jaxfn._run.observed import observed_backward, observed_forward, observed_jvp
 from jaxfn._run.packing import pack, unpack
 from jaxfn._run.provenance import Fingerprint, is_written_down
 from jaxfn._run.saved import Saved, save
 from jaxfn._values.arrays import is_inexact, is_staged, is_traced
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
-from jaxfn._values.varying import match_cotangent
+from jaxfn._values.varying import match_cotangents
 
 
 class Run:
@@ -47,7 +48,7 @@ class Run:
         self.call = call
         self.perturbed = perturbed
         self.expected = expected  # what forward was told of `perturbed`, and of derivatives further out
-        self.needs_input_grad = call.needs_input_grad(perturbed)
+        self.needs_input_grad = state.needs_input_grad if perturbed == expected else call.needs_input_grad(perturbed)
         self.read_needs_input_grad = state.read_needs_input_grad
         self.materialize_grads = state.materialize_grads
         self.hooks = hooks
@@ -69,8 +70,9 @@ class Run:
         # Types only: a closure over the arrays themselves would leak their tracers into backward.
         self.input_avals = [jax.typeof(x) for x in inputs]
         self.output_avals = [jax.typeof(x) for x in returned.arrays]
-        # Whether only one pattern of perturbed inputs is possible.
-        self.has_one_pattern = [is_inexact(aval.dtype) for aval in self.input_avals].count(True) == 1
+        differentiable = [aval for aval in self.input_avals if is_inexact(aval.dtype)]
+        self.has_one_pattern = len(differentiable) == 1  # of perturbed inputs
+        self._is_on_mesh = not all(aval.sharding.mesh.empty for aval in differentiable)
 
     @property
     def hides_staged(self) -> bool:
@@ -162,17 +164,6 @@ class Run:
             "another level. Save the array itself: ctx.save_for_backward(array), or ctx.name = array."
         )
 
-    @contextmanager
-    def _hidden_arrays_named(self) -> Generator[None]:
-        """Says what is wrong where user code finds that a hidden array belongs elsewhere."""
-        try:
-            yield
-        except jax.errors.UnexpectedTracerError as error:
-            if self.hides_arrays:
-                raise self.hidden_elsewhere() from error
-            raise
-
-    @observed_rule("backward", "grad_output", "gradient")
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
         """Calls the user's backward.
 
@@ -183,24 +174,31 @@ class Run:
         Returns:
           A cotangent for each array leaf of the inputs, `None` for zero.
         """
+        if OBSERVATION.value is None:  # as nearly always
+            return self._backward(residuals, cotangents)
+        return observed_backward(self, self._backward, residuals, cotangents)
+
+    def _backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
         grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
         if grad_outputs is None:
             return [None] * len(self.input_avals)
-        is_distributed = bool(manual_axes_here()) and not self.hides_arrays
+        axes = manual_axes_here()
+        is_distributed = bool(axes) and not self.hides_arrays
         if is_distributed and not is_written_down([*residuals, *_present(cotangents)]):
             return self._written_down(residuals, cotangents)
         with jax.named_scope(self.call.scopes.backward):
             state, ctx, stand_ins = self._ctx(residuals)
-            with self._hidden_arrays_named():
+            try:
                 returned = self.call.methods.backward(ctx, grad_outputs, stand_ins)
+            except jax.errors.UnexpectedTracerError as error:
+                if self.hides_arrays:
+                    raise self.hidden_elsewhere() from error
+                raise
             try:
                 unplaced = input_cotangents(
                     self.call.name, self.call.form, returned, self.call.layouts, self.input_avals, self.perturbed
                 )
-                gradients = [
-                    None if x is None else match_cotangent(x, aval)
-                    for x, aval in zip(unplaced, self.input_avals, strict=True)
-                ]
+                gradients = match_cotangents(unplaced, self.input_avals) if axes or self._is_on_mesh else unplaced
                 if is_distributed:
                     given = _present(cotangents)
                     refuse_repeated_sums(self.call, self.input_avals, residuals, given, unplaced, gradients)
@@ -214,11 +212,10 @@ class Run:
 
         def program(residuals: list[Any], present: list[Any]) -> list[jax.Array | None]:
             values = iter(present)
-            return self.backward(residuals, [x if isinstance(x, SymbolicZero) else next(values) for x in cotangents])
+            return self._backward(residuals, [x if isinstance(x, SymbolicZero) else next(values) for x in cotangents])
 
         return jax.jit(program)(list(residuals), _present(cotangents))
 
-    @observed_rule("jvp", "tangent", "tangent")
     def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Calls the user's jvp.
 
@@ -229,12 +226,21 @@ class Run:
         Returns:
           A tangent for each array leaf of the outputs, `None` for zero.
         """
+        if OBSERVATION.value is None:
+            return self._jvp(residuals, tangents)
+        return observed_jvp(self, self._jvp, residuals, tangents)
+
+    def _jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         with jax.named_scope(self.call.scopes.jvp):
             state, ctx, stand_ins = self._ctx(residuals)
             show_saved_for_forward(state)
             given = input_tangents(tangents, self.call.layouts, self.input_avals, self.materialize_grads)
-            with self._hidden_arrays_named():
+            try:
                 returned = self.call.methods.jvp(ctx, given, stand_ins)
+            except jax.errors.UnexpectedTracerError as error:
+                if self.hides_arrays:
+                    raise self.hidden_elsewhere() from error
+                raise
             try:
                 pushed = output_tangents(self.call.name, returned, self.outputs, self.output_avals)
             except (RuntimeError, TypeError) as error:
@@ -247,7 +253,6 @@ def _present(cotangents: Sequence[Any]) -> list[Any]:
     return [x for x in cotangents if not isinstance(x, SymbolicZero)]
 
 
-@observed_forward
 def run_forward(
     call: Call,
     inputs: Sequence[Any],
@@ -268,6 +273,14 @@ def run_forward(
       The run, the outputs' array leaves, and the intermediates that were saved.
     """
     expected = perturbed if expected is None else expected
+    if OBSERVATION.value is None:  # as nearly always
+        return _run_forward(call, perturbed, hooks, expected, inputs)
+    return observed_forward(partial(_run_forward, call, perturbed, hooks, expected), call, inputs)
+
+
+def _run_forward(
+    call: Call, perturbed: tuple[bool, ...], hooks: Hooks | None, expected: tuple[bool, ...], inputs: Sequence[Any]
+) -> tuple[Run, list[Any], list[Any]]:
     with jax.named_scope(call.scopes.forward):
         state, ctx, returned = call_forward(call, inputs, expected)
     saved, intermediates = save(ctx, inputs, returned.originals, hooks)

@@ -53,7 +53,7 @@ def forward_with_vmap(call: Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> Re
     record = Record(program, arrays, ())  # so that a derivative does not run forward again
 
     def alone(*arrays: Any) -> Outputs:
-        return Outputs(record.perform(arrays)[0], layouts[0])
+        return Outputs(layouts[0], record.perform(arrays)[0])
 
     forward = custom_vmap(alone)
 
@@ -65,7 +65,7 @@ def forward_with_vmap(call: Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> Re
     outputs = forward(*(detach(arrays) if has_derivative else arrays))
     if has_derivative:
         rule = partial(_with_derivative_of, alone, len(outputs.arrays))
-        outputs = Outputs(attach(outputs.arrays, (), arrays, rule, made_is_detached=True), outputs.layout)
+        outputs = Outputs(outputs.layout, attach(outputs.arrays, (), arrays, rule, made_is_detached=True))
     value = outputs.layout.merge(outputs.arrays)
     return call.methods.set_up(ctx, call.inputs(arrays), take_apart(value))
 
@@ -129,7 +129,7 @@ def _batched_by_user(
     moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(returned.arrays, out_axes, strict=True)]
     _check_sizes(call.name, moved, out_axes, axis_size)
     batched = [axis is not None for axis in out_axes]
-    return Outputs(moved, returned.layout), Outputs(batched, returned.layout)
+    return Outputs(returned.layout, moved), Outputs(returned.layout, batched)
 
 
 def _described(value: object) -> str:

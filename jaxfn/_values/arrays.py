@@ -85,6 +85,11 @@ def as_array(leaf: Any) -> jax.Array:
     return leaf if is_jax_type(type(leaf)) else jnp.asarray(leaf)
 
 
+def conjugate(gradient: jax.Array) -> jax.Array:
+    """Between torch's and JAX's convention for complex gradients; each is the other's conjugate."""
+    return jnp.conj(gradient) if gradient.dtype.kind == "c" else gradient
+
+
 def is_staged(array: object) -> bool:
     """Whether an array stands for a value in a program that JAX is writing down."""
     return isinstance(array, partial_eval.DynamicJaxprTracer)

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxfn._compat import is_ref
-from jaxfn._values.arrays import is_array_leaf, is_box, is_jax_type, is_none, is_traced
+from jaxfn._values.arrays import is_array_leaf, is_box, is_jax_type, is_none
 from jaxfn._values.hidden import NoArrays, hidden_tracers, hides_arrays
 
 _NUMBERS = frozenset({int, float, complex})
@@ -44,7 +45,7 @@ def _is_torch_tensor_type(kind: type) -> bool:
 
 def _marker(leaf: Any) -> _Array:
     # Only a tracer does not show by its type whether it is a reference, and asking its value is slow.
-    return _REF if type(leaf) is jax.Ref or (is_traced(leaf) and is_ref(leaf)) else _ARRAY
+    return _REF if type(leaf) is jax.Ref or (isinstance(leaf, Tracer) and is_ref(leaf)) else _ARRAY
 
 
 class Layout:

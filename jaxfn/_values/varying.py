@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxfn._compat import cotangent_sharding, manual_axes_here, varying_axes
+from jaxfn._compat import cotangent_sharding, varying_axes
 
 
 def widened(value: jax.Array, aval: Any) -> jax.Array:
@@ -26,15 +27,17 @@ def match_tangent(tangent: jax.Array, aval: Any) -> jax.Array:
     return widened(_resharded(tangent, aval.sharding), aval)
 
 
-def match_cotangent(cotangent: jax.Array, aval: Any) -> jax.Array:
-    """Makes a cotangent lie on the mesh as its input does, varying over the same manual axes.
+def match_cotangents(cotangents: Sequence[jax.Array | None], avals: Sequence[Any]) -> list[jax.Array | None]:
+    """Makes each cotangent lie on the mesh as its input does, varying over the same manual axes.
 
     A gradient for a weight that is replicated over a manual axis is the sum of what each device has; without this,
     `shard_map(check_vma=True)` refuses the rule. Over explicit axes a gradient often lies as the output does that it
     comes from, such as that of a bias which was broadcast along a sharded axis.
     """
-    if aval.sharding.mesh.empty and not manual_axes_here():  # as nearly always
-        return cotangent
+    return [None if x is None else _match_cotangent(x, aval) for x, aval in zip(cotangents, avals, strict=True)]
+
+
+def _match_cotangent(cotangent: jax.Array, aval: Any) -> jax.Array:
     surplus = varying_axes(jax.typeof(cotangent)) - varying_axes(aval)
     if surplus:
         cotangent = jax.lax.psum(cotangent, tuple(sorted(surplus)))

@@ -19,7 +19,7 @@ import torch
 from jax import lax
 from torch.fx import GraphModule, Node
 
-from jaxfn._observation import Observation, current_observation, line_name
+from jaxfn._observation import OBSERVATION, Observation, line_name
 from jaxfn._torch._compat import plain_torch
 from jaxfn._torch.graph.jax_call import JaxCall
 from jaxfn._torch.graph.names import Operations, by_name, name_of
@@ -345,7 +345,7 @@ def _results(node: Node) -> list[torch.Tensor]:
 
 def _told_line(node: Node) -> AbstractContextManager[object]:
     """Tells the line of a node to `find_nan`, if that looks, as a part of operations' names."""
-    is_wanted = current_observation() is Observation.VALUES
+    is_wanted = OBSERVATION.value is Observation.VALUES
     return jax.named_scope(line_name(line_of(node) or "")) if is_wanted else nullcontext()
 
 
