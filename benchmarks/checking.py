@@ -158,7 +158,8 @@ def _jaxfn_check(measurement: Measurement) -> Callable[[list[Any]], Any]:
         return through @ w.T, x.T @ through
 
     jax.block_until_ready(jax.jit(jnp.sin)(1.0))
-    return lambda inputs: getattr(jaxfn, measurement.check)(layer, tuple(inputs))
+    check = getattr(jaxfn, measurement.check)  # the first use of the name imports its module, as `import torch` does
+    return lambda inputs: check(layer, tuple(inputs))
 
 
 def _torch_check(measurement: Measurement) -> Callable[[list[Any]], Any]:

@@ -73,7 +73,7 @@ def run_once(
             return done
         if lies_elsewhere:
             raise done.run.hidden_elsewhere()
-        call.methods.hides_arrays = True  # which belong to the record, where backward cannot reach them
+        call.methods.remember_hidden_arrays()
     run, outputs, intermediates = run_forward(call, detached, perturbed, hooks, expected)
     is_written = any(map(is_traced, detached))
     if run.read_needs_input_grad and is_written:

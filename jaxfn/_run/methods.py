@@ -56,7 +56,7 @@ class Methods:
       may_close_over: whether `forward` or `setup_context` holds anything in a closure or in defaults.
       rules_with_closures: those of `backward`, `vjp` and `jvp` that hold anything there.
       takes_torch_tensors: whether torch's tensors are constants to it, and no mistake.
-      hides_arrays: whether a run of `forward` has kept an array in a closure or an object on ctx; see `detached`.
+      hides_arrays: whether a run of `forward` has kept an array in a closure or an object on ctx.
     """
 
     def __init__(self, function: Any) -> None:
@@ -90,6 +90,10 @@ class Methods:
                 f"{self.name} has both generate_jvp_rule=True and a jvp of its own. Delete one of them, to say which "
                 "rule forward mode is to use."
             )
+
+    def remember_hidden_arrays(self) -> None:
+        """Has no later run of `forward` recorded: what it hides would belong to the record, out of backward's reach."""
+        self.hides_arrays = True
 
     def is_current(self) -> bool:
         """Whether the class still has what this looked up."""

@@ -12,9 +12,9 @@ from jax.custom_derivatives import linear_call
 
 import jaxfn
 from jaxfn._protocol import tangents as _tangents
-from tests.core.test_forward_mode import ALL, DERIVATIVES, FURTHER, check, jit, taken
 from tests.support import cases
 from tests.support.cases import make_args, residual_bytes, with_attributes
+from tests.support.derivatives import ALL, DERIVATIVES, FURTHER, check, jit, taken
 from tests.support.marks import NO_REMAT_TRANSPOSE, row, sampled, thorough
 
 X = jnp.array([0.3, -1.2])

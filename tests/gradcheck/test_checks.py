@@ -11,8 +11,8 @@ import pytest
 
 import jaxfn
 from jaxfn import gradcheck, gradgradcheck
-from tests.gradcheck.test_gradcheck import failure, normal, passes, scaled_sine
 from tests.support.cases import Linear
+from tests.support.checking import failure, normal, passes, scaled_sine
 from tests.support.marks import row
 
 MODES = pytest.mark.parametrize("fast_mode", [False, True], ids=["full", "fast"])

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 import jaxfn
 from jaxfn import GradcheckError, gradcheck, gradgradcheck
-from tests.gradcheck.test_gradcheck import normal
+from tests.support.checking import normal
 from tests.support.marks import row
 
 

@@ -11,41 +11,10 @@ import pytest
 
 import jaxfn
 from jaxfn import GradcheckError, gradcheck, gradgradcheck
+from tests.support import checking
 from tests.support.cases import Linear
+from tests.support.checking import failure, normal, passes, scaled_sine
 from tests.support.marks import TRACES_ALWAYS, row, sampled
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-def failure(*args, check=gradcheck, **kwargs):
-    """The report of a check that has to fail."""
-    with pytest.raises(GradcheckError) as caught:
-        check(*args, **kwargs)
-    return caught.value.report
-
-
-def passes(*args, check=gradcheck, **kwargs):
-    report = check(*args, return_report=True, **kwargs)
-    assert report.passed, str(report)
-    return report
-
-
-def scaled_sine(factor):
-    """sin, with a backward that is `factor` times what it should be."""
-
-    @jaxfn.function
-    def sine(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    @sine.backward
-    def _(ctx, grad_output):
-        (x,) = ctx.saved_tensors
-        return factor * grad_output * jnp.cos(x)
-
-    return sine
 
 
 @row("G2")
@@ -516,11 +485,11 @@ def test_the_report_says_where_and_how_much():
     assert entry.numeric == pytest.approx(expected, abs=1e-8)
     assert entry.absolute_error == pytest.approx(abs(expected)) and entry.relative_error == pytest.approx(1)
     assert 0 < entry.tolerance < 1e-5
-    text = str(report)
-    for part in ("output 0['value']", "input 0 ('tree')['x'][0]", "6 of 36", mismatch.kind, "autodiff", __file__):
+    text, file_name = str(report), checking.__file__
+    for part in ("output 0['value']", "input 0 ('tree')['x'][0]", "6 of 36", mismatch.kind, "autodiff", file_name):
         assert part in text, text
-    line = int(text.split(f"{__file__}:")[1].split()[0])
-    with open(__file__) as file:
+    line = int(text.split(f"{file_name}:")[1].split()[0])
+    with open(file_name) as file:
         assert "sine.backward" in file.readlines()[line - 1]
 
 

@@ -1,0 +1,43 @@
+"""What the tests of gradcheck check, and how they look at its verdict."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from jaxfn import GradcheckError, gradcheck
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def failure(*args, check=gradcheck, **kwargs):
+    """The report of a check that has to fail."""
+    with pytest.raises(GradcheckError) as caught:
+        check(*args, **kwargs)
+    return caught.value.report
+
+
+def passes(*args, check=gradcheck, **kwargs):
+    report = check(*args, return_report=True, **kwargs)
+    assert report.passed, str(report)
+    return report
+
+
+def scaled_sine(factor):
+    """sin, with a backward that is `factor` times what it should be."""
+
+    @jaxfn.function
+    def sine(ctx, x):
+        ctx.save_for_backward(x)
+        return jnp.sin(x)
+
+    @sine.backward
+    def _(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return factor * grad_output * jnp.cos(x)
+
+    return sine
