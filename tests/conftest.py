@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from tests.support.lanes import quick_lane
+from tests.support.lanes import all_lanes, quick_lane
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Thousands of small programs are compiled, and each runs once. XLA's own passes, which the tests look at, all run.
@@ -36,6 +36,7 @@ def few_objects() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the thorough tests too")
+    parser.addoption("--product", action="store_true", help="as --all, and every case of the sampled tests")
     parser.addoption("--row", action="append", help="run only what is about this row of docs/contract.md")
 
 
@@ -45,14 +46,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what is about other rows than those asked for, and what is thorough without `--all`."""
+    """Deselects what is about other rows than those asked for, and what the lane leaves out."""
     quick = set(quick_lane(items))
     for item in items:
         if item not in quick:
             item.add_marker("thorough")  # the cases that were not taken of a sampled test too, so that -m finds them
     rows = set(config.getoption("row") or ())
     asked_for = [i for i in items if not rows or any(rows.intersection(mark.args) for mark in i.iter_markers("row"))]
-    chosen = asked_for if config.getoption("all") else [item for item in asked_for if item in quick]
+    if config.getoption("product"):
+        chosen = asked_for
+    else:
+        lane = set(all_lanes(items)) if config.getoption("all") else quick
+        chosen = [item for item in asked_for if item in lane]
     config.stash[LEFT_OUT] = len(asked_for) - len(chosen)
     config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
     items[:] = chosen
@@ -73,7 +78,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was left out, and how much of the table of torch's operations was tested, in whichever processes."""
     if left_out := terminalreporter.config.stash[LEFT_OUT]:
-        terminalreporter.write_line(f"{left_out} thorough tests left out; --all runs them too")
+        more = "--product" if terminalreporter.config.getoption("all") else "--all"
+        terminalreporter.write_line(f"{left_out} tests left out; {more} runs more of them")
     found = [
         entry
         for reports in terminalreporter.stats.values()

@@ -1,6 +1,7 @@
 """Every row of docs/contract.md has a test that is marked with it, and marks name rows that stand there."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -14,24 +15,30 @@ def rows_in(text):
     return re.findall(r"^- \*\*([A-Z]\d+[a-z]?)\*\* ", text, re.MULTILINE)
 
 
-def marked_rows(code, thorough=True):
-    """The rows that tests of a module are marked with; without the thorough tests, if those are not asked for.
+def marked_rows(code):
+    """The rows that tests of a module are marked with, and those that its tests without `thorough` are.
 
     Read and not imported, as tests of torch are there without torch too.
     """
-    found = set()
-    for test in ast.walk(ast.parse(code)):
+    found, found_quickly = set(), set()
+    for test in ast.parse(code).body:
         if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
             marks = {ast.unparse(getattr(mark, "func", mark)): mark for mark in test.decorator_list}
-            if "row" in marks and (thorough or "thorough" not in marks):
-                found.update(argument.value for argument in marks["row"].args)
-    return found
+            if "row" in marks:
+                rows = {argument.value for argument in marks["row"].args}
+                found |= rows
+                found_quickly |= rows if "thorough" not in marks else set()
+    return found, found_quickly
 
 
-MODULES = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
 ROWS = rows_in(PROMISED)
-TESTED = set().union(*map(marked_rows, MODULES))
-QUICKLY_TESTED = set().union(*(marked_rows(code, thorough=False) for code in MODULES))
+
+
+@functools.cache
+def rows_of_all_tests():
+    """See `marked_rows`."""
+    modules = [marked_rows(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
+    return tuple(set().union(*rows) for rows in zip(*modules, strict=True))
 
 
 def test_rows_are_found_and_each_stands_once():
@@ -44,15 +51,15 @@ def test_rows_are_found_and_each_stands_once():
 
 def test_marks_are_found():
     code = '@row("B4", "E1b")\n@thorough\ndef test_a(): ...\n@EACH\n@row("B7")\ndef test_b(): ...\ndef test_c(): ...'
-    assert marked_rows(code) == {"B4", "E1b", "B7"} and marked_rows(code, thorough=False) == {"B7"}
+    assert marked_rows(code) == ({"B4", "E1b", "B7"}, {"B7"})
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_has_a_test(name):
     """One at least that runs without `--all`."""
-    assert name in QUICKLY_TESTED
+    assert name in rows_of_all_tests()[1]
 
 
 def test_marks_name_rows():
     """What is tested is promised, and no longer among what is not there yet."""
-    assert sorted(TESTED.difference(ROWS)) == []
+    assert sorted(rows_of_all_tests()[0].difference(ROWS)) == []

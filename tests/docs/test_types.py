@@ -1,5 +1,6 @@
 """What editors show, and what a user's own annotations say. That pyright accepts them is a matter of CI's types."""
 
+import importlib
 import inspect
 
 import jax
@@ -7,12 +8,17 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfn
-from tests.docs import typed_user
 from tests.support.marks import row
 
 
+@pytest.fixture(scope="module")
+def typed_user():
+    """The module, which checks its derivatives while it is imported."""
+    return importlib.import_module("tests.docs.typed_user")
+
+
 @row("L3")
-def test_an_annotated_user_gets_right_derivatives():
+def test_an_annotated_user_gets_right_derivatives(typed_user):
     assert typed_user.ok and typed_user.second_order and typed_user.found is None
     assert typed_user.report and typed_user.second_report and typed_user.total > 0
 
@@ -22,7 +28,7 @@ def parameters(function):
 
 
 @row("L3")
-def test_apply_has_the_parameters_of_forward_without_the_ctx():
+def test_apply_has_the_parameters_of_forward_without_the_ctx(typed_user):
     signature = inspect.signature(typed_user.Scale.apply)
     assert list(signature.parameters) == ["x", "scale", "offset"]
     assert signature.parameters["offset"].default == 0.0 and signature.return_annotation is jax.Array

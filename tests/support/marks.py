@@ -8,7 +8,8 @@ import pytest
 row = pytest.mark.row
 # Left out without `--all`: it takes long, and a quicker test is about the same row.
 thorough = pytest.mark.thorough
-# Without `--all`, only as many of its cases run as show each value of each parameter.
+# Without `--all`, only as many of its cases run as show each value of each parameter; with it, each pair of values,
+# which where there are two parameters is all cases. `--product` runs all of them.
 sampled = pytest.mark.sampled
 
 # JAX's coming implementations, which are switched on in the environment.
