@@ -101,11 +101,10 @@ def test_kernels_for_tpus_in_pallas():
 
     with pltpu.force_tpu_interpret_mode():
         assert kernelcheck(attention, reference, (shape(1, 1, 128, 128),) * 3, skip=["vmap"])
-        given = (shape(16, 128), shape(128, 256))
-        assert kernelcheck(matmul, jnp.matmul, given, skip=["vmap", "gradients", "sizes"])
         # JAX's example of a matmul does not look at sizes, and is wrong where they are no multiples of its blocks.
+        given = (shape(16, 128), shape(128, 256))
         report = kernelcheck(matmul, jnp.matmul, given, skip=["vmap", "gradients"], raise_exception=False)
-    assert report.failed_checks == ["sizes"]
+    assert "outputs" in report.checks and report.failed_checks == ["sizes"]
 
 
 def attention(q, k, v):
