@@ -12,8 +12,9 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jaxfn._compat import compile_quickly
+from jaxfn._compat import compile_quickly, quick_key
 from jaxfn._torch.adopt.adopted import adopt
 from jaxfn._torch.adopt.nested import NESTED
 from jaxfn._torch.values.errors import TranslationError
@@ -34,35 +35,73 @@ TIES = np.array([1.0, 1.0, 0.0, -1.0, 2.0, 2.0], np.float32)
 
 
 class Answer(NamedTuple):
-    """What a Function gives for an array, and what it ought to give."""
+    """What something gives for an array, and what it ought to give."""
 
     found: Callable[[Any], Any]
     at: Any
     expected: Any
 
 
-class Slope(NamedTuple):
-    """What the backward of the identity computes with torch, and what its derivative at an array ought to be."""
+class Part(NamedTuple):
+    """What is a part of a Function's code, and what comes of it for an array.
 
+    Attributes:
+      place: "output" of forward; or "backward", where it is what backward computes, and "saved", what forward saves for
+        it: then the derivative of that is asked for.
+    """
+
+    place: str
     of_tensor: Callable[[Any], Any]
     at: Any
     expected: Any
 
-    def found(self, at: Any) -> Any:
-        """The derivative."""
-        return _curvature(_with_backward(self.of_tensor), at)
+
+def _of_parts(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """What each of them gives, in one Function for outputs and one for derivatives: many would take thrice as long."""
+    outputs = {name: part for name, part in parts.items() if part.place == "output"}
+    slopes = {name: part for name, part in parts.items() if part.place != "output"}
+    return (_outputs(outputs) if outputs else {}) | (_slopes(slopes) if slopes else {})
 
 
-def _all_of(slopes: Sequence[Slope]) -> Slope:
-    """All of them in one Function, which is traced in a third of the time."""
-    lengths = [len(slope.at) for slope in slopes]
+def _outputs(parts: Mapping[str, Part]) -> dict[str, Any]:
+    at, lengths = _arrays(parts)
 
-    def of_tensor(x: Any) -> Any:
-        parts = zip(slopes, x.split(lengths), strict=True)
-        return torch.cat([slope.of_tensor(part).expand_as(part) for slope, part in parts])
+    def forward(ctx: Any, x: Any) -> Any:
+        return (*(part.of_tensor(piece) for part, piece in zip(parts.values(), x.split(lengths), strict=True)),)
 
-    at, expected = ([np.asarray(slope[i], np.float32) for slope in slopes] for i in (1, 2))
-    return Slope(of_tensor, np.concatenate(at), np.concatenate(expected))
+    return dict(zip(parts, _function(forward, lambda ctx, *g: torch.cat(g))(at), strict=True))
+
+
+def _slopes(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Of the identity, with a backward of these."""
+    at, lengths = _arrays(parts)
+
+    def forward(ctx: Any, x: Any) -> Any:
+        pieces = zip(parts.values(), x.split(lengths), strict=True)
+        ctx.save_for_backward(x, *(part.of_tensor(piece) for part, piece in pieces if part.place == "saved"))
+        return x.clone()
+
+    def backward(ctx: Any, g: Any) -> Any:
+        x, *saved = ctx.saved_tensors
+        kept, pieces = iter(saved), zip(parts.values(), x.split(lengths), strict=True)
+        return g * torch.cat([next(kept) if part.place == "saved" else part.of_tensor(y) for part, y in pieces])
+
+    function = _function(forward, backward)
+
+    def total(x: Any) -> Any:
+        return function(x).sum()
+
+    def total_slope(x: Any) -> Any:
+        return jax.grad(total)(x).sum()
+
+    derivatives = jnp.split(jax.grad(total_slope)(at), np.cumsum(lengths)[:-1])
+    return dict(zip(parts, derivatives, strict=True))
+
+
+def _arrays(parts: Mapping[str, Part]) -> tuple[Any, list[int]]:
+    """All arrays one after the other, and how long each is."""
+    arrays = [np.asarray(part.at, np.float32) for part in parts.values()]
+    return jnp.array(np.concatenate(arrays)), [len(array) for array in arrays]
 
 
 class _Round(torch.autograd.Function):
@@ -97,41 +136,6 @@ def _function(forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any],
     return adopt(type("Canary", (torch.autograd.Function,), body), {}, __name__, NESTED).apply
 
 
-def _with_backward(slope: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A Function that is the identity, with this derivative."""
-
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    def backward(ctx: Any, g: Any) -> Any:
-        return g * slope(*ctx.saved_tensors)
-
-    return _function(forward, backward)
-
-
-def _slope(function: Callable[..., Any], at: Any) -> Any:
-    def total(x: Any) -> Any:
-        return function(x).sum()
-
-    return jax.grad(total)(at)
-
-
-def _curvature(function: Callable[..., Any], at: Any) -> Any:
-    def total(x: Any) -> Any:
-        return _slope(function, x).sum()
-
-    return jax.grad(total)(at)
-
-
-def _saved_inside_forward(at: Any) -> Any:
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.save_for_backward(_Round.apply(x))
-        return x.clone()
-
-    return _curvature(_function(forward, lambda ctx, g: g * ctx.saved_tensors[0]), at)
-
-
 def _autograd_inside(x: Any) -> Any:
     with torch.enable_grad():
         z = x.detach().requires_grad_()
@@ -160,7 +164,7 @@ def _drawn(at: Any) -> Any:
         return draw(at, key=key)
 
     # One draw for all, which is lowered once.
-    first, again, other = jax.vmap(drawn)(jax.vmap(jax.random.key)(jnp.array([0, 0, 1])))
+    first, again, other = jax.vmap(drawn)(jax.vmap(quick_key)(jnp.array([0, 0, 1])))
     is_unit = (first >= 0).all() & (first < 1).all()
     try:
         draw(at)
@@ -176,26 +180,23 @@ def _flags(at: Any) -> Any:
 
 
 def _at_ties(x: Any) -> Any:
-    """Operations whose derivatives at ties are conventions, each with a weight of its own."""
-    rows = x.reshape(2, 3)
-    return sum(
-        weight * term.sum()
-        for weight, term in enumerate(
-            (
-                x.clamp(0, 1),
-                x.clamp(min=-1),
-                torch.clamp(x, x.flip(0) - 1, x.flip(0)),
-                torch.maximum(x, x.flip(0)),
-                x.max(),
-                x.amax(),
-                rows.max(1).values,
-                rows.median(1).values,
-                torch.nn.functional.max_pool1d(x[None, None], 3)[0],
-                x.abs() + x.relu() + torch.nn.functional.hardtanh(x),
-            ),
-            1,
+    """Operations whose derivatives at ties are conventions, each element with a weight of its own."""
+    rows, other = x.reshape(2, 3), x.flip(0)
+    values = torch.cat(
+        (
+            x.clamp(0, 1),
+            x.clamp(min=-1),
+            torch.clamp(x, other - 1, other),
+            torch.maximum(x, other),
+            x.max().reshape(1),
+            x.amax(0, True),
+            rows.max(1).values,
+            rows.median(1).values,
+            torch.nn.functional.max_pool1d(rows, 3)[:, 0],
+            x.abs() + x.relu() + torch.nn.functional.hardtanh(x),
         )
     )
+    return (values * torch.arange(1.0, len(values) + 1)).sum()
 
 
 def _torchs_slope_at_ties() -> Any:
@@ -204,69 +205,69 @@ def _torchs_slope_at_ties() -> Any:
         return torch.autograd.grad(_at_ties(x), x)[0].numpy()
 
 
-def answers() -> dict[str, Answer | Slope]:
+def answers() -> dict[str, Answer | Part]:
     """What is tried, by what it is called in the message."""
-
-    def output(forward: Callable[[Any], Any], at: Any, expected: Any) -> Answer:
-        def found(at: Any) -> Any:
-            return _function(lambda ctx, x: forward(x), lambda ctx, g: g)(at)
-
-        return Answer(found, at, expected)
-
-    def slope(of_tensor: Callable[[Any], Any], at: Any, expected: Any) -> Slope:
-        return Slope(of_tensor, at, expected)
 
     three = np.full(3, 3)
     return {
-        "a Function applied inside forward": Answer(_saved_inside_forward, X, three),
-        "a Function applied inside backward": slope(_apply_round, X, three),
-        "a Function applied by super().apply": slope(_apply_round_by_super, X, three),
-        "a Function applied by a name taken before": slope(_round_taken_before, X, three),
-        "a write in place": output(_written, X, [7, -4.2, 1.8]),
-        "a write by a mask": output(_written_by_mask, X, [2.6, 5, 0.4]),
-        "autograd inside": slope(_autograd_inside, X, 6 * X),
-        "a detached tensor": slope(lambda x: x * x.detach(), X, X),
+        "a Function applied inside forward": Part("saved", _apply_round, X, three),
+        "a Function applied inside backward": Part("backward", _apply_round, X, three),
+        "a Function applied by super().apply": Part("backward", _apply_round_by_super, X, three),
+        "a Function applied by a name taken before": Part("backward", _round_taken_before, X, three),
+        "a write in place": Part("output", _written, X, [7, -4.2, 1.8]),
+        "a write by a mask": Part("output", _written_by_mask, X, [2.6, 5, 0.4]),
+        "autograd inside": Part("backward", _autograd_inside, X, 6 * X),
+        "a detached tensor": Part("backward", lambda x: x * x.detach(), X, X),
         "a draw": Answer(_drawn, X, [True, True, True]),
         "ctx.needs_input_grad": Answer(_flags, X, [3 * X, 2 * X]),
-        "derivatives at ties": slope(lambda x: _at_ties(x) / x.numel(), TIES, _torchs_slope_at_ties()),
-        "a derivative of a derivative": slope(lambda x: x.sin(), X, np.cos(X)),
+        "derivatives at ties": Part("backward", lambda x: _at_ties(x).expand(6) / 6, TIES, _torchs_slope_at_ties()),
+        "a derivative of a derivative": Part("backward", lambda x: x.sin(), X, np.cos(X)),
     }
 
 
 def _differences() -> dict[str, str]:
     """What the installed torch does not do as it ought to, and how it differs."""
     asked = answers()
-    slopes = {name: answer for name, answer in asked.items() if isinstance(answer, Slope)}
-    others = {name: answer for name, answer in asked.items() if not isinstance(answer, Slope)}
-    together = {"derivatives of derivatives": _all_of([*slopes.values()])} if slopes else {}
-    differences = _tried({**others, **together})
-    if together.keys() & differences.keys():
-        one_by_one = _tried(slopes)
-        if one_by_one:
-            return {name: how for name, how in differences.items() if name not in together} | one_by_one
-    return differences
+    differences = _tried(asked)
+    if not differences:
+        return {}
+    # Where one fails the others fail with it.
+    return {name: how for name, answer in asked.items() for how in _tried({name: answer}).values()} or differences
 
 
-def _tried(asked: Mapping[str, Answer | Slope]) -> dict[str, str]:
+def _tried(asked: Mapping[str, Answer | Part]) -> dict[str, str]:
     """Which of these differ, and how."""
-    differences: dict[str, str] = {}
+    parts = {name: answer for name, answer in asked.items() if isinstance(answer, Part)}
+    failures: dict[str, str] = {}
 
-    def program(arrays: dict[str, Any]) -> dict[str, Any]:
+    def program() -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, answer in asked.items():
-            try:
-                found[name] = answer.found(arrays[name])
-            except Exception as error:  # of any kind, as torch is not the one that is known
-                differences[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if isinstance(answer, Answer):
+                with _noted(name, failures):
+                    found[name] = answer.found(jnp.array(answer.at))
+        if parts:
+            with _noted(", ".join(parts), failures):
+                found |= _of_parts(parts)
         return found
 
-    arrays = {name: answer.at for name, answer in asked.items()}
-    found = compile_quickly(jax.jit(program).lower(arrays))(arrays)
+    # The arrays are constants of the program, which XLA computes with instead of making machine code.
+    found = compile_quickly(jax.jit(program).lower())()
+    differences = failures
     for name, value in found.items():
         expected = np.asarray(asked[name].expected)
         if not np.allclose(value, expected, rtol=1e-5, atol=1e-6):
             differences[name] = f"{expected.tolist()} expected, {value.tolist()} found"
     return differences
+
+
+@contextmanager
+def _noted(name: str, failures: dict[str, str]) -> Iterator[None]:
+    """Makes a note of an error instead of raising it."""
+    try:
+        yield
+    except Exception as error:  # of any kind, as torch is not the one that is known
+        failures[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 _LOCK = threading.Lock()
