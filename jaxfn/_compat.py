@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
@@ -640,8 +641,8 @@ def _quick_generator() -> Any:
     def split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return bits(key, 32, (*shape, 1))
 
-    def fold_in(key: jax.Array, data: jax.Array) -> jax.Array:
-        return key + data.astype(np.uint32)
+    def fold_in(key: jax.Array, data: int) -> jax.Array:
+        return key + jnp.asarray(data, np.uint32)
 
     return define_prng_impl(
         key_shape=(1,),

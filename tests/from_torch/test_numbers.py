@@ -113,6 +113,8 @@ WIDE: dict[str, Callable[..., Any]] = {
     "digits of 31": lambda a, b, n: functools.reduce(lambda h, x: h * 31 + x, n.view(10, 6).long()) % 1000003,
     "place": lambda a, b, n: a[(_wide(b) % 60)],
     "int": lambda a, b, n: _wide(a).int(),
+    "constant": lambda a, b, n: torch.stack([a.long() < 2**40, a.long() != 2**32 + 5, b.long() <= -(2**35)]),
+    "ratio": lambda a, b, n: torch.stack([a.long() / 2**40, 2**40 / (b.long() | 1), a.long() / -(2**31), a / 2**40]),
 }
 
 
@@ -143,6 +145,15 @@ def test_usual_arithmetic_of_places_without_x64(code: Any):
 )
 def test_whole_numbers_of_64_bits_that_are_returned_are_refused(code: Any):
     with pytest.raises(jaxfn.TranslationError, match=r"(?s)Large.forward: .*test_numbers.*needs 64 bits.*enable_x64"):
+        adopted(code, "Large").apply(BITS)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(adopted(code).apply(BITS), code(torch.tensor(BITS)))
+
+
+@row("H13")
+@pytest.mark.parametrize("code", [lambda n: n.long() // 2**40, lambda n: torch.fmod(n.long(), 2**40 + 1)])
+def test_a_constant_of_64_bits_that_has_no_form_is_refused(code: Any):
+    with pytest.raises(jaxfn.TranslationError, match=r"Large.forward: the number 10995\d+, .*needs 64 bits"):
         adopted(code, "Large").apply(BITS)
     with jax.enable_x64(True):
         np.testing.assert_array_equal(adopted(code).apply(BITS), code(torch.tensor(BITS)))

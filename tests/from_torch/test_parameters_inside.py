@@ -1,5 +1,7 @@
 """Contract row I5: Functions whose backward gives gradients to a module's parameters that they do not take."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,6 +254,88 @@ def test_transformations(transformed):
         return jax.jit(TRANSFORMED[transformed](total))(parameters, X.T.copy() if transformed == "vmap" else X)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10), result(module), result(plain))
+
+
+def _over_devices(module, within):
+    """The gradients of a loss that is a sum over the first axis of x, by four devices."""
+    net = jaxfn.from_torch(module)
+    parameters, buffers = net.parameters, net.buffers
+
+    def total(parameters, x):
+        return jnp.sin(net.apply(parameters, buffers, x)[0]).sum()
+
+    def on_one(parameters, x):
+        return jax.lax.psum(within(total)(parameters, x), "i")
+
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    summed = jax.shard_map(on_one, mesh=mesh, in_specs=(jax.P(), jax.P("i")), out_specs=jax.P())
+    return jax.jit(jax.grad(summed))(parameters, np.concatenate([X, X[:3] * 2]))
+
+
+@row("I5")
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda f: f,
+        jax.checkpoint,
+        lambda f: lambda p, x: jax.lax.scan(lambda c, y: (c, f(p, y[None])), None, x)[1].sum(),
+    ],
+    ids=["plainly", "checkpoint", "scan"],
+)
+def test_on_four_devices(within):
+    module = made("reversible blocks")
+    gradients = _over_devices(module, within)
+    torch.sin(module(torch.tensor(np.concatenate([X, X[:3] * 2]), requires_grad=True))).sum().backward()
+    for key, parameter in module.named_parameters():
+        np.testing.assert_allclose(gradients[key], parameter.grad, rtol=1e-9, atol=1e-12, err_msg=key)
+
+
+@row("H12", "I5")
+def test_one_thread_traces_modules_and_another_trains():
+    """Both go through the same Functions at the same time, and the one that trains comes to what it does alone."""
+    failures, losses = [], []
+    started, done = threading.Event(), threading.Event()
+
+    def train(module, is_over):
+        optimizer = torch.optim.SGD(module.parameters(), 1e-3)
+        while not is_over():
+            optimizer.zero_grad()
+            value = loss(module(torch.tensor(X, requires_grad=True)))
+            value.backward()
+            optimizer.step()
+            losses.append(value.item())
+            started.set()
+            done.wait(0.005)  # tracing gets on too
+        return losses.copy()
+
+    def train_until_done():
+        try:
+            train(module, done.is_set)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            started.set()
+
+    module = made("reversible blocks")
+    thread = threading.Thread(target=train_until_done)
+    thread.start()
+    try:
+        started.wait()
+        steps = len(losses)
+        other = made("reversible blocks", seed=1)
+        net = jaxfn.from_torch(other)
+        gradients = jax.grad(lambda p: loss(net.apply(p, net.buffers, X)[0]))(net.parameters)
+        assert len(losses) > steps
+    finally:
+        done.set()
+        thread.join()
+    assert not failures, failures
+    loss(other(torch.tensor(X, requires_grad=True))).backward()
+    for key, parameter in other.named_parameters():
+        np.testing.assert_allclose(gradients[key], parameter.grad, rtol=1e-9, atol=1e-12, err_msg=key)
+    beside, alone = losses.copy(), made("reversible blocks")
+    losses.clear()
+    np.testing.assert_allclose(train(alone, lambda: len(losses) == len(beside)), beside, rtol=1e-12)
 
 
 @row("I5")

@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +69,10 @@ def _outputs(parts: Mapping[str, Part]) -> dict[str, Any]:
     def forward(ctx: Any, x: Any) -> Any:
         return (*(part.of_tensor(piece) for part, piece in zip(parts.values(), x.split(lengths), strict=True)),)
 
-    return dict(zip(parts, _function(forward, lambda ctx, *g: torch.cat(g))(at), strict=True))
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return torch.cat(grad_outputs)
+
+    return dict(zip(parts, _function(forward, backward)(at), strict=True))
 
 
 def _slopes(parts: Mapping[str, Part]) -> dict[str, Any]:
@@ -208,20 +211,26 @@ def _torchs_slope_at_ties() -> Any:
 def answers() -> dict[str, Answer | Part]:
     """What is tried, by what it is called in the message."""
 
+    def output(of_tensor: Callable[[Any], Any], at: Any, expected: Any) -> Part:
+        return Part("output", of_tensor, at, expected)
+
+    def slope(of_tensor: Callable[[Any], Any], at: Any, expected: Any) -> Part:
+        return Part("backward", of_tensor, at, expected)
+
     three = np.full(3, 3)
     return {
         "a Function applied inside forward": Part("saved", _apply_round, X, three),
-        "a Function applied inside backward": Part("backward", _apply_round, X, three),
-        "a Function applied by super().apply": Part("backward", _apply_round_by_super, X, three),
-        "a Function applied by a name taken before": Part("backward", _round_taken_before, X, three),
-        "a write in place": Part("output", _written, X, [7, -4.2, 1.8]),
-        "a write by a mask": Part("output", _written_by_mask, X, [2.6, 5, 0.4]),
-        "autograd inside": Part("backward", _autograd_inside, X, 6 * X),
-        "a detached tensor": Part("backward", lambda x: x * x.detach(), X, X),
+        "a Function applied inside backward": slope(_apply_round, X, three),
+        "a Function applied by super().apply": slope(_apply_round_by_super, X, three),
+        "a Function applied by a name taken before": slope(_round_taken_before, X, three),
+        "a write in place": output(_written, X, [7, -4.2, 1.8]),
+        "a write by a mask": output(_written_by_mask, X, [2.6, 5, 0.4]),
+        "autograd inside": slope(_autograd_inside, X, 6 * X),
+        "a detached tensor": slope(lambda x: x * x.detach(), X, X),
         "a draw": Answer(_drawn, X, [True, True, True]),
         "ctx.needs_input_grad": Answer(_flags, X, [3 * X, 2 * X]),
-        "derivatives at ties": Part("backward", lambda x: _at_ties(x).expand(6) / 6, TIES, _torchs_slope_at_ties()),
-        "a derivative of a derivative": Part("backward", lambda x: x.sin(), X, np.cos(X)),
+        "derivatives at ties": slope(lambda x: _at_ties(x).expand(6) / 6, TIES, _torchs_slope_at_ties()),
+        "a derivative of a derivative": slope(lambda x: x.sin(), X, np.cos(X)),
     }
 
 
@@ -262,7 +271,7 @@ def _tried(asked: Mapping[str, Answer | Part]) -> dict[str, str]:
 
 
 @contextmanager
-def _noted(name: str, failures: dict[str, str]) -> Iterator[None]:
+def _noted(name: str, failures: dict[str, str]) -> Generator[None]:
     """Makes a note of an error instead of raising it."""
     try:
         yield

@@ -33,6 +33,7 @@ from jaxfn._torch.graph.wide import (
     each_narrowed,
     has_form,
     has_wide,
+    is_large,
     lifted,
     may_grow,
     short_name,
@@ -168,14 +169,15 @@ class Translation:
         if node.target is operator.getitem:
             return function(*arguments)
         dtypes = [result.dtype for result in _results(node)]
-        if step.has_large_numbers and not has_form(name):
-            for number in _large_numbers((step.arguments, step.options)):
-                _check_fits(number, node)
         try:
-            if not hasattr(node.target, "_schema") or not dtypes:
+            is_unknown = not hasattr(node.target, "_schema") or not dtypes
+            if is_unknown or (step.has_large_numbers and not has_form(name)):
                 raise CannotWidenError
             result = call_wide(name, function, arguments, options, dtypes[0])
         except CannotWidenError:
+            if step.has_large_numbers:
+                for number in _large_numbers((step.arguments, step.options)):
+                    _check_fits(number, node)
             result = function(*self._narrowed(step, arguments), **self._narrowed(step, options))
         return result if has_wide(result) else _recorded(result, node)
 
@@ -254,15 +256,25 @@ class Step(NamedTuple):
     @property
     def has_large_numbers(self) -> bool:
         """Whether a whole number among the arguments of an operation on whole numbers needs 64 bits."""
-        is_bound = name_of(self.node.target).startswith(("aten.slice", "aten.narrow"))
-        is_integer = any(result.dtype == torch.int64 for result in _results(self.node))
-        return is_integer and not is_bound and bool(_large_numbers((self.arguments, self.options)))
+        name = name_of(self.node.target)
+        if name.startswith(("aten.slice", "aten.narrow")) or not _large_numbers((self.arguments, self.options)):
+            return False
+        results = {tensor.dtype for tensor in _results(self.node)}
+        if torch.int64 in results or not has_form(short_name(name)):
+            return torch.int64 in results
+        operands = {x.dtype for node in self.arguments if isinstance(node, Node) for x in _results(node)}
+        if torch.bool in results:  # a comparison, for which torch has a number in the tensor's bits
+            return torch.int64 in operands
+        return any(dtype.is_floating_point for dtype in results) and not operands.isdisjoint(_WHOLE)
+
+
+_WHOLE = frozenset({torch.int64, torch.int32})
 
 
 def _large_numbers(value: Any) -> list[int]:
     """The whole numbers in arguments that need 64 bits."""
     leaves = jax.tree_util.tree_leaves(value)
-    return [x for x in leaves if type(x) is int and not -(2**31) <= x < 2**31]
+    return [x for x in leaves if is_large(x)]
 
 
 def steps(graph_module: GraphModule) -> Iterator[Step]:
@@ -385,7 +397,7 @@ def _limit(graph_module: GraphModule, node: Node) -> int | None:
 
 def _check_fits(number: int, node: Node) -> None:
     """Raises where a whole number is too large for JAX with x64 off, which would take its last 32 bits."""
-    if not -(2**31) <= number < 2**31:
+    if is_large(number):
         raise TranslationError(
             f"the number {number}{_at(node)} needs 64 bits, and without jax.config.update('jax_enable_x64', True) "
             "JAX's integers have 32"

@@ -330,6 +330,11 @@ def has_wide(arguments: Any) -> bool:
     return any(map(is_wide, jax.tree_util.tree_leaves(arguments, is_leaf=is_wide)))
 
 
+def is_large(x: object) -> bool:
+    """Whether it is a Python number that 32 bits do not hold."""
+    return type(x) is int and not -(2**31) <= x < 2**31
+
+
 def each_narrowed(arguments: Any, narrow: Callable[[Wide], Any] = narrowed) -> Any:
     """The arguments without `Wide`s."""
 
@@ -375,7 +380,8 @@ def call_wide(
         halves = (function(*each_narrowed(arguments, half), **options) for half in (_high, _low))
         return jax.tree_util.tree_map(Wide, *halves)
     if dtype.is_floating_point or dtype.is_complex:
-        return function(*each_narrowed(arguments, to_float), **options)
+        in_single = each_narrowed(arguments, to_float)
+        return function(*[float(x) if is_large(x) else x for x in in_single], **options)
     if name not in _OPERATIONS:
         raise CannotWidenError
     return _OPERATIONS[name](*arguments, **options)
