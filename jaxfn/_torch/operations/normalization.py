@@ -150,7 +150,8 @@ def batch_norm_functional(
     if not training:
         none = jnp.zeros(0, running_mean.dtype)
         rstd = _along_channels(lax.rsqrt(running_var + eps), x.ndim)
-        y = _batch_normalized(x - _along_channels(running_mean, x.ndim), rstd, weight, bias)
+        centered = x - _along_channels(running_mean, x.ndim)
+        y = _per_channel(centered * _batch_factor(rstd, weight, x.ndim), None, bias)
         return y, none, none, running_mean, running_var
     over = (0, *range(2, x.ndim))
     count = math.prod(x.shape[axis] for axis in over)
@@ -170,17 +171,26 @@ def batch_norm_with_update(
 
 
 def _normalized_by_batch(x: Array, weight: Optional, bias: Optional, eps: float) -> tuple[Array, Array, Array, Array]:
-    """Output, mean, rstd and variance of the batch."""
-    centered = _centered(x, (0, *range(2, x.ndim)))
-    rstd = centered.rstd(eps)
-    y = _batch_normalized(centered.values, rstd, weight, bias)
-    return y, centered.mean.reshape(-1), rstd.reshape(-1), centered.variance.reshape(-1)
+    """Output, mean, rstd and variance of the batch.
+
+    Note: What is taken off is a constant, and its derivative is in `offset`, the mean less itself: a zero, by which
+    each formula holds whatever is taken off, and so at every order of derivative. In reverse the mean's gradient then
+    is made of the sums that `weight` and `bias` need; through `x - mean` it would be one more sum of a whole array.
+    """
+    over = (0, *range(2, x.ndim))
+    mean = jnp.mean(x, over, keepdims=True)
+    constant = lax.stop_gradient(mean)
+    centered, offset = x - constant, mean - constant
+    variance = jnp.mean(jnp.square(centered), over, keepdims=True) - jnp.square(offset)
+    rstd = lax.rsqrt(variance + jnp.asarray(eps, x.dtype))
+    factor = _batch_factor(rstd, weight, x.ndim)
+    shift = -offset * factor if bias is None else _along_channels(bias, x.ndim) - offset * factor
+    return centered * factor + shift, mean.reshape(-1), rstd.reshape(-1), variance.reshape(-1)
 
 
-def _batch_normalized(centered: Array, rstd: Array, weight: Optional, bias: Optional) -> Array:
-    """The factors first, which have one number for each channel: so the derivatives of both take one sum."""
-    factor = rstd if weight is None else rstd * _along_channels(weight, centered.ndim)
-    return _per_channel(centered * factor, None, bias)
+def _batch_factor(rstd: Array, weight: Optional, ndim: int) -> Array:
+    """What is multiplied first, one number for each channel: so the derivatives of both take one sum."""
+    return rstd if weight is None else rstd * _along_channels(weight, ndim)
 
 
 @operation("aten._native_batch_norm_legit.no_stats")

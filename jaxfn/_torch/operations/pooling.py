@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -56,17 +57,32 @@ def _adaptive(length: int, windows: int) -> Windows:
 def _max_over(x: Array, windows: Sequence[Windows]) -> tuple[Array, Array]:
     """The largest element of every window, the first of equals, and its place among the input's flat spatial axes.
 
-    The last axis first, so that of equals in several rows the one in the first row is found. Only the places are
-    computed so, and the elements are taken from there: the derivative needs no more.
+    The last axis first, so that of equals in several rows the one in the first row is found.
     """
     outer, shape = x.shape[: -len(windows)], x.shape[-len(windows) :]
     largest = lax.stop_gradient(x)
-    places = jnp.broadcast_to(lax.iota(np.int32, math.prod(shape)).reshape(shape), x.shape)
+    places = lax.iota(np.int32, math.prod(shape)).reshape(*[1] * len(outer), *shape)
     for i in reversed(range(len(windows))):
         largest, places = _max_along(largest, places, len(outer) + i, windows[i])
-    flat = x.reshape(*outer, math.prod(shape))
-    found = jnp.take_along_axis(flat, places.reshape(*outer, math.prod(places.shape[len(outer) :])), -1)
-    return found.reshape(places.shape), places
+    places = jnp.broadcast_to(places, largest.shape)
+    return (_found(len(windows), x, largest, places) if is_inexact(x) else largest), places
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _found(spatial: int, x: Array, largest: Array, places: Array) -> Array:
+    """The largest elements, which lie at these places of `x`: that is all that their derivative needs."""
+    return largest
+
+
+@_found.defjvp
+def _found_jvp(spatial: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    return _found(spatial, *primals), _taken(spatial, tangents[0], primals[2])
+
+
+def _taken(spatial: int, x: Array, places: Array) -> Array:
+    """The elements at places among the flat spatial axes."""
+    flat, where = (a.reshape(*a.shape[:-spatial], math.prod(a.shape[-spatial:])) for a in (x, places))
+    return jnp.take_along_axis(flat, where, -1, mode="clip").reshape(places.shape)
 
 
 # In so many steps a window's largest element is found one after the other, without an array of all windows' elements.
@@ -83,6 +99,7 @@ def _max_along(x: Array, places: Array, axis: int, windows: Windows) -> tuple[Ar
     first = windows.inside.argmax(1).reshape(shape)
     if windows.places.shape[1] > _MOST_STEPS:
         seen, seen_places = (jnp.take(values, windows.places + low, axis) for values in (x, places))
+        seen_places = jnp.broadcast_to(seen_places, seen.shape)
         inside = windows.inside.reshape(*windows.inside.shape, *shape[1:])
         best = jnp.argmax(jnp.where(inside, seen, -np.inf if is_inexact(x) else jnp.iinfo(x.dtype).min), axis + 1)
         best = jnp.expand_dims(jnp.maximum(best, first), axis + 1)
