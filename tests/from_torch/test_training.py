@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,24 +13,11 @@ import pytest
 
 import jaxfn
 from tests.support.marks import row
+from tests.support.published import package
 
 torch = pytest.importorskip("torch")
 
 STEPS = 10
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torchvision_without_its_kernels():
-    """torchvision's wheel is built for another build of torch than the one for CPUs, and says so when imported."""
-    try:
-        import torchvision  # noqa: F401  # pyright: ignore
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-    except ImportError:
-        pass
 
 
 class Model(NamedTuple):
@@ -53,7 +39,7 @@ class Model(NamedTuple):
 
 
 def gpt2() -> Model:
-    transformers = pytest.importorskip("transformers")
+    transformers = package("transformers")
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64}
     no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False}
     module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout))
@@ -69,7 +55,7 @@ def gpt2() -> Model:
 
 
 def resnet18() -> Model:
-    timm = pytest.importorskip("timm")
+    timm = package("timm")
     module = timm.create_model("resnet18", pretrained=False, num_classes=10)
     images = np.random.default_rng(0).standard_normal((8, 3, 32, 32)).astype(np.float32)
 
@@ -80,7 +66,7 @@ def resnet18() -> Model:
 
 
 def spiking() -> Model:
-    snntorch = pytest.importorskip("snntorch")
+    snntorch = package("snntorch")
 
     class Spiking(torch.nn.Module):
         def __init__(self):
