@@ -91,7 +91,9 @@ def _checking(results: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _training(results: Iterable[Mapping[str, Any]]) -> str:
-    forms = ("from_torch", "flax", TORCH)
+    results = list(results)
+    measured = {form for result in results for form in result["values"]}
+    forms = [form for form in ("from_torch", "flax", TORCH, "torch.compile") if form in measured]
     return _table(
         ["training step", *forms],
         [[f"{r['model']}: {r['measurement']}", *_cells(r["values"], forms, r["unit"])] for r in results],

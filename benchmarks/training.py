@@ -1,8 +1,12 @@
 """Whole torch models: the compiled training step of the adopted module beside that of the same network in flax NNX.
 
-And torch's own, which runs eagerly. Compilation is measured beside what comes before it: tracing by torch, translation,
-and tracing by JAX. Operations and bytes are XLA's estimates, which count the body of a loop once: for the LSTM they say
-little, as torch multiplies all inputs by their weights before the loop, and flax in it.
+And torch's own, eagerly and by `torch.compile`. Compilation is measured beside what comes before it: tracing by torch,
+translation, and tracing by JAX. Operations and bytes are XLA's estimates, which count the body of a loop once: for the
+LSTM they say little, as torch multiplies all inputs by their weights before the loop, and flax in it. So the operations
+of matrix products and convolutions are counted too, in a loop as often as it runs.
+
+A peak has copies of kernels in it where XLA wants their axes in another order than a network keeps them in: on a CPU in
+flax's, and not in torch's.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ import numpy as np
 
 import jaxfn
 from benchmarks.measure import Samples, interleaved, seconds
+from benchmarks.products import flops_of_products
 from benchmarks.steps import peak_memory
 
-ADOPTED, NATIVE, TORCH = "from_torch", "flax", "torch"
+ADOPTED, NATIVE, TORCH, COMPILED = FORMS = ("from_torch", "flax", "torch", "torch.compile")
 TARGET = 1.05
 _RATE = 0.01
 _CLASSES = 10
@@ -85,7 +90,7 @@ class Result:
 
     def line(self) -> str:
         """The result in words."""
-        cells = "".join(self._shown(self.values.get(form)).rjust(14) for form in (ADOPTED, NATIVE, TORCH))
+        cells = "".join(self._shown(self.values.get(form)).rjust(14) for form in FORMS)
         ratio = "" if self.ratio is None else f"{self.ratio:6.2f}x"
         verdict = {None: "", True: f"<= {TARGET:.2f}: met", False: f"<= {TARGET:.2f}: NOT MET"}[self.is_met]
         return f"  {self.model:<10}{self.measurement:<18}{cells}{ratio:>9}   {verdict}".rstrip()
@@ -107,13 +112,13 @@ class Result:
         }
 
 
-_COUNTED = {"flops": "operations", "bytes accessed": "bytes", "peak memory": "bytes"}
+_COUNTED = {"flops": "operations", "flops of products": "operations", "bytes accessed": "bytes", "peak memory": "bytes"}
 _STAGES = ("before compiling", "compiling")
 
 
 def header() -> str:
     """The line over the results."""
-    return f"{'training steps of whole models':<30}" + "".join(form.rjust(14) for form in (ADOPTED, NATIVE, TORCH))
+    return f"{'training steps of whole models':<30}" + "".join(form.rjust(14) for form in FORMS)
 
 
 def run(rounds: int) -> Iterator[Result]:
@@ -153,14 +158,18 @@ def _measure(model: Model, in_torch: ModuleType, in_flax: ModuleType | None, rou
     }
     losses = {form: float(call()[0]) for form, call in calls.items()}
     if jax.default_backend() == "cpu":
-        calls[TORCH] = _eager(model, module)
+        calls[TORCH] = _in_torch(model, module, module)
         losses[TORCH] = calls[TORCH]()
+        if (call := _compiled(model, module)) is not None:
+            calls[COMPILED], losses[COMPILED] = call, call()
     for form, loss in losses.items():
         np.testing.assert_allclose(loss, losses[ADOPTED], rtol=1e-3, err_msg=f"{model.name} in {form}")
     samples: Samples = interleaved(calls, rounds)
     yield Result(model.name, "step", {form: statistics.median(values) for form, values in samples.items()})
     for name in ("flops", "bytes accessed"):
         yield Result(model.name, name, {form: f.cost_analysis()[name] for form, f in compiled.items()})
+    products = {form: float(flops_of_products(step, *args)) for form, (step, args) in steps.items()}
+    yield Result(model.name, "flops of products", products)
     yield Result(model.name, "peak memory", {form: peak_memory(f) for form, f in compiled.items()})
     yield Result(model.name, "before compiling", before)
     yield Result(model.name, "compiling", compiling)
@@ -218,15 +227,19 @@ def _native(model: Model, in_flax: ModuleType, module: Any) -> tuple[Callable[..
     return step, (parameters, buffers, jnp.asarray(inputs), jnp.asarray(labels))
 
 
-def _eager(model: Model, module: Any) -> Callable[[], float]:
-    """Torch's step; the parameters are not moved, so that every call is the same."""
+def _in_torch(model: Model, module: Any, called: Any) -> Callable[[], float]:
+    """Torch's step; the parameters are not moved, so that every call is the same.
+
+    Args:
+      called: the module, or what `torch.compile` made of it.
+    """
     import torch
 
     inputs, labels = (torch.from_numpy(x) for x in model.batch())
     labels = labels.long()
 
     def step() -> float:
-        scores = module(inputs)
+        scores = called(inputs)
         loss = torch.nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
         gradients = torch.autograd.grad(loss, list(module.parameters()))
         with torch.no_grad():
@@ -234,4 +247,17 @@ def _eager(model: Model, module: Any) -> Callable[[], float]:
                 parameter - _RATE * gradient
         return loss.item()
 
+    return step
+
+
+def _compiled(model: Model, module: Any) -> Callable[[], float] | None:
+    """The same with forward and backward compiled by torch, in a first call; `None` where that fails, and why."""
+    import torch
+
+    step = _in_torch(model, module, torch.compile(module))
+    try:
+        step()
+    except Exception as error:  # of torch, of its compiler, of the C++ compiler that it looks for
+        print(f"{model.name}: torch.compile does not work here: {str(error).strip().splitlines()[0]}")
+        return None
     return step

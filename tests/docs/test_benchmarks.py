@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import pages, saved, suite
 from benchmarks.environment import environment, processor
 from benchmarks.functions import by_hand, in_jaxfn
+from benchmarks.products import flops_of_products
 
 ROOT = Path(__file__).parents[2]
 WHERE = {"backend": "cpu", "processor": "Some CPU (R) @ 2 GHz", "cpus": 2, "device": "cpu", "load_before": 1.5}
@@ -66,3 +68,17 @@ def test_traces_are_measured_in_each_form(monkeypatch):
     assert [row.measurement for row in rows] == ["trace", "lower", "compile"]
     assert rows[0].samples.keys() == {"jaxfn", "by hand"} and all(len(s) == 2 for s in rows[0].samples.values())
     assert all(value > 0 for value in rows[0].medians.values())
+
+
+def test_products_in_loops_are_counted_as_often_as_they_run():
+    x, w, kernel = jnp.ones((3, 4)), jnp.ones((4, 4)), jnp.ones((2, 3, 5, 1))
+
+    def loop(x, w):
+        return jax.lax.scan(lambda x, _: (jax.jit(jnp.matmul)(x, w), None), x, length=7)[0]
+
+    assert flops_of_products(loop, x, w) == 7 * flops_of_products(jnp.matmul, x, w) == 7 * 2 * 3 * 4 * 4
+    images = jnp.ones((6, 3, 8, 9))
+    convolved = jax.eval_shape(lambda x, k: jax.lax.conv(x, k, (1, 2), "VALID"), images, kernel)
+    assert flops_of_products(lambda x, k: jax.lax.conv(x, k, (1, 2), "VALID"), images, kernel) == (
+        2 * convolved.size * 3 * 5 * 1
+    )
