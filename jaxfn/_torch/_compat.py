@@ -40,6 +40,7 @@ __all__ = [
     "PAD",
     "SCRIPT_TYPES",
     "SOLVE_FACTORS_TRANSPOSE",
+    "WITHOUT_VALUES",
     "CheckpointFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -173,6 +174,20 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:
     """An operation in terms of others, as its kernel says; `NotImplemented` if torch knows none (2.8 to 2.15)."""
     return operation.decompose(*args, **kwargs) if operation._can_decompose() else NotImplemented
+
+
+def _grouped_mm_without_values(
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    groups = [offs.shape[0]] if a.dim() == 2 and b.dim() == 2 else [a.shape[0]] if a.dim() == 3 and b.dim() == 3 else []
+    return a.new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=out_dtype)
+
+
+# What operations give for tensors without values, where torch says it of fewer dtypes than they take: 2.8 to 2.13 know
+# `grouped_mm` of bfloat16 alone.
+WITHOUT_VALUES: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm_without_values  # pyright: ignore
+}
 
 
 def lstsq_result(parts: Any) -> Any:

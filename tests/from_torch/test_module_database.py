@@ -22,11 +22,6 @@ from tests.support.torch_internals import torch_internal  # noqa: E402
 pytree: Any = torch.utils._pytree
 DATABASE = {info.name: info for info in torch_internal("common_modules").module_db}
 
-# What is refused, by module: words in the descriptions of those samples, if not all are, and words of the message.
-REFUSED: dict[str, tuple[str, str]] = {
-    "nn.FractionalMaxPool2d": ("", "no translation to JAX for\n  aten.fractional_max_pool2d"),
-    "nn.FractionalMaxPool3d": ("", "no translation to JAX for\n  aten.fractional_max_pool3d"),
-}
 # Those whose samples torch takes in double precision only.
 DOUBLE_ONLY = {"nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d"}
 # Which samples of each module, from 0 (the first) to 1 (the last): each in one dtype, for a trace is the same in both.
@@ -154,16 +149,11 @@ def compare(sample: Sample, results: Any, tolerance: float, what: str) -> None:
 
 def check(name: str, dtype: Any) -> None:
     info = DATABASE[name]
-    words, message = REFUSED.get(name, ("", ""))
     functions, operands, samples = [], [], []
     for given, training in sampled_inputs(info, dtype):
         what = f"{name} {given.desc} {'train' if training else 'eval'}"
         sample = called_by_torch(info, given, training, dtype)
         function, arguments = called_by_jax(sample)
-        if message and words in given.desc:
-            with pytest.raises(jaxfn.TranslationError, match=message):
-                jax.eval_shape(function, *arguments)
-            continue
         functions.append(function)
         operands.append(arguments)
         samples.append((sample, what))
@@ -198,4 +188,4 @@ def test_modules_in_double_precision(name: str) -> None:
 
 
 def test_those_listed_are_in_the_database() -> None:
-    assert {*REFUSED, *DOUBLE_ONLY, *FIRST} <= set(DATABASE)
+    assert {*DOUBLE_ONLY, *FIRST} <= set(DATABASE)

@@ -171,6 +171,96 @@ def test_attention_at_every_order(name, double_precision):
         np.testing.assert_allclose(rows, values, rtol=1e-9, atol=1e-12)
 
 
+GROUPS = {  # where groups end, and the product of each one
+    "rows": ((8, 4), (3, 4, 8), lambda a, b: jnp.concatenate([a[:2] @ b[0], a[2:7] @ b[2], jnp.zeros((1, 8))])),
+    "columns": (
+        (3, 8, 4),
+        (4, 8),
+        lambda a, b: jnp.concatenate([a[0] @ b[:, :2], a[2] @ b[:, 2:7], jnp.zeros((8, 1))], 1),
+    ),
+    "inner": (
+        (4, 8),
+        (8, 12),
+        lambda a, b: jnp.stack([a[:, :2] @ b[:2], jnp.zeros((4, 12)), a[:, 2:7] @ b[2:7]]),
+    ),
+    "batched": ((3, 5, 4), (3, 4, 8), lambda a, b: a @ b),
+}
+
+
+@row("I4", "H2")
+@pytest.mark.parametrize("name", GROUPS)
+def test_products_of_groups_at_every_order(name):
+    *shapes, wanted = GROUPS[name]
+    offsets = () if name == "batched" else (torch.tensor([2, 2, 7], dtype=torch.int32),)
+    ours = jaxfn.from_torch(lambda a, b: torch._grouped_mm(a, b, *offsets))
+    a, b = (jnp.sin(jnp.arange(float(np.prod(shape))) ** 1.1).reshape(shape) for shape in shapes)
+    tangents = jnp.cos(a), b**2 - 0.3
+
+    def everything(product):
+        def slopes(a, b):
+            return jax.grad(lambda a, b: (jnp.sin(product(a, b)) * 1.5).sum(), (0, 1))(a, b)
+
+        along = jax.jvp(product, (a, b), tangents)
+        return along, jax.jvp(slopes, (a, b), tangents), jax.vmap(slopes, (0, None))(jnp.stack([a, a + 0.5]), b)
+
+    found = jax.jit(lambda: everything(ours))()
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(everything(wanted)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+class Observed(nn.Module):
+    """Weights and activations under fake quantization, by what torch observes of them."""
+
+    def __init__(self):
+        super().__init__()
+        quantization = torch.ao.quantization
+        self.linear = nn.Linear(3, 5)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.linspace(-1, 1.3, 15).reshape(5, 3).sin())
+            self.linear.bias.copy_(torch.linspace(-1, 1, 5))
+        fused = quantization.FusedMovingAvgObsFakeQuantize
+        self.of_weights = fused(
+            quantization.MovingAveragePerChannelMinMaxObserver,
+            quant_min=-8, quant_max=7, dtype=torch.qint8, qscheme=torch.per_channel_symmetric,
+        )  # fmt: skip
+        self.of_outputs = fused(quantization.MovingAverageMinMaxObserver, quant_min=0, quant_max=15)
+
+    def forward(self, x):
+        return self.of_outputs(F.linear(x, self.of_weights(self.linear.weight), self.linear.bias)) ** 2
+
+
+@row("I3")
+@pytest.mark.parametrize(
+    ("compiled", "other", "message"),
+    [
+        (lambda x: x[9], torch.nonzero, "nonzero"),  # a mistake of the code's own says less
+        (torch.nonzero, lambda x: x[9], "nonzero"),
+        (torch.special.airy_ai, lambda x: x[9], "airy_ai"),
+        (torch.special.airy_ai, torch.nonzero, "airy_ai"),
+    ],
+)
+def test_code_that_fails_whether_or_not_it_is_compiled(compiled, other, message):
+    def code(x):
+        return (compiled if torch.compiler.is_compiling() else other)(x)
+
+    with pytest.raises(TranslationError, match=message):
+        jaxfn.from_torch(code)(numbers(X))
+
+
+@row("I2", "I4")
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+def test_quantization_by_moving_averages():
+    def called_before():
+        module = Observed()
+        module(X * 0.7 + 0.2)
+        return module
+
+    check(called_before, X)
+    with pytest.raises(TranslationError, match="buffers of size 0.*Call the module once in torch before"):
+        net = jaxfn.from_torch(Observed())
+        net.apply(net.parameters, net.buffers, numbers(X))
+
+
 @row("H9", "I2")
 def test_another_attention_in_place_of_torchs():
     """A fused kernel, where the device has one."""
@@ -471,7 +561,26 @@ def checks_left_out_of_a_trace(module, x):
     return x @ module.w
 
 
+def another_operation_in_a_trace(module, x):
+    """As transformers' mixtures of experts do."""
+    y = x @ module.w
+    return torch.special.airy_ai(y) if torch.compiler.is_compiling() else y.sin()
+
+
+def mistaken_in_a_trace(module, x):
+    """As transformers' Switch Transformer is."""
+    mask = None if torch.compiler.is_compiling() else torch.ones(4, 1)
+    return (x @ module.w) * mask[:3].sum()
+
+
+def seeded_and_not_drawn(module, x):
+    """As transformers' Reformer does."""
+    torch.manual_seed(int(torch.seed() % 2**31))
+    return x @ module.w
+
+
 WHAT_CODE_DOES = [
+    another_operation_in_a_trace, mistaken_in_a_trace, seeded_and_not_drawn,
     library_operations_with_hooks, script_with_derivatives_of_its_own,
     nodes_of_autograds_graph_looked_at, data_exchanged_and_written,
     data_written_before_and_after_what_needs_no_values,

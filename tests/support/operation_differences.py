@@ -27,8 +27,6 @@ _JITERATOR = "2inputs_2outputs 4inputs_with_extra_args binary binary_return_by_r
 # Operations that stay without an entry.
 NOT_TRANSLATED = {
     "aten._segment_reduce_backward.default": COMPILED,
-    "aten.fractional_max_pool2d.default": COMPILED,
-    "aten.fractional_max_pool3d.default": COMPILED,
     "aten.hash_tensor.default": COMPILED,
     "aten.linalg_ldl_factor_ex.default": "JAX has no LDL factorization",
     "aten.linalg_ldl_solve.default": "JAX has no LDL factorization",
@@ -51,6 +49,9 @@ NOT_TRACED = {
 
 # What torch itself does not run on a CPU.
 FAILS_IN_TORCH = {f"jiterator_{name}": "compiles CUDA code" for name in _JITERATOR.split()}
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "CPU"):  # 2.8
+    _FORMS = ("rows", "columns", "inner", "batched")
+    FAILS_IN_TORCH |= {f"grouped_mm.{name}": "is for CUDA alone" for name in _FORMS}
 
 # Samples of which torch's results are not to be compared with, by name and dtype.
 TORCH_IS_WRONG = {("matrix_exp", "bfloat16"): "torch's are nan in half precision, where the numbers are below 100"}

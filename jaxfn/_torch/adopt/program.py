@@ -68,6 +68,11 @@ class TracedGraph(NoArrays):
         # Called with arrays it runs as one compiled program; inside another program it leaves its operations there.
         self._run = jax.jit(translation.run, inline=True)
 
+    @property
+    def is_translated(self) -> bool:
+        """Whether JAX can run it, and the Functions that it applies."""
+        return not self.unsupported and all(function.traced.is_translated for function in self.functions)
+
     def run(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
         """The graph's results for JAX arrays.
 

@@ -38,21 +38,13 @@ class Program(Trace):
       arguments: the template of its arguments.
       specs: of the tensors in its slots.
       are_trained: which of those require a gradient, as parameters do.
-      assumed: to see what else Python code does where it asks for a tensor's value, it is told something, which is
-        noted here.
+      tracing: the trace.
     """
 
     def __init__(
-        self,
-        whole: Whole,
-        arguments: Any,
-        specs: Sequence[Spec],
-        are_trained: Sequence[bool],
-        assumed: list[AssumedValue] | None = None,
+        self, whole: Whole, arguments: Any, specs: Sequence[Spec], are_trained: Sequence[bool], tracing: Tracing
     ) -> None:
         code = whole.code
-        tracing = Tracing(code.name, code.replacements, code.nested)
-        tracing.recorder.assumed = assumed
         with running(tracing):
             inputs = [
                 tracing.input(*spec, requires_grad=True if is_trained else None)
@@ -169,7 +161,58 @@ class _NewProgram(NamedTuple):
     are_trained: list[bool]
 
     def __call__(self, assumed: list[AssumedValue] | None = None) -> Program:
-        return Program(self.whole, self.arguments.template, self.specs, self.are_trained, assumed)
+        """The program.
+
+        Code that asks whether it is being compiled hears that it is, and leaves out what needs values; where it then
+        does what cannot be translated (operations of a package's own, in the place of torch's), that it is not.
+
+        Args:
+          assumed: to see what else Python code does where it asks for a tensor's value, it is told something, which is
+            noted here.
+        """
+        first = self._attempt(assumed, says_compiling=True)
+        if first.is_translated or not first.asks_compiling:
+            return first.made()
+        second = self._attempt(assumed, says_compiling=False)
+        return second.made() if second.is_translated or not first.says_why else first.made()
+
+    def _attempt(self, assumed: list[AssumedValue] | None, *, says_compiling: bool) -> _Attempt:
+        code = self.whole.code
+        tracing = Tracing(code.name, code.replacements, code.nested, says_compiling=says_compiling)
+        tracing.recorder.assumed = assumed
+        try:
+            with cleaned_up(code.name):
+                program = Program(self.whole, self.arguments.template, self.specs, self.are_trained, tracing)
+        except Exception as error:
+            return _Attempt(error, tracing.asks_compiling)
+        return _Attempt(program, tracing.asks_compiling)
+
+
+class _Attempt(NamedTuple):
+    """To make a program.
+
+    Attributes:
+      result: the program, or what was raised.
+      asks_compiling: whether the code asked whether it is being compiled.
+    """
+
+    result: Program | Exception
+    asks_compiling: bool
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether there is a program, which JAX can run."""
+        return isinstance(self.result, Program) and self.result.traced.is_translated
+
+    @property
+    def says_why(self) -> bool:
+        """Whether there is a program or a message about what JAX lacks, and no mistake of the code's own."""
+        return isinstance(self.result, (Program, TranslationError))
+
+    def made(self) -> Program:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
 
 
 def _assuming(new: _NewProgram) -> tuple[Program | None, list[AssumedValue]]:

@@ -5,10 +5,11 @@ Imports torch: it is itself imported only where there is a graph.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from itertools import groupby
 from typing import Any, NamedTuple, cast
 
@@ -332,10 +333,42 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
         return operation
     if operation.otherwise is not None and not memory.is_contiguous():
         return Operation(operation.otherwise)
-    if operation.reads_memory and not (memory.is_contiguous() and memory.storage_offset() == 0):
-        reason = "it reads memory, where its argument lies in another order than its elements: use `.contiguous()`"
-        return Unsupported(name, line_of(node), reason, callable_around(node))
+    if operation.reads_memory:
+        *_, size, stride, offset = _schema_arguments(node)[0]
+        elements = _elements_at(memory, size, stride, offset)
+        if elements is None:
+            return Unsupported(name, line_of(node), _OUTSIDE, callable_around(node))
+        return operation._replace(function=_with_elements(operation.function, elements))
     return operation
+
+
+_OUTSIDE = (
+    "it reads memory around the elements of its argument, which is a part of another tensor: take the view of that one"
+)
+
+
+def _with_elements(function: Callable[..., Any], elements: np.ndarray[Any, Any]) -> Callable[..., Any]:
+    return lambda *arguments: function(*arguments[:-3], elements)
+
+
+def _elements_at(
+    memory: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+) -> np.ndarray[Any, Any] | None:
+    """The numbers of those elements of a tensor that a view of its memory has; `None` if there are others in it."""
+    if not math.prod(size):
+        return np.zeros(tuple(size), int)
+    begin = int(memory.storage_offset())
+    own = _places(memory.shape, memory.stride(), begin).reshape(-1)
+    wanted = _places(size, stride, begin if offset is None else offset)
+    order = np.argsort(own, kind="stable")
+    found = np.minimum(np.searchsorted(own[order], wanted), len(own) - 1)
+    return order[found] if len(own) and (own[order][found] == wanted).all() else None
+
+
+def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray[Any, Any]:
+    """Where in memory the elements of a strided tensor lie."""
+    axes = (np.arange(length) * step for length, step in zip(size, stride, strict=True))
+    return offset + reduce(np.add.outer, axes, np.zeros((), int))
 
 
 def _unknown_dtype(node: Node) -> str | None:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import (
     BELOW_FUNCTIONALIZATION,
+    WITHOUT_VALUES,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -151,7 +152,9 @@ class Recorder(TorchDispatchMode):
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         with plain_torch():
-            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            length = tensor.untyped_storage().nbytes() // tensor.element_size()
+            meta = torch.empty(length, dtype=tensor.dtype, device="meta")
+            meta = meta.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             return FakeTensor(self._fake, meta, torch.device("cpu"))
 
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
@@ -395,7 +398,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs = torch_tree.tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
         try:
             with self._fake:
-                return func(*args, **kwargs)
+                return WITHOUT_VALUES.get(func, func)(*args, **kwargs)
         except DataDependentOutputException:
             return self.assume(f"{self.owner}: {_NEEDS_VALUE}", args[0].dtype if func in _NUMBERS else torch.bool)
         except DynamicOutputShapeException:

@@ -52,6 +52,29 @@ def addbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any =
     return product if beta == 0 else scaled(x, beta) + product
 
 
+@operation("aten._grouped_mm", takes_half=True)
+def grouped_mm(a: Array, b: Array, ends: Array | None = None, bias: None = None, dtype: Any = None) -> Array:
+    """One product for each group: of rows or columns up to `ends`, where a matrix has no axis of groups.
+
+    What lies behind the last end, of which torch returns memory as it finds it, is 0.
+
+    Note: JAX (0.10 to 0.12) has no second derivatives of `lax.ragged_dot`, and batches it only where all its operands
+    are batched.
+    """
+    product = functools.partial(jnp.einsum, preferred_element_type=widened(a.dtype))
+    if ends is None:
+        return product("gmk,gkn->gmn", a, b)
+    length = a.shape[0] if b.ndim == 3 else b.shape[1]  # of the axis that is in groups
+    length = a.shape[1] if a.ndim == b.ndim else length
+    place = jnp.arange(length, dtype=ends.dtype)
+    begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    is_inside = (place >= begins[:, None]) & (place < ends[:, None])
+    if b.ndim == 3:
+        return product("gmk,gkn->mn", jnp.where(is_inside[:, :, None], a, 0), b)
+    masked = jnp.where(is_inside[:, None, :], a[None] if a.ndim == 2 else b[None], 0)
+    return product("gmk,kn->gmn", masked, b) if a.ndim == 2 else product("gmk,gkn->mn", a, masked)
+
+
 def scaled(x: Array, factor: Any) -> Array:
     """`factor * x` in the dtype of `x`."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)

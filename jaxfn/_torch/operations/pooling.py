@@ -59,12 +59,9 @@ def _max_over(x: Array, windows: Sequence[Windows]) -> tuple[Array, Array]:
 
     The last axis first, so that of equals in several rows the one in the first row is found.
     """
-    outer, shape = x.shape[: -len(windows)], x.shape[-len(windows) :]
-    largest = lax.stop_gradient(x)
-    places = lax.iota(np.int32, math.prod(shape)).reshape(*[1] * len(outer), *shape)
-    for i in reversed(range(len(windows))):
-        largest, places = _max_along(largest, places, len(outer) + i, windows[i])
-    places = jnp.broadcast_to(places, largest.shape)
+    largest, places = lax.stop_gradient(x), _places(x, len(windows))
+    for axis in reversed(range(-len(windows), 0)):
+        largest, places = _max_along(largest, places, x.ndim + axis, windows[axis])
     return (_found(len(windows), x, largest, places) if is_inexact(x) else largest), places
 
 
@@ -76,11 +73,17 @@ def _found(spatial: int, x: Array, largest: Array, places: Array) -> Array:
 
 @_found.defjvp
 def _found_jvp(spatial: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    return _found(spatial, *primals), _taken(spatial, tangents[0], primals[2])
+    return _found(spatial, *primals), _at(tangents[0], primals[2], spatial)
 
 
-def _taken(spatial: int, x: Array, places: Array) -> Array:
-    """The elements at places among the flat spatial axes."""
+def _places(x: Array, spatial: int) -> Array:
+    """The place of every element among the flat spatial axes."""
+    shape = x.shape[-spatial:]
+    return jnp.broadcast_to(lax.iota(np.int32, math.prod(shape)).reshape(shape), x.shape)
+
+
+def _at(x: Array, places: Array, spatial: int) -> Array:
+    """The elements of `x` at places among its flat spatial axes."""
     flat, where = (a.reshape(*a.shape[:-spatial], math.prod(a.shape[-spatial:])) for a in (x, places))
     return jnp.take_along_axis(flat, where, -1, mode="clip").reshape(places.shape)
 
@@ -109,11 +112,16 @@ def _max_along(x: Array, places: Array, axis: int, windows: Windows) -> tuple[Ar
     best, place = (_seen(values, windows.places[:, 0] + low, axis) for values in (x, places))
     for i in range(1, windows.places.shape[1]):
         seen, seen_place = (_seen(values, windows.places[:, i] + low, axis) for values in (x, places))
-        is_better = (seen > best) | (jnp.isnan(seen) & ~jnp.isnan(best)) if is_inexact(x) else seen > best
+        is_better = _is_larger(seen, best)
         if not windows.inside.all():
             is_better = (is_better | (first == i)) & windows.inside[:, i].reshape(shape)
         best, place = jnp.where(is_better, seen, best), jnp.where(is_better, seen_place, place)
     return best, place
+
+
+def _is_larger(x: Array, y: Array) -> Array:
+    """Where `x` is larger, with nan as the largest of all."""
+    return (x > y) | (jnp.isnan(x) & ~jnp.isnan(y)) if is_inexact(x) else x > y
 
 
 def _seen(x: Array, places: np.ndarray[Any, Any], axis: int) -> Array:
@@ -155,6 +163,8 @@ enter_all(
         "aten.max_pool3d_with_indices_backward": partial(max_pool_backward, 3),
         "aten.adaptive_max_pool2d_backward": partial(max_pool_backward, 2),
         "aten.adaptive_max_pool3d_backward": partial(max_pool_backward, 3),
+        "aten.fractional_max_pool2d_backward": partial(max_pool_backward, 2),
+        "aten.fractional_max_pool3d_backward": partial(max_pool_backward, 3),
     }
 )
 
@@ -167,6 +177,46 @@ def adaptive_max_pool2d(x: Array, output_size: Sequence[int]) -> tuple[Array, Ar
 @operation("aten.adaptive_max_pool3d")
 def adaptive_max_pool3d(x: Array, output_size: Sequence[int]) -> tuple[Array, Array]:
     return _max_over(x, [_adaptive(*axis) for axis in zip(x.shape[-3:], output_size, strict=True)])
+
+
+@operation("aten.fractional_max_pool2d", takes_half=True)
+def fractional_max_pool2d(x: Array, kernel: Sequence[int], size: Sequence[int], samples: Array) -> tuple[Array, Array]:
+    # Of a channel's two numbers, torch takes the first one for the last axis; of three, the first for the first.
+    return _fractional_max_pool(x, _each(kernel, 2), _each(size, 2), samples[..., ::-1])
+
+
+@operation("aten.fractional_max_pool3d", takes_half=True)
+def fractional_max_pool3d(x: Array, kernel: Sequence[int], size: Sequence[int], samples: Array) -> tuple[Array, Array]:
+    return _fractional_max_pool(x, _each(kernel, 3), _each(size, 3), samples)
+
+
+def _fractional_max_pool(x: Array, kernel: Sequence[int], size: Sequence[int], samples: Array) -> tuple[Array, Array]:
+    """`size` windows along each axis, in other places for each channel: `samples` has a number for each of its axes."""
+    spatial = len(kernel)
+    outer = x.shape[:-spatial]
+    samples = samples.reshape(-1, spatial)[: math.prod(outer)].reshape(*outer, spatial)  # torch looks at no others
+    largest, places = lax.stop_gradient(x), _places(x, spatial)
+    for axis in reversed(range(-spatial, 0)):
+        starts = _fractional_starts(samples[..., axis], x.shape[axis], kernel[axis], size[axis])
+        starts = starts.reshape(*outer, *(-1 if i == axis else 1 for i in range(-spatial, 0)))
+        best, place = (jnp.take_along_axis(values, starts, axis) for values in (largest, places))
+        for i in range(1, kernel[axis]):
+            seen, seen_place = (jnp.take_along_axis(values, starts + i, axis) for values in (largest, places))
+            is_better = _is_larger(seen, best)
+            best, place = jnp.where(is_better, seen, best), jnp.where(is_better, seen_place, place)
+        largest, places = best, place
+    return _at(x, places, spatial), places
+
+
+def _fractional_starts(sample: Array, length: int, kernel: int, windows: int) -> Array:
+    """Where `windows` windows begin on an axis, in nearly equal distances; the last one ends where the axis does."""
+    dtype = jnp.finfo(sample.dtype)
+    rounded = partial(lax.reduce_precision, exponent_bits=dtype.nexp, mantissa_bits=dtype.nmant)  # as torch, each step
+    number = jnp.arange(windows, dtype=sample.dtype)
+    step = rounded(jnp.asarray(length - kernel, sample.dtype) / jnp.asarray(max(windows - 1, 1), sample.dtype))
+    first = rounded(sample * step)
+    starts = rounded(rounded(number + sample[..., None]) * step).astype(np.int32) - first[..., None].astype(np.int32)
+    return jnp.where(number == windows - 1, length - kernel, starts)
 
 
 def _scattered(spatial: int, gradient: Array, x: Array, indices: Array) -> Array:

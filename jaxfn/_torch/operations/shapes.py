@@ -178,23 +178,13 @@ def unfold(x: Array, dim: int, size: int, step: int) -> Array:
 
 
 @moving("aten.as_strided", reads_memory=True)
-def as_strided(x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
-    return x.reshape(-1)[strided_positions(size, stride, storage_offset)]
-
-
-def strided_positions(size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> np.ndarray[Any, Any]:
-    """Where in flat memory the elements of a strided view lie."""
-    positions = np.full(tuple(size), storage_offset or 0)
-    for axis, (length, step) in enumerate(zip(size, stride, strict=True)):
-        positions += (np.arange(length) * step).reshape(-1, *[1] * (len(size) - axis - 1))
-    return positions
+def as_strided(x: Array, elements: np.ndarray[Any, Any]) -> Array:
+    return x.reshape(-1)[elements]
 
 
 @moving("aten.as_strided_scatter", reads_memory=True)
-def as_strided_scatter(
-    x: Array, source: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Array:
-    return x.reshape(-1).at[strided_positions(size, stride, storage_offset)].set(source).reshape(x.shape)
+def as_strided_scatter(x: Array, source: Array, elements: np.ndarray[Any, Any]) -> Array:
+    return x.reshape(-1).at[elements].set(to_dtype(source, x.dtype)).reshape(x.shape)
 
 
 @moving("aten.slice_scatter")

@@ -27,7 +27,8 @@ class Operation(NamedTuple):
     Attributes:
       function: the JAX function.
       draws: it draws random numbers; its first argument is a key.
-      reads_memory: it is right only where torch's first argument is all of its memory, in the order of its elements.
+      reads_memory: torch's last three arguments are sizes, strides and offset of a view of its first argument's memory.
+        In their place it gets the numbers of the elements that lie there, counted in the order of that argument.
       otherwise: what stands for the operation where torch's first argument does not lie in memory in the order of its
         elements, if that makes a difference.
       takes_half: it takes half-precision numbers as they are. Others get them in single precision, in which torch

@@ -257,8 +257,10 @@ def _enabling(original: Callable[[], bool]) -> Callable[[], bool]:
 def _compiling(original: Callable[[], bool]) -> Callable[[], bool]:
     def is_compiling() -> bool:
         """To the user's code this is what it asks: it leaves out checks that need values, which are not there."""
-        asks = current() is not None and is_users(sys._getframe(1).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
-        return asks or original()
+        tracing = current()
+        if tracing is None or not is_users(sys._getframe(1).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
+            return original()
+        return tracing.ask_whether_compiling()
 
     return is_compiling
 
@@ -270,7 +272,8 @@ def _seeding(original: Callable[..., Any]) -> Callable[..., Any]:
         if tracing is None:
             return original(*args, **kwargs)
         tracing.recorder.is_seeded = True  # and nothing else: what is drawn afterwards is refused
-        return torch.default_generator
+        name = original.__name__
+        return torch.initial_seed() if name == "seed" else torch.default_generator if name == "manual_seed" else None
 
     return seeding
 

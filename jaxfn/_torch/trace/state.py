@@ -91,14 +91,22 @@ class Tracing:
       replacements: see there.
       nested: see there.
       is_differentiated: whether what the code computes may be differentiated again, as in `backward`.
+      says_compiling: what the code hears when it asks whether it is being compiled.
 
     Attributes:
+      asks_compiling: whether it has asked.
       held: what a module holds, where one is traced.
       functions: the Functions that it applied, one after the other, each with what is known of the call.
     """
 
     def __init__(
-        self, owner: str, replacements: Replacements, nested: Nested, *, is_differentiated: bool = False
+        self,
+        owner: str,
+        replacements: Replacements,
+        nested: Nested,
+        *,
+        is_differentiated: bool = False,
+        says_compiling: bool = True,
     ) -> None:
         self.owner = owner
         self.replacements = replacements
@@ -106,6 +114,8 @@ class Tracing:
         self.is_differentiated = is_differentiated
         self.recorder = Recorder(owner, replacements.operations)
         self.reads_flags = False
+        self.asks_compiling = False
+        self._says_compiling = says_compiling
         self.held: HeldTensors | None = None
         self.functions: list[Any] = []
         self._requires_grad: dict[int, bool] = {}
@@ -133,6 +143,11 @@ class Tracing:
     def read_flags(self) -> None:
         """Notes that the code looks at which inputs need a gradient."""
         self.reads_flags = True
+
+    def ask_whether_compiling(self) -> bool:
+        """What the code hears when it asks whether it is being compiled."""
+        self.asks_compiling = True
+        return self._says_compiling
 
     def requires_grad(self, tensor: torch.Tensor) -> bool | None:
         """What an input says when asked whether it requires a gradient; `None` for what is no input."""
