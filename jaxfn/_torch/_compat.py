@@ -33,6 +33,7 @@ __all__ = [
     "CLAMP_SPLITS_TIES",
     "DETECTING_CAUSAL",
     "HAS_COMPILED_APPLY",
+    "HOOKS_OF_MODULE",
     "LINEAR_CROSS_ENTROPY",
     "MAKING_LEAVES",
     "OPERATION_TYPES",
@@ -46,6 +47,8 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "BackwardHook",
+    "BackwardHookFunction",
     "FunctionMeta",
     "FunctionalTensor",
     "FunctionalTensorMode",
@@ -53,7 +56,6 @@ __all__ = [
     "UnsupportedOperatorException",
     "accumulation_hooks",
     "apply_below",
-    "backward_hooks",
     "decomposed",
     "decompositions",
     "functional",
@@ -84,6 +86,12 @@ BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
 
 # What the reentrant `torch.utils.checkpoint.checkpoint` applies: a function, a flag and its inputs (2.8 to 2.15).
 CheckpointFunction: Any = torch.utils.checkpoint.CheckpointFunction
+
+# What torch puts around the arguments and the results of a module that has backward hooks (2.8 to 2.15): an identity, by
+# the two methods of an object that is made for each call.
+BackwardHookFunction: Any = torch.nn.modules._functions.BackwardHookFunction  # pyright: ignore[reportPrivateUsage]
+BackwardHook: Any = torch.utils.hooks.BackwardHook
+HOOKS_OF_MODULE = torch.nn.Module, "_get_backward_hooks"
 
 # What `pack_padded_sequence` and `pad_packed_sequence` call (2.8 to 2.15).
 PACK = torch._VF._pack_padded_sequence  # pyright: ignore
@@ -258,11 +266,6 @@ def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """What is called when the gradient of a tensor is in its `.grad` (2.8 to 2.15)."""
     hooks: dict[int, Callable[..., Any]] | None = tensor._post_accumulate_grad_hooks  # pyright: ignore
     return [*(hooks or {}).values()]
-
-
-def backward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
-    """What is called in backward where it comes to a module (2.8 to 2.15)."""
-    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]  # pyright: ignore
 
 
 def global_forward_hooks() -> list[Callable[..., Any]]:

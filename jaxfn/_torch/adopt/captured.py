@@ -11,12 +11,14 @@ are known by name, so that the Function becomes one that takes them too:
     forward(ctx, x, f, *parameters)    has the module hold these while the Function's own forward runs
     backward                           has it hold them again, and returns what lies in their `.grad` afterwards
 
-Buffers that forward writes to (batch statistics) are outputs of it. What backward writes to them is lost.
+Buffers that forward writes to (batch statistics) are outputs of it. What backward writes to them, and to attributes of
+the module, would be lost. It is refused, but for what forward writes too, as where backward computes it again.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,7 +26,9 @@ from typing import Any
 import torch
 
 from jaxfn._torch._compat import takes_boxed_gradients
-from jaxfn._torch.trace.state import HeldTensors, Holding, current
+from jaxfn._torch.trace.module_hooks import writing_nothing
+from jaxfn._torch.trace.state import HeldTensors, current
+from jaxfn._torch.values.errors import TranslationError
 
 _KEPT = "_jaxfn_held"
 ORIGINAL = "_jaxfn_original"  # of such a Function, the given one
@@ -54,7 +58,7 @@ class TakingTensors:
         self.places = {name: given[id(held.tensors[name])] for name in names}
         self.args = [*args, *(held.tensors[name] for name in added)]
         trained = {name for name in names if held.tensors[name].requires_grad}
-        self.function = _taking_tensors(function, len(args), held.holding, self.places, trained, moved)
+        self.function = _taking_tensors(function, len(args), held.of_module(), self.places, trained, moved)
         self._moved = [held.tensors[name] for name in moved]
 
     def outputs(self, returned: Any) -> Any:
@@ -71,7 +75,7 @@ class TakingTensors:
 def _taking_tensors(
     function: Any,
     num_args: int,
-    holding: Holding,
+    held: HeldTensors,
     places: Mapping[str, int],
     trained: set[str],
     moved: Sequence[str],
@@ -80,7 +84,7 @@ def _taking_tensors(
         tensors = {name: args[place] for name, place in places.items()}
         setattr(ctx, _KEPT, tensors)
         own, used = args[:num_args], _used(tensors)
-        with _held(holding, used):
+        with _held(held, used):
             if function.setup_context is torch.autograd.Function.setup_context:
                 output = function.forward(ctx, *own)
             else:
@@ -102,8 +106,13 @@ def _taking_tensors(
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         tensors: dict[str, torch.Tensor] = getattr(ctx, _KEPT)
         own = grad_outputs[: len(grad_outputs) - len(moved)]
-        with _held(holding, _used(tensors)):
+        used = _used(tensors)
+        before = {name: _node(x) for name, x in used.items()}
+        with _held(held, used), writing_nothing(held, f"{function.__name__}.backward"):
             returned = given(ctx, list(own)) if takes_boxed_gradients(function) else given(ctx, *own)
+        written = [name for name, x in used.items() if _node(x) is not before[name]]
+        _refuse_lost(function.__name__, [name for name in written if name not in moved])
+        _warn_of_repeated(function.__name__, [name for name in written if name in moved])
         gradients = [*returned] if isinstance(returned, tuple) else [returned]
         gradients += [None] * (max(places.values(), default=-1) + 1 - len(gradients))
         for name in trained:
@@ -121,12 +130,36 @@ def _taking_tensors(
     return type(function.__name__, (torch.autograd.Function,), body)
 
 
-def _held(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+def _held(held: HeldTensors, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Has the module hold these tensors, and lets Functions that are applied inside know."""
     tracing = current()
     assert tracing is not None
-    tracing.held = HeldTensors(tensors, holding)
-    return holding(tensors)
+    tracing.held = held._replace(tensors=tensors)
+    return held.holding(tensors)
+
+
+def _node(tensor: torch.Tensor) -> torch.fx.Node:
+    """What a tensor's present value is in the graph."""
+    tracing = current()
+    assert tracing is not None
+    return tracing.recorder.node(tracing.lower(tensor))
+
+
+def _refuse_lost(name: str, written: Sequence[str]) -> None:
+    if written:
+        raise TranslationError(
+            f"{name}.backward writes to {', '.join(written)}. On JAX that is lost: net.apply has returned the buffers by "
+            "then. Write to it in forward, or compute it from gradients that jax.grad returns"
+        )
+
+
+def _warn_of_repeated(name: str, written: Sequence[str]) -> None:
+    if written:
+        warnings.warn(
+            f"{name} writes to {', '.join(written)} in forward and, computing the same again, in backward. The buffers "
+            "that net.apply returns have what forward wrote; torch's are written to a second time in backward.",
+            stacklevel=2,
+        )
 
 
 def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -15,8 +15,6 @@ import torch
 
 from jaxfn._torch._compat import (
     accumulation_hooks,
-    backward_hooks,
-    global_backward_hooks,
     gradient_hooks,
     held_by,
     memory,
@@ -183,7 +181,10 @@ class AdoptedModule(NoArrays):
         for name, own in _tensors(module).items():
             tracing.recorder.stand_in(own, name)
         _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
-        tracing.held = HeldTensors(tensors, functools.partial(_held_by_turns, module))
+        tracing.part_names = {id(part): name for name, part in module.named_modules()}
+        tracing.held = HeldTensors(
+            tensors, functools.partial(_held_by_turns, module), functools.partial(_attributes, module)
+        )
         with _holding(module, tensors):
             output = module(*args, **kwargs)
             return output, {name: _held(module, name) for name in buffers}
@@ -236,24 +237,11 @@ def _is_made_later(tensor: torch.Tensor, array: Any) -> bool:
 def _refuse_hooks(module: torch.nn.Module) -> None:
     """Raises where autograd would call what JAX does not."""
     owner = type(module).__name__
-    if global_backward_hooks():
-        raise TranslationError(
-            f"{owner}: there is a backward hook of all modules, {global_backward_hooks()[0]!r}, which torch's autograd "
-            "calls and JAX does not. Remove it"
-        )
     for name, tensor in _tensors(module).items():
         if accumulation_hooks(tensor):
             raise TranslationError(
                 f"{owner}: {name} has a hook that is called when its `.grad` is there, and JAX has no `.grad`. Remove "
                 "it, or use `register_hook`"
-            )
-    for name, part in module.named_modules():
-        hooks = backward_hooks(part)
-        if hooks:
-            raise TranslationError(
-                f"{owner}: {name or 'the module'} ({type(part).__name__}) has a backward hook, "
-                f"{hooks[0]!r}, which torch's autograd calls and JAX does not. Remove it, or write a torch Function "
-                "with that backward"
             )
 
 
@@ -341,6 +329,15 @@ def _put_back(container: Any, saved: _Container) -> Any:
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
     """What a module's behaviour depends on besides its tensors: modes, numbers, texts; other things by identity."""
     return tuple((Same(part), *map(_attribute_key, vars(part).items())) for part in module.modules())
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """The same for each attribute of a module and its parts, by what a message calls it."""
+    return {
+        f"the attribute {name} of {path or 'the module'} ({type(part).__name__})": _attribute_key(value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+    }
 
 
 def _attribute_key(value: Any) -> Any:

@@ -29,6 +29,9 @@ from jaxfn._torch.values.flat import put_in, take_out
 
 _THREAD = threading.local()
 
+# What is for autograd inside alone, and no node.
+_AUTOGRADS = Differentiable, _compat.BackwardHookFunction
+
 
 def apply(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What `function.apply` returns where a trace is being made."""
@@ -43,7 +46,7 @@ def apply(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[
 
 def _is_one_node(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     is_traced = any(map(tracing.is_traced, torch_tree.tree_leaves((tuple(args), dict(kwargs)))))
-    return is_traced and not issubclass(function, Differentiable)
+    return is_traced and not issubclass(function, _AUTOGRADS)
 
 
 def apply_taken_before(function: Any, name: str) -> Any:
@@ -58,7 +61,7 @@ def apply_taken_before(function: Any, name: str) -> Any:
             return _set_up if getattr(_THREAD, "recorded", None) is not None else value
         is_separate = type.__getattribute__(function, "setup_context") is not torch.autograd.Function.setup_context
         _THREAD.applied = None
-        if tracing is not None and not issubclass(function, Differentiable):
+        if tracing is not None and not issubclass(function, _AUTOGRADS):
             return _forward(tracing, function, value, is_separate)
     return value
 

@@ -24,6 +24,7 @@ from jaxfn._torch.trace.applications import apply, apply_taken_before
 from jaxfn._torch.trace.composed import cumulative_batch_norm
 from jaxfn._torch.trace.hooks import register_hook
 from jaxfn._torch.trace.inside import call_replacement
+from jaxfn._torch.trace.module_hooks import choosing_hooks, setting_up_inputs, setting_up_outputs
 from jaxfn._torch.trace.nodes import GradFn
 from jaxfn._torch.trace.silent import detach as mark_detached
 from jaxfn._torch.trace.state import current
@@ -192,7 +193,8 @@ def _grad_fn(original: Any) -> property:
 
     def grad_fn(tensor: torch.Tensor) -> Any:
         tracing, node = current(), original.__get__(tensor)
-        if node is None or tracing is None or not tracing.recorder.follows_grad_mode:
+        is_followed = tracing is not None and tracing.recorder.follows_grad_mode
+        if node is None or tracing is None or not is_followed or tracing.registers_on_nodes:
             return node
         return GradFn(tracing.owner, node)
 
@@ -342,6 +344,9 @@ _NAMES = [
     _Name(*_compat.BATCH_NORM, _batch_norm),
     _Name(*_compat.DETECTING_CAUSAL, _detecting_causal),
     _Name(_compat.FunctionalTensor, "register_hook", _registering_hook),
+    _Name(_compat.BackwardHook, "setup_input_hook", setting_up_inputs),
+    _Name(_compat.BackwardHook, "setup_output_hook", setting_up_outputs),
+    _Name(*_compat.HOOKS_OF_MODULE, choosing_hooks),
     _Name(torch, "is_grad_enabled", _enabling),
     _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _entering_hooks),
     _Name(torch.compiler, "is_compiling", _compiling),

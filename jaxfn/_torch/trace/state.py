@@ -76,11 +76,17 @@ class HeldTensors(NamedTuple):
 
     Attributes:
       tensors: parameters and buffers, by name.
-      holding: has it hold other ones.
+      holding: has it hold other ones; whatever its attributes are inside, is put back.
+      attributes: what its attributes are now, by what a message calls them, as values to compare.
     """
 
     tensors: Mapping[str, torch.Tensor]
     holding: Holding
+    attributes: Callable[[], Mapping[str, Any]]
+
+    def of_module(self) -> HeldTensors:
+        """The same without tensors, which may be kept when the trace is done."""
+        return self._replace(tensors={})
 
 
 class Tracing:
@@ -96,6 +102,8 @@ class Tracing:
     Attributes:
       asks_compiling: whether it has asked.
       held: what a module holds, where one is traced.
+      part_names: the names of its parts, by identity.
+      registers_on_nodes: whether torch registers hooks on autograd's graph, for autograd that the code calls.
       functions: the Functions that it applied, one after the other, each with what is known of the call.
     """
 
@@ -117,6 +125,8 @@ class Tracing:
         self.asks_compiling = False
         self._says_compiling = says_compiling
         self.held: HeldTensors | None = None
+        self.part_names: Mapping[int, str] = {}
+        self.registers_on_nodes = False
         self.functions: list[Any] = []
         self._requires_grad: dict[int, bool] = {}
         self._inputs: list[torch.Tensor] = []
@@ -153,6 +163,10 @@ class Tracing:
         """What an input says when asked whether it requires a gradient; `None` for what is no input."""
         self.reads_flags |= id(tensor) in self._requires_grad
         return self._requires_grad.get(id(tensor))
+
+    def part_name(self, module: torch.nn.Module) -> str:
+        """What messages call a module."""
+        return f"{self.part_names.get(id(module)) or 'the module'} ({type(module).__name__})"
 
     def lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor from below functionalization as the code sees it."""
