@@ -42,13 +42,13 @@ __all__ = [
     "SCRIPT_TYPES",
     "SOLVE_FACTORS_TRANSPOSE",
     "WITHOUT_VALUES",
+    "BackwardHook",
+    "BackwardHookFunction",
     "CheckpointFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "BackwardHook",
-    "BackwardHookFunction",
     "FunctionMeta",
     "FunctionalTensor",
     "FunctionalTensorMode",
@@ -87,9 +87,9 @@ BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
 # What the reentrant `torch.utils.checkpoint.checkpoint` applies: a function, a flag and its inputs (2.8 to 2.15).
 CheckpointFunction: Any = torch.utils.checkpoint.CheckpointFunction
 
-# What torch puts around the arguments and the results of a module that has backward hooks (2.8 to 2.15): an identity, by
-# the two methods of an object that is made for each call.
-BackwardHookFunction: Any = torch.nn.modules._functions.BackwardHookFunction  # pyright: ignore[reportPrivateUsage]
+# What torch puts around the arguments and the results of a module that has backward hooks (2.8 to 2.15): an identity,
+# by the two methods of an object that is made for each call.
+BackwardHookFunction: Any = torch.nn.modules._functions.BackwardHookFunction  # pyright: ignore
 BackwardHook: Any = torch.utils.hooks.BackwardHook
 HOOKS_OF_MODULE = torch.nn.Module, "_get_backward_hooks"
 

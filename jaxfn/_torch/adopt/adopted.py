@@ -20,7 +20,7 @@ from jaxfn._run.methods import Methods
 from jaxfn._torch.adopt.definition import Definition
 from jaxfn._torch.adopt.explain import Explanation, Part
 from jaxfn._torch.adopt.program import BatchedForward, Forward, Spec, known_or_made, spec_of
-from jaxfn._torch.graph.recorder import NONE_STOOD_IN
+from jaxfn._torch.graph.recorder import NONE_STOOD_IN, StandIns
 from jaxfn._torch.trace.state import Nested, Replacements
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
@@ -229,15 +229,19 @@ class Adapter:
         try:
             backward = program.whole_backward()
         except OtherTraceError as error:  # later the code would find something else in that place
-            program.refusal = OtherTraceError(str(error))  # not the one that holds the frames
-            if self.definition.stood_in is not NONE_STOOD_IN:  # this is for one trace alone
-                self._refusals[_identities(program.arguments)] = program.refusal
+            self.refuse_backward(program, error)
             return False
         except Exception:
             return False
         finally:
             being_looked_at.remove(self)
         return backward is not None and backward.traced.draws
+
+    def refuse_backward(self, program: Forward, error: TranslationError) -> None:
+        """Has what was traced raise this error where it is differentiated."""
+        program.refusal = type(error)(str(error))  # not the one that holds the frames
+        if self.definition.stood_in is not NONE_STOOD_IN:  # this is for one trace alone
+            self._refusals[_identities(program.arguments)] = program.refusal
 
     def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
         """What becomes of a call with these arguments when everything in it is being differentiated."""
@@ -337,7 +341,7 @@ def adopt(
     ops: Mapping[Any, Callable[..., Any]],
     module: str,
     nested: Nested,
-    stood_in: Mapping[int, str] = NONE_STOOD_IN,
+    stood_in: StandIns = NONE_STOOD_IN,
 ) -> type[Adopted]:
     """The jaxfn Function of a torch one; the same one again for the same class and replacements.
 
@@ -346,7 +350,7 @@ def adopt(
       ops: what stands for torch operations and functions in it.
       module: the `__module__` of the new class.
       nested: what becomes of Functions that it applies.
-      stood_in: the tensors that have stand-ins in the code that applies it.
+      stood_in: what stands for things made outside, in the code that applies it.
     """
     key = id(function), id(stood_in), frozenset((id(op), id(replacement)) for op, replacement in ops.items())
     found = _ADOPTED.get(key)
@@ -360,7 +364,7 @@ _ADOPTED: weakref.WeakValueDictionary[Any, type[Adopted]] = weakref.WeakValueDic
 
 
 def _make(
-    function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested, stood_in: Mapping[int, str]
+    function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested, stood_in: StandIns
 ) -> type[Adopted]:
     definition = Definition(function, Replacements.of(ops), nested, stood_in)
     adapter = Adapter(definition)

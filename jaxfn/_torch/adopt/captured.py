@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from jaxfn._torch._compat import takes_boxed_gradients
-from jaxfn._torch.trace.module_hooks import writing_nothing
-from jaxfn._torch.trace.state import HeldTensors, current
+from jaxfn._torch.trace.state import HeldTensors, Holding, current
 from jaxfn._torch.values.errors import TranslationError
 
 _KEPT = "_jaxfn_held"
@@ -58,7 +57,7 @@ class TakingTensors:
         self.places = {name: given[id(held.tensors[name])] for name in names}
         self.args = [*args, *(held.tensors[name] for name in added)]
         trained = {name for name in names if held.tensors[name].requires_grad}
-        self.function = _taking_tensors(function, len(args), held.of_module(), self.places, trained, moved)
+        self.function = _taking_tensors(function, len(args), held.holding, self.places, trained, moved)
         self._moved = [held.tensors[name] for name in moved]
 
     def outputs(self, returned: Any) -> Any:
@@ -75,7 +74,7 @@ class TakingTensors:
 def _taking_tensors(
     function: Any,
     num_args: int,
-    held: HeldTensors,
+    holding: Holding,
     places: Mapping[str, int],
     trained: set[str],
     moved: Sequence[str],
@@ -84,7 +83,7 @@ def _taking_tensors(
         tensors = {name: args[place] for name, place in places.items()}
         setattr(ctx, _KEPT, tensors)
         own, used = args[:num_args], _used(tensors)
-        with _held(held, used):
+        with _held(holding, used):
             if function.setup_context is torch.autograd.Function.setup_context:
                 output = function.forward(ctx, *own)
             else:
@@ -108,11 +107,12 @@ def _taking_tensors(
         own = grad_outputs[: len(grad_outputs) - len(moved)]
         used = _used(tensors)
         before = {name: _node(x) for name, x in used.items()}
-        with _held(held, used), writing_nothing(held, f"{function.__name__}.backward"):
+        name = function.__name__
+        with _held(holding, used), _guarding(f"{name}.backward"):
             returned = given(ctx, list(own)) if takes_boxed_gradients(function) else given(ctx, *own)
         written = [name for name, x in used.items() if _node(x) is not before[name]]
-        _refuse_lost(function.__name__, [name for name in written if name not in moved])
-        _warn_of_repeated(function.__name__, [name for name in written if name in moved])
+        _refuse_lost(name, [x for x in written if x not in moved])
+        _warn_of_repeated(name, [x for x in written if x in moved])
         gradients = [*returned] if isinstance(returned, tuple) else [returned]
         gradients += [None] * (max(places.values(), default=-1) + 1 - len(gradients))
         for name in trained:
@@ -130,12 +130,18 @@ def _taking_tensors(
     return type(function.__name__, (torch.autograd.Function,), body)
 
 
-def _held(held: HeldTensors, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+def _held(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Has the module hold these tensors, and lets Functions that are applied inside know."""
     tracing = current()
     assert tracing is not None
-    tracing.held = held._replace(tensors=tensors)
-    return held.holding(tensors)
+    tracing.held = HeldTensors(tensors, holding)
+    return holding(tensors)
+
+
+def _guarding(name: str) -> AbstractContextManager[None]:
+    tracing = current()
+    assert tracing is not None
+    return tracing.recorder.stood_in.guarding(name)
 
 
 def _node(tensor: torch.Tensor) -> torch.fx.Node:
@@ -148,8 +154,8 @@ def _node(tensor: torch.Tensor) -> torch.fx.Node:
 def _refuse_lost(name: str, written: Sequence[str]) -> None:
     if written:
         raise TranslationError(
-            f"{name}.backward writes to {', '.join(written)}. On JAX that is lost: net.apply has returned the buffers by "
-            "then. Write to it in forward, or compute it from gradients that jax.grad returns"
+            f"{name}.backward writes to {', '.join(written)}. On JAX that is lost: net.apply has returned the buffers "
+            "by then. Write to it in forward, or compute it from gradients that jax.grad returns"
         )
 
 

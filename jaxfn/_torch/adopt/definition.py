@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from jaxfn._torch.graph.recorder import StandIns
 from jaxfn._torch.trace.state import Nested, Replacements
 
 _BASE: Any = torch.autograd.Function
@@ -39,7 +40,7 @@ class Definition(TorchCode):
       function: the class.
       replacements: what stands for torch operations and functions in it.
       nested: what becomes of Functions that it applies.
-      stood_in: the tensors that have stand-ins in the code that applies it, by their memory.
+      stood_in: what stands for things made outside, in the code that applies it.
 
     Attributes:
       is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
@@ -49,7 +50,7 @@ class Definition(TorchCode):
       takes_any_keyword: whether `forward` has `**kwargs`.
     """
 
-    def __init__(self, function: Any, replacements: Replacements, nested: Nested, stood_in: Mapping[int, str]) -> None:
+    def __init__(self, function: Any, replacements: Replacements, nested: Nested, stood_in: StandIns) -> None:
         self.stood_in = stood_in
         parameters = inspect.signature(function.forward).parameters
         super().__init__(function.__name__, replacements, nested, parameters, f"{function.__name__}.apply")

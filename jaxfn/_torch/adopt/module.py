@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,11 +21,11 @@ from jaxfn._torch._compat import (
 )
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation
-from jaxfn._torch.adopt.whole import Whole
-from jaxfn._torch.graph.recorder import Recorder
+from jaxfn._torch.adopt.whole import Program, Whole
+from jaxfn._torch.graph.recorder import Recorder, StandIns
 from jaxfn._torch.trace.hooks import hooked
 from jaxfn._torch.trace.silent import refuse_writes
-from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, current
+from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, Tracing, current
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.statics import Same
@@ -109,18 +109,27 @@ class AdoptedModule(NoArrays):
 
         Torch counterpart: `torch.func.functional_call`, which does not return the buffers.
         """
+        program, arrays, key = self._traced(parameters, buffers, args, kwargs)
+        _refuse_lost(self._whole.code.name, program.written)
+        output, moved = program.run(arrays, key)
+        return output, {**dict(buffers), **moved}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output with the module's present parameters and buffers; see `apply`. The module stays as it is."""
+        program, arrays, key = self._traced(self.parameters, self.buffers, args, kwargs)
+        return program.run(arrays, key)[0]
+
+    def _traced(
+        self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Program, Sequence[Any], Any]:
+        """The trace of a call, the arrays in its arguments, and the random key."""
         key = kwargs.pop(self._whole.code.key_name, None)
         # JAX hands dicts on in the order of their names; a trace is to be good for those as well.
         arguments = (dict(sorted(parameters.items())), dict(sorted(buffers.items())), args, kwargs)
         with _LOCK:
             self._check(parameters, buffers)
             program, arrays = self._whole.traced(arguments, 1, _state_key(self.torch_module))
-        output, moved = program.run(arrays, key)
-        return output, {**dict(buffers), **moved}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output with the module's present parameters and buffers; see `apply`. The module stays as it is."""
-        return self.apply(self.parameters, self.buffers, *args, **kwargs)[0]
+        return program, arrays, key
 
     def load(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> None:
         """Writes arrays into the torch module's parameters and buffers, of which some may be left out.
@@ -178,15 +187,24 @@ class AdoptedModule(NoArrays):
                 tensors[name] = hooked(tensors[name], hook)
         tracing = current()
         assert tracing is not None
+        tracing.recorder.stood_in = StandIns(functools.partial(_writing_nothing, module))
         for name, own in _tensors(module).items():
             tracing.recorder.stand_in(own, name)
         _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
         tracing.part_names = {id(part): name for name, part in module.named_modules()}
-        tracing.held = HeldTensors(
-            tensors, functools.partial(_held_by_turns, module), functools.partial(_attributes, module)
-        )
+        tracing.held = HeldTensors(tensors, functools.partial(_held_by_turns, module))
+        given = {name: tracing.recorder.node(tracing.lower(tensors[name])) for name in parameters}
         with _holding(module, tensors):
             output = module(*args, **kwargs)
+            tracing.written = [
+                name for name, node in given.items() if not _has_values(tracing, _held(module, name), node)
+            ]
+            for who, name, node in tracing.read_in_backward:
+                if not _has_values(tracing, _held(module, name), node):
+                    raise TranslationError(
+                        f"{who} reads {name} of the module, to which forward writes afterwards. In torch it finds the "
+                        "new value, and on JAX the old one. Write to it before, or save the value that is meant"
+                    )
             return output, {name: _held(module, name) for name in buffers}
 
     def _check(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
@@ -223,6 +241,24 @@ def _held(module: torch.nn.Module, name: str) -> Any:
     path, _, own_name = name.rpartition(".")
     parameters, buffers = held_by(module.get_submodule(path))
     return parameters.get(own_name, buffers.get(own_name))
+
+
+def _has_values(tracing: Tracing, value: Any, node: torch.fx.Node) -> bool:
+    """Whether what a module holds in the end has the values that it had in the beginning."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return tracing.recorder.has_values_of(tracing.recorder.node(tracing.lower(value)), node)
+
+
+def _refuse_lost(owner: str, written: Sequence[str]) -> None:
+    if written:
+        names, first = ", ".join(written), written[0]
+        raise TranslationError(
+            f"{owner} writes to {names} in forward, which in torch lasts, and net.apply returns no parameters: it "
+            "would be lost. Pass it to net.apply among the buffers, which come back (those that need no gradient, by "
+            f"`requires_grad_(False)`, are there from the start): net.apply({{...}}, {{**buffers, {first!r}: array}}, "
+            "...). Or write to the arrays outside, as after the optimizer's step"
+        )
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
@@ -285,6 +321,33 @@ def _holding(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Ge
             _put_back(vars(part), attributes)
 
 
+@contextlib.contextmanager
+def _writing_nothing(module: torch.nn.Module, who: str) -> Generator[None]:
+    """Raises where what runs inside changes an attribute of a module or leaves a `.grad`; all stays as it was."""
+    tracing = current()
+    assert tracing is not None
+    # Where a Function takes the module's tensors, it takes what is left in their `.grad` as well.
+    tensors = [(name, x) for name, x in _tensors(module).items() if x.is_leaf and tracing.held is None]
+    gradients = [x.grad for _, x in tensors]
+    with _held_by_turns(module, {}):
+        before = _attributes(module)
+        yield
+        after = _attributes(module)
+    written = [name for name in {**before, **after} if before.get(name, _MISSING) != after.get(name, _MISSING)]
+    for (name, x), gradient in zip(tensors, gradients, strict=True):
+        if x.grad is not None and x.grad is not gradient:
+            x.grad = gradient
+            written.append(f"the .grad of {name}")
+    if written:
+        raise TranslationError(
+            f"{who} writes to {', '.join(written)}. On JAX that is lost: backward is traced once, and net.apply has "
+            "returned by then. Write in forward, or use the gradients that jax.grad returns"
+        )
+
+
+_MISSING = object()
+
+
 def _copied(value: Any) -> Any:
     """Containers copied, however deep, and what they hold as it is, beside the containers themselves."""
     if type(value) in (dict, OrderedDict):
@@ -333,11 +396,13 @@ def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
     """The same for each attribute of a module and its parts, by what a message calls it."""
-    return {
-        f"the attribute {name} of {path or 'the module'} ({type(part).__name__})": _attribute_key(value)
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-    }
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        owner = f"of {path or 'the module'} ({type(part).__name__})"
+        attributes = {**vars(part), "_parameters": None, "_buffers": None}
+        found |= {f"the attribute {name} {owner}": _attribute_key(value) for name, value in attributes.items()}
+        found |= {f"{name} {owner}": id(x) for held in held_by(part) for name, x in held.items()}
+    return found
 
 
 def _attribute_key(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,6 +46,12 @@ def _taking_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any
     used, written = program.used_inputs(), set(program.written)
     names = [name for name, x in held.tensors.items() if places[id(x)] in used]
     moved = [name for name in names if places[id(held.tensors[name])] in written]
+    read = program.read_by_backward()
+    tracing.read_in_backward += [
+        (f"{function.__name__}.backward", name, tracing.recorder.node(tracing.lower(x)))
+        for name, x in held.tensors.items()
+        if places[id(x)] in read
+    ]
     return TakingTensors(function, args, held, names, moved)
 
 
@@ -60,8 +65,12 @@ def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs:
             raise
         return _applied_to_tensors_of_module(tracing, held, function, args)
     if previewed.program.refusal is not None and held is not None:
-        with contextlib.suppress(OtherTraceError):  # if it is no tensor of the module: a gradient is refused
+        try:
             return _applied_to_tensors_of_module(tracing, held, function, args)
+        except OtherTraceError:  # it is no tensor of the module: a gradient is refused
+            pass
+        except TranslationError as error:
+            previewed.adopted.adapter.refuse_backward(previewed.program, error)
     return _recorded(tracing, previewed)
 
 

@@ -273,16 +273,22 @@ class Forward(Trace):
     def used_inputs(self) -> set[int]:
         """Which of its tensors `forward` or `backward` computes with, writes to, or gives a gradient."""
         placeholders = [node for node in self.traced.graph_module.graph.nodes if node.op == "placeholder"]
-        used = {i for i, node in enumerate(placeholders) if node.users} | set(self.written)
+        used = {i for i, node in enumerate(placeholders) if node.users} | set(self.written) | self.read_by_backward()
         backward = self.whole_backward()
         if backward is not None:
-            of_backward = [node for node in backward.traced.graph_module.graph.nodes if node.op == "placeholder"]
-            for slot, node in zip(self.kept["backward"], of_backward, strict=False):
-                if node.users and slot in self._input_of:
-                    used.add(self._input_of[slot])
             with_gradient = {i for i, gradient in enumerate(backward.returned) if slots(gradient)}
             used |= {i for i, owner in enumerate(self._owners) if owner in with_gradient}
         return used
+
+    def read_by_backward(self) -> set[int]:
+        """Which of its tensors, as they were when `forward` was called, `backward` computes with."""
+        backward = self.whole_backward()
+        if backward is None:
+            return set()
+        kept = [self._input_of.get(slot) for slot in self.kept["backward"]]
+        places = range(len(self.input_specs)) if self.runs_again else kept
+        of_backward = [node for node in backward.traced.graph_module.graph.nodes if node.op == "placeholder"]
+        return {i for i, node in zip(places, of_backward, strict=False) if node.users and i is not None}
 
     def ctx(self, method: str, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
         """The ctx that `backward` or `jvp` gets in a new trace, whose first inputs are those of `to_keep`."""
@@ -328,10 +334,11 @@ class Derivative(Trace):
         with running(tracing):
             ctx = forward.ctx(method, tracing, needs_input_grad)
             arguments = put_in(given, [tracing.input(*spec) for spec in specs])
-            if method == "backward" and takes_boxed_gradients(definition.function):
-                returned = function(ctx, list(arguments))
-            else:
-                returned = function(ctx, *arguments)
+            with definition.stood_in.guarding(f"{definition.name}.{method}"):
+                if method == "backward" and takes_boxed_gradients(definition.function):
+                    returned = function(ctx, list(arguments))
+                else:
+                    returned = function(ctx, *arguments)
             made = take_out(returned if isinstance(returned, tuple) else (returned,), _is_tensor)
             values = [tracing.lower(tensor) for tensor in made.leaves]
         self.returned: Any = made.template

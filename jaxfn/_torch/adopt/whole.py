@@ -39,6 +39,9 @@ class Program(Trace):
       specs: of the tensors in its slots.
       are_trained: which of those require a gradient, as parameters do.
       tracing: the trace.
+
+    Attributes:
+      written: the parameters of a module that it wrote to, and that do not come back.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Program(Trace):
             made = take_out(known_to_jax(returned), _is_tensor)
             values = [tracing.lower(tensor) for tensor in made.leaves]
             _check_gradients(tracing, inputs, made.leaves, values)
+        self.written = tracing.written
         self.output = made.template
         line = tracing.recorder.written_after_use
         self._refusal = None if line is None else Refusal(TranslationError, _AFTER_USE.format(code.name, line))

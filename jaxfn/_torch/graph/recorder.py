@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -78,8 +78,21 @@ def _same(value: jax.Array) -> jax.Array:
 _PASSED = JaxCall(_same, "passed")
 
 
-# Of a trace in which no tensor made outside has a stand-in.
-NONE_STOOD_IN: Mapping[int, str] = MappingProxyType({})
+class StandIns:
+    """What stands for things made outside, in a trace and in those of the Functions that are applied in it.
+
+    Attributes:
+      names: of tensors that have a stand-in, parameters and buffers, by their memory.
+      guarding: a context in which backward runs, whose name it is given, for messages.
+    """
+
+    def __init__(self, guarding: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
+        self.names: dict[int, str] = {}
+        self.guarding = guarding
+
+
+# Of a trace in which nothing made outside has a stand-in.
+NONE_STOOD_IN = StandIns()
 
 
 class AssumedValue(NamedTuple):
@@ -128,12 +141,13 @@ class Recorder(TorchDispatchMode):
         self.written_after_use: str | None = None  # the line that wrote by `.data` to what was computed with before
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
+        self._values_of: dict[torch.fx.Node, torch.fx.Node] = {}  # the nodes that others have the same values as
         self._alive: list[torch.Tensor] = []  # so that no identity is used twice
         self._made: set[int] = set()  # the constants made in this trace
         self._outside: set[int] = set()  # the constants that depend on a tensor made outside
         self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
-        self.stood_in = NONE_STOOD_IN  # the names of tensors made outside that have a stand-in, by their memory
+        self.stood_in = NONE_STOOD_IN  # what stands for things made outside
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
         self._recomputed: int | None = None  # which part is being recorded that is computed again; see `recomputing`
@@ -207,6 +221,24 @@ class Recorder(TorchDispatchMode):
             computation = (node.target, *parts) if is_repeatable else node
             known[node] = numbers.setdefault(computation, len(numbers))
         return known[a] == known[b]
+
+    def has_values_of(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
+        """Whether two nodes have the same values, whatever their derivatives are, as far as the graph shows."""
+        a, b = self._of_values(a), self._of_values(b)
+        return a is b or self.is_same(a, b)
+
+    def _of_values(self, node: torch.fx.Node) -> torch.fx.Node:
+        """The node that another one has its values from, unchanged."""
+        while True:
+            source = self._values_of.get(node)
+            if source is None and node.target in _KEEPS_VALUES:
+                source = cast(torch.fx.Node, node.args[_KEEPS_VALUES[node.target]])
+            if source is None:
+                return node
+            old, new = source.meta["val"], node.meta["val"]
+            if (old.shape, old.dtype) != (new.shape, new.dtype):
+                return node
+            node = source
 
     @contextlib.contextmanager
     def stopping_gradients(self) -> Generator[None]:
@@ -290,15 +322,13 @@ class Recorder(TorchDispatchMode):
         """Notes that the code is given a traced tensor for one made outside, a parameter or buffer."""
         place = memory(tensor)
         if place is not None:
-            if self.stood_in is NONE_STOOD_IN:
-                self.stood_in = {}
-            cast(dict[int, str], self.stood_in)[place] = name
+            self.stood_in.names[place] = name
 
     def _check_stands_in(self, tensor: torch.Tensor) -> None:
         """Raises where code comes by another way to a tensor that has a stand-in, or to what depends on one."""
-        if not self.stood_in or id(tensor) in self._made:
+        if not self.stood_in.names or id(tensor) in self._made:
             return
-        name = self.stood_in.get(memory(tensor) or 0)
+        name = self.stood_in.names.get(memory(tensor) or 0)
         if name is None and (tensor.grad_fn is None or not self.follows_grad_mode):
             return
         what = f"its parameter or buffer {name!r} by another tensor than its own" if name else "a tensor with a graph"
@@ -333,8 +363,11 @@ class Recorder(TorchDispatchMode):
             seen.add(node)
 
     def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        """`tensor`, whose value is from now on that of `of`."""
-        self._nodes[id(tensor)] = self.node(of)
+        """`tensor`, whose node is from now on that of `of`, which has the same values."""
+        before, node = self._nodes.get(id(tensor)), self.node(of)
+        if before is not None and before is not node:
+            self._values_of[node] = before
+        self._nodes[id(tensor)] = node
         self._alive.append(tensor)
         return tensor
 
@@ -593,6 +626,16 @@ def _has_derivative(value: Any) -> bool:
 
 
 _NEEDS_NO_VALUES = (aten.clone.default, aten.add.Tensor, aten.sub.Tensor, _CARRIED)
+# Which argument has the values of what these give, if shape and dtype are the same.
+_KEEPS_VALUES: Mapping[Any, int] = {
+    _CARRIED: 0,
+    _STOP_GRADIENT: 0,
+    _PASSED: 0,
+    aten.clone.default: 0,
+    aten.copy.default: 1,
+    aten.expand.default: 0,
+    aten.view.default: 0,
+}
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 # Tensors filled with one number, which depend on the shape alone of a tensor: which number, by the arguments.
 _FILLED: dict[Any, Callable[[Any], Any]] = {

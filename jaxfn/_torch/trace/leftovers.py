@@ -77,7 +77,8 @@ def cleaned_up(owner: str) -> Generator[None]:
         raise TranslationError(
             f"{owner} keeps a tensor that depends on its inputs{place}, and while JAX traces it has no value: what "
             "uses it later would not get that of this call. Pass it on by ctx.save_for_backward(tensor) or as an "
-            "attribute ctx.name = tensor, or return it as an output"
+            "attribute ctx.name = tensor, or return it as an output. (Of gradients, in backward and in hooks: have "
+            "jax.grad return them)"
         )
 
 

@@ -6,10 +6,10 @@
     backward            2. grad_input is there:          1. grad_output is there: the pre-hooks are called with it
                         the hooks are called with both
 
-torch keeps grad_output in an object from 1 to 2. Here each identity is a Function, and grad_output goes from the one to
-the other as a gradient: `enter` returns a *token* for each output, zeros of its shape, which `leave` takes, and to which
-its backward gives grad_output as gradient. What the outputs look like is known when the module has returned. So `enter`
-is recorded then, in the place where it was called; the nodes that stood for its results until then are fed by it.
+torch keeps grad_output in an object from 1 to 2. Here each identity is a Function, and grad_output goes from the one
+to the other as a gradient: `enter` returns a *token* for each output, zeros of its shape, which `leave` takes, and to
+which its backward gives grad_output as gradient. What the outputs look like is known when the module has returned. So
+`enter` is recorded then, in the place where it was called; the nodes that stood for its results are fed by it.
 
 The first token is a number, whose gradient is one: without it the gradient has come to the inputs by another way than
 by the outputs, and torch calls no hook.
@@ -17,8 +17,8 @@ by the outputs, and torch calls no hook.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ import torch
 from jaxfn._primitives.follow import follow
 from jaxfn._torch.graph.jax_call import JaxCall
 from jaxfn._torch.trace.silent import attach, is_detached, refuse_writes
-from jaxfn._torch.trace.state import HeldTensors, Tracing, current
+from jaxfn._torch.trace.state import Tracing, current
 from jaxfn._torch.values.errors import TranslationError
 
 _Gradients = tuple[torch.Tensor | None, ...]
@@ -118,7 +118,6 @@ class _Call:
             tuple(hooks.user_hooks),
             tuple(hooks.user_pre_hooks),
             f"{tracing.owner}: the backward hooks of {tracing.part_name(hooks.module)}",
-            tracing.held and tracing.held.of_module(),
         )
         self._inputs = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in args]
         self._places = self._differentiable(args)
@@ -199,7 +198,6 @@ class _HookCalls:
       hooks: of its inputs' gradients.
       pre_hooks: of its outputs' gradients.
       owner: whose they are, for messages.
-      held: what the adopted module holds, of which this one is a part.
     """
 
     def __init__(
@@ -208,14 +206,12 @@ class _HookCalls:
         hooks: Sequence[Callable[..., Any]],
         pre_hooks: Sequence[Callable[..., Any]],
         owner: str,
-        held: HeldTensors | None,
     ) -> None:
         self.owner = owner
         self.are_of_inputs = bool(hooks)
         self._module = module
         self._hooks = hooks
         self._pre_hooks = pre_hooks
-        self._held = held
 
     def enter(
         self,
@@ -283,7 +279,7 @@ class _HookCalls:
         """The gradients of all inputs, after the hooks."""
         given = grad_inputs
         for hook in self._hooks:
-            returned = self._of(hook, grad_inputs, grad_outputs)
+            returned = hook(self._module, grad_inputs, grad_outputs)
             if returned is not None:
                 grad_inputs = _checked(f"{self.owner}: {_name(hook)}", "grad_input", returned, given)
         return grad_inputs
@@ -292,7 +288,7 @@ class _HookCalls:
         """The gradients of all outputs, after the pre-hooks."""
         given = grad_outputs
         for hook in self._pre_hooks:
-            returned = self._of(hook, grad_outputs)
+            returned = hook(self._module, grad_outputs)
             if returned is not None:
                 grad_outputs = _checked(f"{self.owner}: {_name(hook)}", "grad_output", returned, given)
         return grad_outputs
@@ -300,33 +296,11 @@ class _HookCalls:
     def called_without_inputs(self, num_inputs: int, grad_outputs: _Gradients) -> None:
         """Calls the hooks where no input needs a gradient, so that they may only look."""
         for hook in self._hooks:
-            returned = self._of(hook, (None,) * num_inputs, grad_outputs)
+            returned = hook(self._module, (None,) * num_inputs, grad_outputs)
             if returned is not None and any(gradient is not None for gradient in returned):
                 raise RuntimeError(
                     f"{self.owner}: {_name(hook)} returned gradients, and no input of this call needs one. Return None"
                 )
-
-    def _of(self, hook: Callable[..., Any], *gradients: _Gradients) -> Any:
-        with writing_nothing(self._held, f"{self.owner}: {_name(hook)}"):
-            return hook(self._module, *gradients)
-
-
-@contextlib.contextmanager
-def writing_nothing(held: HeldTensors | None, who: str) -> Generator[None]:
-    """Raises where what runs inside, in backward, changes an attribute of a module, which stays as it was."""
-    if held is None:
-        yield
-        return
-    with held.holding({}):
-        before = held.attributes()
-        yield
-        after = held.attributes()
-    for name in {**before, **after}:
-        if name not in before or name not in after or before[name] != after[name]:
-            raise TranslationError(
-                f"{who} writes to {name}. On JAX that is lost: backward is traced once, and net.apply has returned by "
-                "then. Compute it in forward, or from gradients that jax.grad returns"
-            )
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
@@ -367,4 +341,6 @@ def _checked(who: str, what: str, returned: Any, given: _Gradients) -> _Gradient
 
 
 def _name(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
     return getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]

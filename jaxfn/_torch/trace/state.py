@@ -76,17 +76,11 @@ class HeldTensors(NamedTuple):
 
     Attributes:
       tensors: parameters and buffers, by name.
-      holding: has it hold other ones; whatever its attributes are inside, is put back.
-      attributes: what its attributes are now, by what a message calls them, as values to compare.
+      holding: has it hold other ones.
     """
 
     tensors: Mapping[str, torch.Tensor]
     holding: Holding
-    attributes: Callable[[], Mapping[str, Any]]
-
-    def of_module(self) -> HeldTensors:
-        """The same without tensors, which may be kept when the trace is done."""
-        return self._replace(tensors={})
 
 
 class Tracing:
@@ -102,6 +96,8 @@ class Tracing:
     Attributes:
       asks_compiling: whether it has asked.
       held: what a module holds, where one is traced.
+      written: the parameters among that which have other values when it returns.
+      read_in_backward: what a `backward` reads of what it holds: the `backward`, the name, and the value then.
       part_names: the names of its parts, by identity.
       registers_on_nodes: whether torch registers hooks on autograd's graph, for autograd that the code calls.
       functions: the Functions that it applied, one after the other, each with what is known of the call.
@@ -125,6 +121,8 @@ class Tracing:
         self.asks_compiling = False
         self._says_compiling = says_compiling
         self.held: HeldTensors | None = None
+        self.written: Sequence[str] = ()
+        self.read_in_backward: list[tuple[str, str, torch.fx.Node]] = []
         self.part_names: Mapping[int, str] = {}
         self.registers_on_nodes = False
         self.functions: list[Any] = []
