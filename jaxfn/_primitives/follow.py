@@ -2,6 +2,12 @@
 
 What a `jax.custom_vjp` returns is being differentiated as a whole, as soon as one of its inputs is. Of an identity of
 several arrays that is too much: an array that nothing differentiates should come out as one. It lowers to nothing.
+
+# Note: `jax.checkpoint`
+
+What is recomputed is there twice, and a second derivative goes through both, by each a part of the gradient. Where a
+rule is not linear in the gradient, or asks by which way it came, the parts give something else than the whole. So what
+comes out here is saved by `jax.checkpoint`, and what made it is there once.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxfn._compat import Primitive, ad, batching, mlir
+from jaxfn._compat import Primitive, ad, batching, mlir, partial_eval
 
 follow_p = Primitive("follow")
 
@@ -39,8 +45,18 @@ def _follow_batch(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
     return follow_p.bind(*operands), dims[0]
 
 
+def _follow_partial_eval(
+    _policy: Any, unknowns_in: Sequence[bool], available_in: Sequence[bool], eqn: Any
+) -> tuple[Any, Any, Sequence[bool], Sequence[bool], list[Any]]:
+    if not any(unknowns_in):
+        return eqn, None, [False], [False], []
+    unavailable = [v for v, is_available in zip(eqn.invars, available_in, strict=True) if not is_available]
+    return None, eqn, [True], [True], unavailable
+
+
 follow_p.def_impl(_follow_impl)
 follow_p.def_abstract_eval(_follow_impl)
 mlir.register_lowering(follow_p, _follow_lowering)
 ad.primitive_jvps[follow_p] = _follow_jvp
 batching.primitive_batchers[follow_p] = _follow_batch
+partial_eval.partial_eval_jaxpr_custom_rules[follow_p] = _follow_partial_eval

@@ -179,14 +179,13 @@ class AdoptedModule(NoArrays):
 
     def _called(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
         """The module called with these tensors for its own, and its buffers afterwards."""
-        module = self.torch_module
+        module, tracing = self.torch_module, current()
+        assert tracing is not None
         _refuse_hooks(module)
         tensors = {**parameters, **buffers}
         for name, own in _tensors(module).items():
             for hook in reversed(gradient_hooks(own)):  # the outermost one is called first
-                tensors[name] = hooked(tensors[name], hook)
-        tracing = current()
-        assert tracing is not None
+                tensors[name] = hooked(tracing, tensors[name], hook)
         tracing.recorder.stood_in = StandIns(functools.partial(_writing_nothing, module))
         for name, own in _tensors(module).items():
             tracing.recorder.stand_in(own, name)

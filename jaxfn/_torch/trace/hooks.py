@@ -7,14 +7,24 @@ from typing import Any
 
 import torch
 
+from jaxfn._primitives.follow import follow
 from jaxfn._torch._compat import without_functions
+from jaxfn._torch.graph.jax_call import JaxCall
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.nodes import HOOKED
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
 
+_FOLLOW = JaxCall(follow, "follow")
 
-def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
+
+def following(tracing: Tracing, made: torch.Tensor, leader: torch.Tensor) -> torch.Tensor:
+    """What an identity made of a tensor, below functionalization, with a derivative where that one has one."""
+    fake = tracing.recorder.fake(made.shape, made.dtype)
+    return tracing.recorder.call(_FOLLOW, (tracing.lower(made), tracing.lower(leader)), {}, fake)
+
+
+def hooked(tracing: Tracing, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
     """A tensor with the same values, whose gradient passes a hook: a Function that torch code applies."""
 
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -27,7 +37,9 @@ def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | N
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     name = f"hook {getattr(hook, '__qualname__', type(hook).__name__)}"
     function: Any = type(name, (torch.autograd.Function,), body)
-    return function.apply(tensor)
+    made = function.apply(tensor)
+    tracing.recorder.alias(tracing.lower(made), following(tracing, made, tensor))
+    return made
 
 
 def register_hook(tracing: Tracing, original: Any, tensor: torch.Tensor, hook: Any) -> Any:
@@ -46,7 +58,7 @@ def register_hook(tracing: Tracing, original: Any, tensor: torch.Tensor, hook: A
         )
     vars(tensor)[HOOKED] = True
     with torch.enable_grad():
-        tracing.recorder.alias(tracing.lower(tensor), tracing.lower(hooked(tensor, hook)))
+        tracing.recorder.alias(tracing.lower(tensor), tracing.lower(hooked(tracing, tensor, hook)))
     if tensor.requires_grad:
         with without_functions():
             original(tensor, hook)  # for autograd inside

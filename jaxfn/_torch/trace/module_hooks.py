@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from jaxfn._primitives.follow import follow
-from jaxfn._torch.graph.jax_call import JaxCall
+from jaxfn._torch.trace.hooks import following
 from jaxfn._torch.trace.silent import attach, is_detached, refuse_writes
 from jaxfn._torch.trace.state import Tracing, current
 from jaxfn._torch.values.errors import TranslationError
@@ -33,8 +32,6 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 # The attribute of torch's `BackwardHook`, one for each call of a module, that has what is known of that call here.
 _CALL = "jaxfn_call"
-
-_FOLLOW = JaxCall(follow, "follow")
 
 
 def setting_up_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,12 +161,7 @@ class _Call:
         return self._exchanged(outputs, given, dict(zip(places, left, strict=True)))
 
     def _following(self, made: Sequence[torch.Tensor], leaders: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a Function made of tensors, with a derivative where those have one, below functionalization."""
-        recorder, lower = self._tracing.recorder, self._tracing.lower
-        return [
-            recorder.call(_FOLLOW, (lower(x), lower(leader)), {}, recorder.fake(x.shape, x.dtype))
-            for x, leader in zip(made, leaders, strict=False)
-        ]
+        return [following(self._tracing, x, leader) for x, leader in zip(made, leaders, strict=False)]
 
     def _exchanged(
         self, values: tuple[Any, ...], given: tuple[Any, ...], passed: dict[int, torch.Tensor]
@@ -327,7 +319,8 @@ def _chosen(has_come: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | No
 def _checked(who: str, what: str, returned: Any, given: _Gradients) -> _Gradients:
     """What a hook returned in the place of gradients."""
     if not isinstance(returned, (tuple, list)) or len(returned) != len(given):
-        found = f"{len(returned)} of them" if isinstance(returned, (tuple, list)) else type(returned).__name__
+        kind = "a tensor" if isinstance(returned, torch.Tensor) else f"a {type(returned).__name__}"
+        found = f"{len(returned)} of them" if isinstance(returned, (tuple, list)) else kind
         raise RuntimeError(f"{who} returned {found}; expected None or a tuple of {len(given)}, one for each {what}")
     for i, (new, old) in enumerate(zip(returned, given, strict=True)):
         if new is not None and not isinstance(new, torch.Tensor):
