@@ -25,7 +25,9 @@ import torch
 
 from jaxfn._compat import compile_quickly, quick_key
 from jaxfn._torch.adopt.adopted import adopt
+from jaxfn._torch.adopt.function import adopted_function
 from jaxfn._torch.adopt.nested import NESTED
+from jaxfn._torch.trace.state import Replacements
 from jaxfn._torch.values.errors import TranslationError
 
 OLDEST = (2, 8)
@@ -202,6 +204,12 @@ def _at_ties(x: Any) -> Any:
     return (values * torch.arange(1.0, len(values) + 1)).sum()
 
 
+def _hook_of_a_module(at: Any) -> Any:
+    part = torch.nn.Tanh()
+    part.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: (grad_inputs[0] * 3,))  # pyright: ignore
+    return _slope(adopted_function(lambda x: part(x), Replacements.of({}), NESTED), at)
+
+
 def _torchs_slope_at_ties() -> Any:
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.tensor(TIES, requires_grad=True)
@@ -229,6 +237,7 @@ def answers() -> dict[str, Answer | Part]:
         "a detached tensor": slope(lambda x: x * x.detach(), X, X),
         "a draw": Answer(_drawn, X, [True, True, True]),
         "ctx.needs_input_grad": Answer(_flags, X, [3 * X, 2 * X]),
+        "a backward hook of a module": Answer(_hook_of_a_module, X, 3 * (1 - np.tanh(X) ** 2)),
         "derivatives at ties": slope(lambda x: _at_ties(x).expand(6) / 6, TIES, _torchs_slope_at_ties()),
         "a derivative of a derivative": slope(lambda x: x.sin(), X, np.cos(X)),
     }
