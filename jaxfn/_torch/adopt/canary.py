@@ -207,7 +207,11 @@ def _at_ties(x: Any) -> Any:
 def _hook_of_a_module(at: Any) -> Any:
     part = torch.nn.Tanh()
     part.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: (grad_inputs[0] * 3,))  # pyright: ignore
-    return _slope(adopted_function(lambda x: part(x), Replacements.of({}), NESTED), at)
+
+    def called(x: Any) -> Any:
+        return part(x)
+
+    return _slope(adopted_function(called, Replacements.of({}), NESTED), at)
 
 
 def _torchs_slope_at_ties() -> Any:
