@@ -41,15 +41,21 @@ class TakingTensors:
       args: what it is applied to.
       held: what the module holds, in whose place it is to hold what this one is given.
       names: the tensors that it takes.
-      moved: those of them that it writes to.
+      moved: those of them that it writes to; `None` where that is to be found out.
 
     Attributes:
+      written: where it is to be found out, those that backward has written to.
       function: the Function, whose outputs are the given one's, then new values of the tensors that it writes to.
       args: what it is applied to.
     """
 
     def __init__(
-        self, function: Any, args: Sequence[Any], held: HeldTensors, names: Sequence[str], moved: Sequence[str] = ()
+        self,
+        function: Any,
+        args: Sequence[Any],
+        held: HeldTensors,
+        names: Sequence[str],
+        moved: Sequence[str] | None = None,
     ) -> None:
         given = {id(x): i for i, x in reversed([*enumerate(args)])}
         added = [name for name in names if id(held.tensors[name]) not in given]
@@ -57,8 +63,11 @@ class TakingTensors:
         self.places = {name: given[id(held.tensors[name])] for name in names}
         self.args = [*args, *(held.tensors[name] for name in added)]
         trained = {name for name in names if held.tensors[name].requires_grad}
-        self.function = _taking_tensors(function, len(args), held.holding, self.places, trained, moved)
-        self._moved = [held.tensors[name] for name in moved]
+        self.written: set[str] | None = set() if moved is None else None
+        self.function = _taking_tensors(
+            function, len(args), held.holding, self.places, trained, moved or (), self.written
+        )
+        self._moved = [held.tensors[name] for name in moved or ()]
 
     def outputs(self, returned: Any) -> Any:
         """What the given Function returns; the tensors that it writes to get their new values."""
@@ -78,6 +87,7 @@ def _taking_tensors(
     places: Mapping[str, int],
     trained: set[str],
     moved: Sequence[str],
+    found: set[str] | None,
 ) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         tensors = {name: args[place] for name, place in places.items()}
@@ -111,6 +121,9 @@ def _taking_tensors(
         with _held(holding, used), _guarding(f"{name}.backward"):
             returned = given(ctx, list(own)) if takes_boxed_gradients(function) else given(ctx, *own)
         written = [name for name, x in used.items() if _node(x) is not before[name]]
+        if found is not None:
+            found.update(written)
+            written.clear()
         _refuse_lost(name, [x for x in written if x not in moved])
         _warn_of_repeated(name, [x for x in written if x in moved])
         gradients = [*returned] if isinstance(returned, tuple) else [returned]

@@ -44,13 +44,13 @@ def _taking_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any
     _, arguments, program, _ = _previewed(tracing, taking_all.function, taking_all.args, {})
     places = {id(x): i for i, x in enumerate(arguments.leaves)}
     used, written = program.used_inputs(), set(program.written)
-    names = [name for name, x in held.tensors.items() if places[id(x)] in used]
+    names = [name for name, x in held.tensors.items() if places[id(x)] in used or name in (taking_all.written or ())]
     moved = [name for name in names if places[id(held.tensors[name])] in written]
     read = program.read_by_backward()
     tracing.read_in_backward += [
         (f"{function.__name__}.backward", name, tracing.recorder.node(tracing.lower(x)))
         for name, x in held.tensors.items()
-        if places[id(x)] in read
+        if places[id(x)] in read and name not in (taking_all.written or ())  # those it reads to write them anew
     ]
     return TakingTensors(function, args, held, names, moved)
 
