@@ -26,18 +26,12 @@ def double_precision() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_objects_of_other_modules() -> None:
-    """Garbage collection looks at new objects only: other tests and what they import leave much, and a trace of torch
-    code that is refused collects."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture
-def few_objects() -> None:
-    """Likewise in one test: JAX's leak checker collects often."""
+def few_objects() -> Iterator[None]:
+    """Garbage collection looks at new objects only: JAX's leak checker collects often, and other tests leave much."""
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
