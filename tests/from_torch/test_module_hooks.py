@@ -588,3 +588,53 @@ def test_backward_reads_what_forward_has_written_by_then():
         assert_same(of_jax(lambda: make(True), [X], [0], 1), of_torch(lambda: make(True), [X], [0], 1))
         with pytest.raises(TranslationError, match="reads mean of the module, to which forward writes afterwards"):
             of_jax(lambda: make(False), [X], [0], 1)
+
+
+def squared_where(make):
+    """The sum of squares of a tensor whose gradient a hook squares."""
+
+    def total(x):
+        y = make(x)
+        y.register_hook(lambda gradient: gradient * gradient)
+        return (y * y).sum()
+
+    return total
+
+
+def both_orders(make):
+    """Derivatives of the first and the second order, as torch has them."""
+    x = torch.tensor(X, requires_grad=True)
+    (first,) = torch.autograd.grad(squared_where(make)(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return first.detach(), second
+
+
+@row("I2", "I3")
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: x * x * x, torch.relu, lambda x: torch.tanh(x).clone(), lambda x: x.max(1).values,
+     lambda x: torch.exp(x).reshape(-1)],
+    ids=["cube", "relu", "copy of tanh", "max", "view of exp"],
+)  # fmt: skip
+def test_second_derivatives_pass_a_hook_of_a_tensor(make):
+    first, second = both_orders(make)
+    of_jax = jax.grad(jaxfn.from_torch(squared_where(make)))
+    np.testing.assert_allclose(of_jax(X), first, rtol=1e-9)
+    np.testing.assert_allclose(jax.grad(lambda x: of_jax(x).sum())(X), second, rtol=1e-9)
+
+
+@row("I2", "I3")
+@pytest.mark.parametrize(
+    "make",
+    [torch.tanh, torch.exp, lambda x: x.softmax(1), lambda x: x.cumprod(0), lambda x: (x * x + 1).sqrt(),
+     lambda x: x.std(0), lambda x: x.logsumexp(1), lambda x: x.norm(dim=1), torch.prod],
+    ids=["tanh", "exp", "softmax", "cumprod", "sqrt", "std", "logsumexp", "norm", "prod"],
+)  # fmt: skip
+def test_second_derivatives_that_use_a_tensor_beside_its_hook_are_refused(make):
+    """torch has them: through the `y` in tanh's `g * (1 - y * y)` they go by the hook of `y` once more."""
+    first, _ = both_orders(make)
+    of_jax = jax.grad(jaxfn.from_torch(squared_where(make)))
+    np.testing.assert_allclose(of_jax(X), first, rtol=1e-9)
+    for again in (of_jax, jax.jit(of_jax), jax.checkpoint(of_jax)):
+        with pytest.raises(TranslationError, match=r"(?s)total registers a hook.*y\.clone\(\).*y\.register_hook"):
+            jax.grad(lambda x, again=again: again(x).sum())(X)

@@ -99,8 +99,9 @@ def check(make, *args, train=True, jit=True, written=()):
     slopes = {**slopes[0], **slopes[1]}
     for ours, theirs in zip(found, outputs, strict=True):
         np.testing.assert_allclose(ours, numbers(theirs), rtol=2e-5, atol=2e-5)
+    # A bias before a batch norm has a gradient of zero: what is left of it is the rounding of others.
+    scale = max(1.0, *(float(theirs.abs().max()) for theirs in gradients.values()))
     for name, theirs in gradients.items():
-        scale = max(1.0, float(theirs.abs().max()))
         np.testing.assert_allclose(slopes[name], numbers(theirs), rtol=1e-4, atol=1e-5 * scale, err_msg=name)
     assert set(moved) == {*buffers, *written}
     for name, ours in moved.items():

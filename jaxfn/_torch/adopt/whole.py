@@ -65,6 +65,8 @@ class Program(Trace):
         self.output = made.template
         line = tracing.recorder.written_after_use
         self._refusal = None if line is None else Refusal(TranslationError, _AFTER_USE.format(code.name, line))
+        hook = tracing.hooked_where_used
+        self._refusal_of_second = None if hook is None else Refusal(TranslationError, _HOOKED.format(code.name, hook))
         self._are_trained = are_trained
         self.traced = TracedGraph(code, "forward", tracing, values)
 
@@ -77,6 +79,13 @@ class Program(Trace):
                 else _refusing(self._refusal, jnp.asarray(x))
                 for x, is_trained in zip(arrays, self._are_trained, strict=True)
             ]
+        if self._refusal_of_second is not None:
+            arrays = [
+                _once_differentiable(self._refusal_of_second, jnp.asarray(x))
+                if jnp.issubdtype(x.dtype, jnp.inexact)
+                else x
+                for x in arrays
+            ]
         return put_in(self.output, self.traced.run(arrays, key))
 
 
@@ -85,6 +94,30 @@ _AFTER_USE = (
     "values, and JAX's the old ones, so that only parameters can be differentiated by, and not arguments and buffers. "
     "Write before the tensor is used, or use a copy of it before, `tensor.clone()`{}"
 )
+
+
+_HOOKED = (
+    "{} registers a hook on a tensor that the derivative of the operation which made it may use, as that of tanh does, "
+    "and torch's second derivatives pass the hook there too, which JAX's would not. Register it on a copy, "
+    "`y = y.clone()`, or change the gradient in a torch.autograd.Function{}"
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _once_differentiable(refusal: Refusal, x: jax.Array) -> jax.Array:
+    """An array whose gradient cannot be differentiated."""
+    return x
+
+
+def _once_differentiable_fwd(refusal: Refusal, x: jax.Array) -> tuple[jax.Array, None]:
+    return x, None
+
+
+def _once_differentiable_bwd(refusal: Refusal, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (_refusing(refusal, gradient),)
+
+
+_once_differentiable.defvjp(_once_differentiable_fwd, _once_differentiable_bwd)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

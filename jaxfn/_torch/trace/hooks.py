@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from jaxfn._primitives.follow import follow
-from jaxfn._torch._compat import without_functions
+from jaxfn._torch._compat import OPERATION_TYPES, plain_torch, saved_by, without_functions
 from jaxfn._torch.graph.jax_call import JaxCall
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.nodes import HOOKED
@@ -57,12 +58,46 @@ def register_hook(tracing: Tracing, original: Any, tensor: torch.Tensor, hook: A
             f"do{source_line()}"
         )
     vars(tensor)[HOOKED] = True
+    if _may_use_itself(tracing.recorder.node(tracing.lower(tensor))):
+        tracing.hooked_where_used = source_line()
     with torch.enable_grad():
         tracing.recorder.alias(tracing.lower(tensor), tracing.lower(hooked(tracing, tensor, hook)))
     if tensor.requires_grad:
         with without_functions():
             original(tensor, hook)  # for autograd inside
     return _Handle(tracing.owner)
+
+
+def _may_use_itself(node: torch.fx.Node) -> bool:
+    """Whether the derivative of the operation that made a tensor may use that tensor.
+
+    For `y = tanh(x)` it is `g * (1 - y * y)`. In torch a second derivative goes through that `y`, and so through its
+    hook; in JAX it goes through the `y` that has no hook yet.
+    """
+    output: int | None = None
+    if node.target is operator.getitem:
+        node, output = cast(tuple[torch.fx.Node, int], node.args)
+    if node.op != "call_function":
+        return False
+    if node.target is torch.ops.aten.relu.default:  # by whose output its derivative has none
+        return False
+    target: Any = node.target
+    if not isinstance(target, OPERATION_TYPES):
+        return True
+    with plain_torch(), torch.enable_grad():
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), _without_values)
+        try:
+            made = target(*args, **kwargs)
+        except Exception:  # an operation that has no meta function, or not as it is called here
+            return True
+    tensor = made if output is None else made[output]
+    return any(saved.grad_fn is tensor.grad_fn for saved in saved_by(tensor.grad_fn) if isinstance(saved, torch.Tensor))
+
+
+def _without_values(node: torch.fx.Node) -> Any:
+    value = node.meta["val"]
+    is_differentiable = value.dtype.is_floating_point or value.dtype.is_complex
+    return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=is_differentiable)
 
 
 class _Handle:

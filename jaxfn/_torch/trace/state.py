@@ -100,6 +100,7 @@ class Tracing:
       read_in_backward: what a `backward` reads of what it holds: the `backward`, the name, and the value then.
       part_names: the names of its parts, by identity.
       registers_on_nodes: whether torch registers hooks on autograd's graph, for autograd that the code calls.
+      hooked_where_used: the line, if any, that registers a hook on a tensor that its own derivative may use.
       functions: the Functions that it applied, one after the other, each with what is known of the call.
     """
 
@@ -125,6 +126,7 @@ class Tracing:
         self.read_in_backward: list[tuple[str, str, torch.fx.Node]] = []
         self.part_names: Mapping[int, str] = {}
         self.registers_on_nodes = False
+        self.hooked_where_used: str | None = None
         self.functions: list[Any] = []
         self._requires_grad: dict[int, bool] = {}
         self._inputs: list[torch.Tensor] = []
