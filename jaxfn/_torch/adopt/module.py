@@ -411,4 +411,7 @@ def _attribute_key(value: Any) -> Any:
         return type(value), *map(_attribute_key, cast(list[Any], value))
     if isinstance(value, dict):
         return dict, *((name, _attribute_key(item)) for name, item in cast(dict[Any, Any], value).items())
-    return id(value) if isinstance(value, torch.Tensor) else Same(value)
+    if not isinstance(value, torch.Tensor):
+        return Same(value)
+    # One that was computed, as by a hook that makes a weight, is computed anew by every forward.
+    return id(value) if value.grad_fn is None else ("computed", value.shape)
