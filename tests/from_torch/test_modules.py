@@ -1709,3 +1709,24 @@ def test_functions_that_draw_and_what_they_close_over():
 def test_what_is_neither_is_refused(wrong):
     with pytest.raises(TypeError, match="from_torch takes a subclass of torch.autograd.Function, a torch.nn.Module"):
         jaxfn.from_torch(wrong)
+
+
+class ReadsMemory(nn.Module):
+    def __init__(self, is_permuted):
+        super().__init__()
+        weight = torch.arange(24.0).reshape(1, 2, 3, 4)
+        self.w = nn.Parameter(weight.contiguous(memory_format=torch.channels_last) if is_permuted else weight)
+
+    def forward(self, x):
+        return (self.w * x).as_strided((4,), (2,)).sum()
+
+
+@row("I2", "H4")
+def test_memory_in_another_order_is_not_read():
+    """Results take the order over from their operands; that of a parameter is not known to JAX."""
+    x = np.ones(4, np.float32)
+    module, permuted = ReadsMemory(False), ReadsMemory(True)
+    assert module(torch.tensor(x)) == 12 and permuted(torch.tensor(x)) == 6
+    assert jaxfn.from_torch(module)(x) == 12
+    with pytest.raises(TranslationError, match=r"(?s)as_strided.*'w'.*channels_last.*contiguous\(\).*in forward"):
+        jaxfn.from_torch(permuted)(x)

@@ -189,6 +189,8 @@ class AdoptedModule(NoArrays):
         tracing.recorder.stood_in = StandIns(functools.partial(_writing_nothing, module))
         for name, own in _tensors(module).items():
             tracing.recorder.stand_in(own, name)
+            if not torch.nn.parameter.is_lazy(own) and own.layout is torch.strided and not own.is_contiguous():
+                tracing.recorder.permuted[tracing.recorder.node(tracing.lower(tensors[name]))] = name
         _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
         tracing.part_names = {id(part): name for name, part in module.named_modules()}
         tracing.held = HeldTensors(tensors, functools.partial(_held_by_turns, module))

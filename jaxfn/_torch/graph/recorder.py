@@ -148,6 +148,7 @@ class Recorder(TorchDispatchMode):
         self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
         self.stood_in = NONE_STOOD_IN  # what stands for things made outside
+        self.permuted: dict[torch.fx.Node, str] = {}  # what stands for tensors whose elements lie in another order
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
         self._recomputed: int | None = None  # which part is being recorded that is computed again; see `recomputing`
@@ -449,7 +450,23 @@ class Recorder(TorchDispatchMode):
             decomposed = self._decomposed(func, args, kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
+        if func in _BY_MEMORY:
+            self._refuse_permuted(args[0])
         return self._record(func, (args, kwargs), self._faked(func, args, kwargs))
+
+    def _refuse_permuted(self, tensor: torch.Tensor) -> None:
+        """Raises where a tensor's memory may be in another order in torch, as results take it over from operands."""
+        waiting, seen = [self.node(tensor)] if self.permuted else [], set[torch.fx.Node]()
+        while waiting:
+            node = waiting.pop()
+            if name := self.permuted.get(node):
+                raise TranslationError(
+                    f"{self.owner} reads memory (as_strided) that depends on {name!r}, whose elements torch has in "
+                    "another order than its axes (channels_last, or transposed); arrays of JAX have none. Make it "
+                    f"contiguous first: `parameter.data = parameter.data.contiguous()`{source_line()}"
+                )
+            waiting += [other for other in node.all_input_nodes if other not in seen]
+            seen.update(node.all_input_nodes)
 
     def _record(self, target: Any, arguments: tuple[Any, Any], value: Any) -> Any:
         args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.node, arguments)
@@ -636,6 +653,7 @@ _KEEPS_VALUES: Mapping[Any, int] = {
     aten.expand.default: 0,
     aten.view.default: 0,
 }
+_BY_MEMORY = (aten.as_strided.default, aten.as_strided_scatter.default)
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 # Tensors filled with one number, which depend on the shape alone of a tensor: which number, by the arguments.
 _FILLED: dict[Any, Callable[[Any], Any]] = {
