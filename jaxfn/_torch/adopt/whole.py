@@ -72,21 +72,19 @@ class Program(Trace):
 
     def run(self, arrays: Sequence[Any], key: Any) -> Any:
         """What the code returns for JAX arrays."""
-        if self._refusal is not None:
-            arrays = [
-                x
-                if is_trained or not jnp.issubdtype(x.dtype, jnp.inexact)
-                else _refusing(self._refusal, jnp.asarray(x))
-                for x, is_trained in zip(arrays, self._are_trained, strict=True)
-            ]
-        if self._refusal_of_second is not None:
-            arrays = [
-                _once_differentiable(self._refusal_of_second, jnp.asarray(x))
-                if jnp.issubdtype(x.dtype, jnp.inexact)
-                else x
-                for x in arrays
-            ]
+        if self._refusal is not None or self._refusal_of_second is not None:
+            arrays = [self._with_refusals(x, t) for x, t in zip(arrays, self._are_trained, strict=True)]
         return put_in(self.output, self.traced.run(arrays, key))
+
+    def _with_refusals(self, x: Any, is_trained: bool) -> Any:
+        """An array that raises where a derivative by it would not be torch's."""
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        if self._refusal is not None and not is_trained:
+            x = _refusing(self._refusal, jnp.asarray(x))
+        if self._refusal_of_second is not None:
+            x = _once_differentiable(self._refusal_of_second, jnp.asarray(x))
+        return x
 
 
 _AFTER_USE = (
