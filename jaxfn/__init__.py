@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from jaxfn._function import Function
 from jaxfn._functional import autograd_function, function
 from jaxfn._protocol.context import FunctionCtx
-from jaxfn._protocol.hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
 from jaxfn._protocol.once_differentiable import once_differentiable
+from jaxfn._protocol.saved_tensor_hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
 from jaxfn._run.vmap import VmapInfo
 
 if TYPE_CHECKING:

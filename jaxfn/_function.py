@@ -10,18 +10,19 @@ from typing import Any, ClassVar, Never, overload
 from jaxfn._compat import is_eager, refuses_symbolic_zeros, stages_constants
 from jaxfn._derivatives.differentiable import differentiable
 from jaxfn._derivatives.every_order import CallRule
-from jaxfn._derivatives.rule import Differentiable, Site
+from jaxfn._derivatives.rule import Differentiable
 from jaxfn._frames import hide_own_frames
-from jaxfn._protocol.hooks import HOOKS
+from jaxfn._protocol.saved_tensor_hooks import HOOKS
 from jaxfn._run.call import Call
 from jaxfn._run.forward import call_forward, undecorated
 from jaxfn._run.methods import Methods, undefined
+from jaxfn._run.run import Site
 from jaxfn._signatures import HasForward, P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import as_array, is_traced
 from jaxfn._values.hidden import Opaque
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout, split
-from jaxfn._watch import WATCH, watching
+from jaxfn._watch import WATCH
 
 # Per Function: how many argument structures and static values are kept prepared at the same time.
 _CALLS_KEPT = 256
@@ -95,6 +96,8 @@ class Function:
 
     _jaxfn_apply: ClassVar[Callable[..., Any]]
 
+    _jaxfn_entrance: ClassVar[_Entrance]
+
     _jaxfn_takes_torch_tensors: ClassVar[bool] = False
 
     generate_vmap_rule: ClassVar[bool] = False
@@ -118,7 +121,9 @@ class Function:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._jaxfn_apply = staticmethod(_make_apply(cls))
+        cls._jaxfn_entrance = _Entrance(cls)
+        cls._jaxfn_apply = staticmethod(_make_apply(cls, cls._jaxfn_entrance))
+        show_signature(cls)
 
     @staticmethod
     @undefined
@@ -157,13 +162,12 @@ class Function:
         raise NotImplementedError("a Function with a batching rule of its own defines vmap")
 
 
-def _make_apply(function: type[Function]) -> Callable[..., Any]:
+def _make_apply(function: type[Function], entrance: _Entrance) -> Callable[..., Any]:
     """The `apply` of one Function class: a plain function, so JAX caches by it and pickle finds it by name."""
-    entry = _Entry(function)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         try:
-            return entry.call(args, kwargs)
+            return entrance.call(args, kwargs)
         except Exception as error:
             hide_own_frames(error)
             raise
@@ -172,18 +176,17 @@ def _make_apply(function: type[Function]) -> Callable[..., Any]:
     apply.__name__ = function.__name__
     apply.__qualname__ = f"{function.__qualname__}.apply"
     apply.__doc__ = function.__doc__
-    vars(apply)["_jaxfn_owner"] = function
-    show_signature(apply, function)
     return apply
 
 
-def show_signature(apply: Callable[..., Any], function: type[Function]) -> None:
+def show_signature(function: Any) -> None:
     """Lets `inspect.signature` say what `apply` takes: what `forward` does, less the ctx."""
     with suppress(RuntimeError, TypeError, ValueError):  # no forward yet, or one that a call will refuse
-        vars(apply)["__signature__"] = Methods(function).parameters.signature
+        methods, _ = function._jaxfn_entrance.prepared()
+        vars(function.apply)["__signature__"] = methods.parameters.signature
 
 
-class _Entry(Opaque):
+class _Entrance(Opaque):
     """Where calls of one Function come in."""
 
     def __init__(self, function: type[Function]) -> None:
@@ -192,7 +195,7 @@ class _Entry(Opaque):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Anew: cloudpickle comes here with a class that it stores by value, and what is prepared stays behind."""
-        return _Entry, (self._function,)
+        return _Entrance, (self._function,)
 
     def visible_parts(self) -> Sequence[object]:
         """What a call runs; derivatives are no part of what another Function that calls this one closes over."""
@@ -226,12 +229,12 @@ class _Entry(Opaque):
         except TypeError:  # a static argument that is not compared by value
             call, rule = _prepare(methods, form, tuple(layouts))
         if watch is not None and watch.undecorated:
-            with watching(None):  # Functions inside forward keep their rules
+            with WATCH(None):  # Functions inside forward keep their rules
                 return undecorated(call, arrays)
         nothing_is_traced = is_eager()
         closed_over = [] if nothing_is_traced else call.closed_over_operands()
-        is_traced_here = not nothing_is_traced and (bool(closed_over) or stages_constants())
-        if not is_traced_here and not any(map(is_traced, arrays)):
+        all_known = not closed_over and not any(map(is_traced, arrays))
+        if all_known and (nothing_is_traced or not stages_constants()):  # the last costs as much as a small forward
             # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
             _, _, returned = call_forward(call, arrays, call.unperturbed)
             # A forward that reaches somebody's tracer in a way that is not seen goes the full way, to JAX's own error.

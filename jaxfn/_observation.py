@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,6 +22,28 @@ class Observation(Enum):
     VALUES = "all arrays that pass between JAX and the methods of a Function"
     LOGS = "what `ctx.log` is given"
     EAGER_LOGS = "the same, outside of traced programs"
+
+
+class Label(NamedTuple):
+    """What an array of a run is.
+
+    Attributes:
+      function: the Function's name.
+      method: "forward", "backward" or "jvp": which of its methods takes the array, or made it.
+      role: "input", "output", "saved", "grad_output", "gradient", "tangent" or "log".
+      name: of which parameter, output, saved or logged value.
+      source: of a saved array, whether it is an "input", an "output", an "intermediate" or "closed over" by a rule.
+      is_packed: whether saved-tensor hooks have packed it.
+      log_depth: of what is logged, how many `with_logs` there are around: the innermost takes it.
+    """
+
+    function: str
+    method: str
+    role: str
+    name: str
+    source: str = ""
+    is_packed: bool = False
+    log_depth: int = 0
 
 
 Log = dict[str, list[Any]]  # by name, the values in the order of the calls

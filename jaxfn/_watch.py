@@ -6,13 +6,13 @@ as its bare `forward`, which JAX then differentiates by its operations.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 
+@dataclass(eq=False)
 class Watch:
     """Observes one tracing of a function. It is part of JAX's cache keys, so each one sees everything anew.
 
@@ -22,18 +22,10 @@ class Watch:
       casts: what `backward` returned in another dtype than its input's: (where, returned, wanted).
     """
 
-    def __init__(self, *, undecorated: bool) -> None:
-        self.undecorated = undecorated
-        self.functions: dict[Any, None] = {}
-        self.casts: dict[tuple[str, str, str], None] = {}
+    undecorated: bool
+    functions: dict[Any, None] = field(default_factory=dict[Any, None])
+    casts: dict[tuple[str, str, str], None] = field(default_factory=dict[tuple[str, str, str], None])
 
 
 WATCH: Any = jax.make_user_context(default_value=None)
-"""Its `value` is the `Watch` in force, if any; it is read at every call of a Function."""
-
-
-@contextmanager
-def watching(watch: Watch | None) -> Generator[None]:
-    """Puts a watch in force, or none."""
-    with WATCH(watch):
-        yield
+"""Its `value` is the `Watch` in force, if any; it is read at every call of a Function. `with WATCH(watch):` sets it."""

@@ -15,12 +15,12 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._compat import Batch, batches_of, zeros_of
 from jaxfn._derivatives.names_for_jax import describe
-from jaxfn._derivatives.rule import Differentiable, Rule, Site
+from jaxfn._derivatives.rule import Differentiable, Rule
 from jaxfn._primitives.linear import Cotangents, Linear, applied
 from jaxfn._primitives.linearity import is_linear
 from jaxfn._primitives.summing import NOT_MAPPED
 from jaxfn._protocol.outputs import Outputs
-from jaxfn._run.run import Run
+from jaxfn._run.run import Run, Site
 from jaxfn._values.arrays import as_array, is_inexact
 
 

@@ -22,16 +22,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxfn._derivatives.differentiable import differentiable
-from jaxfn._derivatives.rule import Linearized, Rule, Site
+from jaxfn._derivatives.rule import Linearized, Rule
 from jaxfn._primitives.attach import Mapping, attach, settle
 from jaxfn._primitives.refusal import Refusal
-from jaxfn._protocol.hooks import Hooks
 from jaxfn._protocol.outputs import Outputs
+from jaxfn._protocol.saved_tensor_hooks import Hooks
 from jaxfn._run.call import Call
 from jaxfn._run.detached import CHANGED, Done, StandIns, is_elsewhere, recorded, run_once
 from jaxfn._run.provenance import agree
 from jaxfn._run.record import Record
-from jaxfn._run.run import Run, run_forward
+from jaxfn._run.run import Run, Site, run_forward
 from jaxfn._values.arrays import is_inexact, is_traced
 
 
@@ -69,19 +69,19 @@ class CallRule(Rule):
         if not self.call.has_refs and is_elsewhere(stand_ins):
             done = recorded(self.call, inputs, inputs, self.call.unperturbed, None, stand_ins=stand_ins)
         run, outputs, *_ = done or run_forward(self.call, inputs, self.call.unperturbed, None)
-        return Outputs(run.outputs, _settled(run, outputs, inputs, site))
+        return Outputs(run.outputs, _settled_outputs(run, outputs, inputs, site))
 
     def attached_primal(self, site: Site, operands: Sequence[Any]) -> Outputs:
         inputs = operands[: self._num_inputs]
-        done = self._run_once(operands, self.call.unperturbed, site.hooks)
-        return Outputs(done.run.outputs, _settled(done.run, _attached(done, inputs), inputs, site))
+        done = self._run_closing_over(operands, self.call.unperturbed, site.hooks)
+        return Outputs(done.run.outputs, _settled_outputs(done.run, _attached(done, inputs), inputs, site))
 
     def linearized(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Linearized:
         inputs, perturbed_inputs = operands[: self._num_inputs], perturbed[: self._num_inputs]
         if self.call.has_refs:
             self.call.refuse_perturbed_refs(perturbed_inputs)
         self._refuse_perturbed_closed_over(inputs, perturbed[self._num_inputs : self._num_forward])
-        return _linearized(self._run_once(operands, perturbed_inputs, hooks), inputs)
+        return _linearized(self._run_closing_over(operands, perturbed_inputs, hooks), inputs)
 
     def inputs_among(self, operands: Sequence[Any]) -> Sequence[Any]:
         return operands[: self._num_inputs]
@@ -89,7 +89,7 @@ class CallRule(Rule):
     def operands_with(self, inputs: Sequence[Any]) -> Sequence[Any]:
         return [*inputs, *[None] * (len(self._closed_over) + len(self._closed_over_by_rules))]
 
-    def _run_once(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Done:
+    def _run_closing_over(self, operands: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None) -> Done:
         """A run of forward, with what its rules need of what they close over."""
         inputs = operands[: self._num_inputs]
         if any(map(is_traced, inputs)):
@@ -164,7 +164,7 @@ def _attached(done: Done, inputs: Sequence[Any], mappings: list[Mapping] | None 
     return run.outputs.without_derivatives(outputs)
 
 
-def _settled(run: Run, outputs: Sequence[Any], inputs: Sequence[Any], site: Site) -> Sequence[Any]:
+def _settled_outputs(run: Run, outputs: Sequence[Any], inputs: Sequence[Any], site: Site) -> Sequence[Any]:
     """The outputs of a primal."""
     if not any(map(is_traced, outputs)):
         return outputs

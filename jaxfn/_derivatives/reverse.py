@@ -20,12 +20,12 @@ import numpy as np
 
 from jaxfn._compat import is_batched, refuses_forward_mode
 from jaxfn._derivatives.names_for_jax import describe
-from jaxfn._derivatives.rule import Differentiable, Rule, Site
+from jaxfn._derivatives.rule import Differentiable, Rule
 from jaxfn._derivatives.unbatched_outputs import pull_of, with_mappings
 from jaxfn._frames import came_through, hide_own_frames
 from jaxfn._protocol.outputs import Outputs
 from jaxfn._run.mistakes import add_to_message
-from jaxfn._run.run import Run
+from jaxfn._run.run import Run, Site
 from jaxfn._values.arrays import as_array, is_inexact
 
 
@@ -56,7 +56,7 @@ def reverse_mode(rule: Rule) -> Differentiable:
         except Exception as error:
             hide_own_frames(error)
             raise
-        return None, *rule.operands_with(cotangents_of_inputs)
+        return None, *rule.operands_with(cotangents_of_inputs)  # the first is the site's; to JAX each `None` is zero
 
     describe(rule, primal, fwd, bwd)
     differentiable = jax.custom_vjp(primal)

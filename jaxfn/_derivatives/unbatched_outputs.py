@@ -10,11 +10,10 @@ from typing import Any
 import jax
 
 from jaxfn._compat import Batch, SymbolicZero, batches_of, enclosing_batches, zeros_of
-from jaxfn._derivatives.rule import Site
 from jaxfn._primitives.attach import Mapping
 from jaxfn._primitives.linearity import is_constant, is_zero
 from jaxfn._primitives.summing import NOT_MAPPED, sum_over_batches
-from jaxfn._run.run import Run
+from jaxfn._run.run import Run, Site
 from jaxfn._values.arrays import is_inexact
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck.numbers.programs import Engine, Mode
+from jaxfn._gradcheck.numbers.programs import Mode
 from jaxfn._gradcheck.numbers.sweep import differences, points
 from jaxfn._gradcheck.numbers.vectors import Arrays, random_vectors
 from jaxfn._gradcheck.problem.derivatives import (
@@ -22,7 +22,7 @@ from jaxfn._gradcheck.problem.derivatives import (
     Derivatives,
     Direction,
     forward_of,
-    of_some,
+    function_of_some,
     only,
     rows_of,
 )
@@ -80,7 +80,7 @@ class Checks:
     samples_autodiff: bool
     max_memory: int
 
-    def run(self, engine: Engine) -> Findings:
+    def run(self, mode: Mode) -> Findings:
         """All of them."""
         d = self.direction
         found = Findings()
@@ -89,8 +89,8 @@ class Checks:
         alone = self._with_one_input(first, found) if not d.is_forward and len(d.returned) > 1 else {}
         a, b = _COMBINATION
         mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
-        directions = [first, second, mixed, _zeros(first), *(_without(first, i) for i in missing)]
-        results, rerun = self._run_twice(engine, directions, list(missing.values()), list(alone.values()))
+        directions = [first, second, mixed, list(map(np.zeros_like, first)), *(_without(first, i) for i in missing)]
+        results, rerun = self._run_twice(mode, directions, list(missing.values()), list(alone.values()))
         found.outputs = results["outputs"]
         found.autodiff_agrees = self._autodiff_agrees(results)
         found.problems += self._is_deterministic(results, rerun)
@@ -106,7 +106,7 @@ class Checks:
         return found
 
     def _run_twice(
-        self, engine: Engine, directions: Sequence[Arrays], missing: list[Derivative], alone: list[Derivative]
+        self, mode: Mode, directions: Sequence[Arrays], missing: list[Derivative], alone: list[Derivative]
     ) -> list[dict[str, Any]]:
         """What is computed for all checks, in one program."""
         d = self.derivatives
@@ -123,9 +123,9 @@ class Checks:
             "missing": missing,
             "alone": alone,
         }
-        at_places = engine
-        if engine.mode is Mode.VECTORIZED and len(places[0]) * bytes_each(d.measured) > self.max_memory:
-            at_places = Engine(Mode.COMPILED_LOOP)
+        at_places = mode
+        if mode is Mode.VECTORIZED and len(places[0]) * bytes_each(d.measured) > self.max_memory:
+            at_places = Mode.COMPILED_LOOP
 
         def run(functions: Any, xs: Arrays, vectors: Arrays, batch: Arrays, places: Arrays, samples: Arrays) -> Any:
             outputs, results = functions["rule"](xs, vectors)
@@ -136,15 +136,15 @@ class Checks:
                 "results again": [f(xs, vectors)[1] for f in functions["retraced"]],
                 "missing": [f(xs, vectors) for f in functions["missing"]],
                 "alone": [f(xs, vectors) for f in functions["alone"]],
-                "batch": engine.map(partial(_results, functions["rule"], xs), *batch),
+                "batch": mode.map(partial(_results, functions["rule"], xs), *batch),
                 "at places": at_places.map(functions["primal"], *places),
                 "measured": [at_places.map(f, *places) for f in functions["measured"]],
-                "autodiff": [engine.map(partial(_results, f, xs), *samples) for f in functions["autodiff"]],
+                "autodiff": [mode.map(partial(_results, f, xs), *samples) for f in functions["autodiff"]],
             }
 
         batch = [np.stack(items) for items in zip(*directions, strict=True)]
         args = functions, list(self.xs), directions[0], batch, places, samples
-        program = engine.program(run, *args)
+        program = mode.program(run, *args)
         return [program.start(*args)() for _ in range(2)]
 
     def _is_deterministic(self, r: Any, rerun: Any) -> list[str]:
@@ -228,8 +228,8 @@ class Checks:
                     return False
         return bool(r["autodiff"])
 
-    def batches_as_it_is(self) -> str | None:
-        """Whether the rule can be batched as it is, outside of any program; what is wrong otherwise."""
+    def batches_as_it_is(self) -> list[str]:
+        """What is wrong where the rule is batched as it is, outside of any program."""
         d = self.direction
         first, second = random_vectors(d.varied, 1), random_vectors(d.varied, 2)
         derivative = d.derivative_of(self.derivatives.call)
@@ -240,11 +240,11 @@ class Checks:
         try:
             batched = jax.vmap(results)([jnp.stack(items) for items in zip(first, second, strict=True)])
         except Exception as error:
-            return f"{d.name} cannot be batched: {type(error).__name__}: {error}"
+            return [f"{d.name} cannot be batched: {type(error).__name__}: {error}"]
         singles = results(list(map(jnp.asarray, first)))
         if all(self.tolerance.agrees(np.asarray(b)[0], np.asarray(s)) for b, s in zip(batched, singles, strict=True)):
-            return None
-        return f"batched {d.result}s are not those computed one by one: {d.method} is wrong under jax.vmap."
+            return []
+        return [f"batched {d.result}s are not those computed one by one: {d.method} is wrong under jax.vmap."]
 
     def _without_one(self, vectors: Arrays, found: Findings) -> dict[int, Derivative]:
         """By position, the derivative in which one vector is a symbolic zero."""
@@ -301,7 +301,7 @@ def _undefined(direction: Direction, call: OfLeaves, others: Sequence[int]) -> D
     def results(xs: Sequence[Any], vectors: Sequence[Any]) -> Any:
         defined = [vectors[i] for i in others]
         if direction.is_forward:
-            return forward_of(of_some(call, xs, others))([xs[i] for i in others], defined)[1]
+            return forward_of(function_of_some(call, xs, others))([xs[i] for i in others], defined)[1]
         return rows_of(only(call, others))(xs, defined)[1]
 
     return results
@@ -309,13 +309,9 @@ def _undefined(direction: Direction, call: OfLeaves, others: Sequence[int]) -> D
 
 def _one_input(call: OfLeaves, position: int) -> Derivative:
     def gradient(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        return rows_of(of_some(call, xs, [position]))([xs[position]], cotangents)[1][0]
+        return rows_of(function_of_some(call, xs, [position]))([xs[position]], cotangents)[1][0]
 
     return gradient
-
-
-def _zeros(vectors: Arrays) -> Arrays:
-    return [np.zeros_like(v) for v in vectors]
 
 
 def _without(vectors: Arrays, position: int) -> Arrays:

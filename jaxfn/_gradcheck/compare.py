@@ -37,15 +37,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How derivatives are compared.
-
-    Attributes:
-      derivatives: of what.
-      tolerance: how closely.
-      step: of finite differences.
-      sweep: runs it.
-      outputs: the values of what is differentiated.
-    """
+    """How derivatives are compared, where the outputs that are differentiated have these values."""
 
     derivatives: Derivatives
     tolerance: Tolerance
@@ -86,10 +78,7 @@ class Comparison:
     def with_differences(self, direction: Direction, derivative: Derivative, *, coarsely: bool = False) -> list[Pair]:
         """Any derivative against finite differences.
 
-        Args:
-          direction: in which.
-          derivative: which.
-          coarsely: whether it need not come as close as the differences' estimated errors allow.
+        Where it is compared `coarsely`, it need not come as close as the differences' estimated errors allow.
         """
 
         def estimated(basis: Basis, part: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
@@ -110,13 +99,9 @@ class Comparison:
         which: Sequence[int],
         compute: Callable[[Basis, Sequence[int]], Iterable[tuple[Any, Any, Any]]],
     ) -> list[Pair]:
-        """The pairs of leaves with mismatches.
+        """The pairs of leaves with mismatches, as far as some of the unit vectors in a basis show them.
 
-        Args:
-          direction: of what.
-          basis: the unit vectors.
-          which: which of them to look at.
-          compute: for some of them, for everything returned its values, a reference, and how far these may be apart.
+        For some of them `compute` gives, for everything returned: values, a reference, how far these may be apart.
         """
         counts = [np.zeros(basis.size, int) for _ in direction.returned]
         width = sum(leaf.num_components for leaf in direction.returned)
@@ -166,14 +151,14 @@ class Comparison:
     def _columns(self, basis: Basis, which: Sequence[int] | None = None) -> tuple[Arrays, Arrays]:
         """Finite differences along unit vectors of inputs, and their errors, real and imaginary parts' apart."""
         values, errors = self.sweep.differences(self.derivatives.measured, basis.vectors(which), self.step)
-        return values, [_at_most(error, floor) for error, floor in zip(errors, self.rounding(), strict=True)]
+        return values, [_bounded_error(error, floor) for error, floor in zip(errors, self.rounding(), strict=True)]
 
     def rounding(self) -> Arrays:
         """What rounding of the outputs does to finite differences, for each output an array."""
         return rounding_of_differences(self.outputs, self.tolerance.precision, self.step)
 
 
-def _at_most(error: Any, floor: Any) -> Any:
+def _bounded_error(error: Any, floor: Any) -> Any:
     bound = SAFETY * abs(error.real) + floor
     return bound + 1j * (SAFETY * abs(error.imag) + floor) if np.iscomplexobj(error) else bound
 

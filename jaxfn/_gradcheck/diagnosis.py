@@ -48,8 +48,6 @@ class Diagnosis:
     """Looks into pairs of leaves that do not match.
 
     Attributes:
-      comparison: what found them.
-      direction: which mode was checked.
       by_autodiff: whether autodiff decides, and not finite differences.
       with_differences: whether finite differences are wanted at all.
     """

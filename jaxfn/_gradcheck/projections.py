@@ -18,11 +18,7 @@ PROJECTIONS = 2  # for each output and each input
 
 
 class Projections:
-    """Random projections of every output and every input, by every means at hand.
-
-    Args:
-      comparison: of what.
-    """
+    """Random projections of every output and every input, by every means at hand."""
 
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison

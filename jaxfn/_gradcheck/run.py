@@ -13,7 +13,7 @@ import numpy as np
 from jaxfn._gradcheck.checks import Checks, Findings
 from jaxfn._gradcheck.compare import Comparison, Pair
 from jaxfn._gradcheck.diagnosis import Diagnosis
-from jaxfn._gradcheck.numbers.programs import Engine, Mode
+from jaxfn._gradcheck.numbers.programs import Mode
 from jaxfn._gradcheck.numbers.sweep import Sweep
 from jaxfn._gradcheck.problem.derivatives import Derivatives, UnavailableError, available, derive
 from jaxfn._gradcheck.problem.problem import Problem
@@ -91,11 +91,10 @@ class _Check:
             reference=options.reference != "finite_differences",
         )
         self.report.source = _sources(self.derivatives)
-        precision = self.derivatives.precision
-        is_default = isinstance(options.atol, Default) and isinstance(options.rtol, Default)
-        self.tolerance = Tolerance(float(options.atol), float(options.rtol), is_default, precision)
-        self.step = _step(options.eps, precision)
         d = self.derivatives
+        is_default = isinstance(options.atol, Default) and isinstance(options.rtol, Default)
+        self.tolerance = Tolerance(float(options.atol), float(options.rtol), is_default, d.precision)
+        self.step = _step(options.eps, d.precision)
         wanted = ((options.check_backward_ad, d.reverse), (options.check_forward_ad, d.forward))
         self.directions = [direction for is_wanted, direction in wanted if is_wanted]
         self.progress = Progress(f"{options.name} of {problem.name}")
@@ -116,7 +115,7 @@ class _Check:
         return self.report
 
     def _sweep(self, mode: Mode) -> Sweep:
-        return Sweep(Engine(mode), self.problem.values, self.options.max_memory, self.progress)
+        return Sweep(mode, self.problem.values, self.options.max_memory, self.progress)
 
     def _is_differentiable(self) -> bool:
         """Whether there is anything to compare; says what is wrong where there is not."""
@@ -132,14 +131,9 @@ class _Check:
 
     def _check_constant(self) -> None:
         """Without any differentiable output, none may change with the inputs."""
-        d = self.derivatives
-        steps = [self.step * (1 + abs(np.asarray(x))) for x in self.problem.values]
-        for leaf, a, b in zip(
-            d.stopped,
-            d.primal(*self.problem.values),
-            d.primal(*(x + s for x, s in zip(self.problem.values, steps, strict=True))),
-            strict=True,
-        ):
+        d, xs = self.derivatives, self.problem.values
+        moved = [x + self.step * (1 + abs(np.asarray(x))) for x in xs]
+        for leaf, a, b in zip(d.stopped, d.primal(*xs), d.primal(*moved), strict=True):
             if (np.asarray(a) != np.asarray(b)).any():
                 self.report.problems.append(
                     f"{leaf.name} is not differentiable, and so is no other output, but it changes with the inputs: "
@@ -189,28 +183,27 @@ class _Check:
                 samples_autodiff=o.reference == "both" and not o.fast_mode and self.problem.dtype is None,
                 max_memory=o.max_memory,
             )
-            found = self._in_fastest_mode(checks)
+            found = self._run_in_fastest_mode(checks)
             self.report.problems += found.problems
             self.outputs = found.outputs
             self.autodiff_agrees = found.autodiff_agrees
             is_batched = o.check_batched_forward_grad if direction.is_forward else o.check_batched_grad
-            if is_batched and self.sweep.engine.mode is not Mode.VECTORIZED:  # otherwise it was batched, and rightly
-                problem = checks.batches_as_it_is()
-                self.report.problems += [] if problem is None else [problem]
+            if is_batched and self.sweep.mode is not Mode.VECTORIZED:  # otherwise it was batched, and rightly
+                self.report.problems += checks.batches_as_it_is()
 
-    def _in_fastest_mode(self, checks: Checks) -> Findings:
+    def _run_in_fastest_mode(self, checks: Checks) -> Findings:
         """Runs checks in the fastest mode that gives right values, which is also the one for what comes after them."""
-        if self.sweep.engine.mode is Mode.VECTORIZED:
+        if self.sweep.mode is Mode.VECTORIZED:
             reason = "batching gives other values than computing one by one"
             try:
-                found = checks.run(self.sweep.engine)
+                found = checks.run(self.sweep.mode)
                 if not found.batches_wrong:
                     return found
             except Exception as error:
                 reason = f"it cannot be batched ({type(error).__name__}: {error})"
             self.sweep = self._sweep(Mode.COMPILED_LOOP)
             self.report.notes.append(f"ran in a compiled loop: {reason}")
-        return checks.run(self.sweep.engine)
+        return checks.run(self.sweep.mode)
 
     def _whole_jacobians(self) -> None:
         comparison = Comparison(self.derivatives, self.tolerance, self.step, self.sweep, self.outputs)
@@ -219,6 +212,7 @@ class _Check:
             self.report.notes.append(f"fast mode: {PROJECTIONS} random projections for each output and each input")
             by = Projections(comparison)
         is_trusted = self._is_trusted(by)
+        takes_differences = self.options.reference != "autodiff" and self.problem.dtype is None
         for direction in self.directions:
             by_autodiff = is_trusted and direction.has_reference
             if by_autodiff:
@@ -226,13 +220,10 @@ class _Check:
             else:
                 pairs = by.with_differences(direction, available(direction.rule))
             if pairs:
-                diagnosis = Diagnosis(comparison, direction, by_autodiff, self._takes_differences())
+                diagnosis = Diagnosis(comparison, direction, by_autodiff, takes_differences)
                 self.report.mismatches += self._explained(diagnosis, pairs)
         if self.report.mismatches and not self.options.has_surrogate:
             self.report.notes.append(_WAY_OUT)
-
-    def _takes_differences(self) -> bool:
-        return self.options.reference != "autodiff" and self.problem.dtype is None
 
     def _explained(self, diagnosis: Diagnosis, pairs: Sequence[Pair]) -> list[Mismatch]:
         """Mismatches with the entries that make them; those of projections only where that is affordable."""

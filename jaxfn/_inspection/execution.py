@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import carry_out, is_variable, named_as, scan_sizes
-from jaxfn._inspection.harvest import Harvest, Path, Probe, harvest_programs
+from jaxfn._compat import carry_out, is_variable, named_as, scan_sizes, while_sizes
+from jaxfn._inspection.harvest import Harvest, Path, Probe, harvest_programs, parted
 from jaxfn._inspection.subprograms import Subprogram, subprograms
 from jaxfn._values.arrays import is_inexact
 from jaxfn._values.varying import zeros_in_place_of
@@ -157,7 +157,7 @@ class Execution:
         if kind == "scan":
             return self._run_scan(equation, programs[0], operands, path, steps)
         if kind == "while":
-            return self._run_while(programs, operands, path, steps)
+            return self._run_while(equation, programs, operands, path, steps)
         if kind == "shard_map":
             return self._run_on_devices(equation, operands, path, steps)
         taken = int(operands[0]) if kind == "cond" else 0
@@ -175,7 +175,7 @@ class Execution:
     ) -> list[Any]:
         num_consts, num_carry = scan_sizes(equation)
         length: Any = program.length
-        consts, carry, xs = operands[:num_consts], operands[num_consts:][:num_carry], operands[num_consts + num_carry :]
+        consts, carry, xs = parted(operands, num_consts, num_carry)
         stacked: list[list[Any]] = []
         for step in range(length):
             place = length - 1 - step if program.is_reversed else step
@@ -183,23 +183,16 @@ class Execution:
             results = self._run_step(program, [*consts, *carry, *own], (*path, 0), steps, step)
             carry = results[:num_carry]
             stacked.append(results[num_carry:])
-        types = [v.aval for v in equation.outvars[num_carry:]]
-        ys = [
-            jnp.stack([own[i] for own in (stacked[::-1] if program.is_reversed else stacked)])
-            if length
-            else jnp.zeros(aval.shape, aval.dtype)
-            for i, aval in enumerate(types)
-        ]
-        return [*carry, *ys]
+        if not length:
+            return [*carry, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars[num_carry:])]
+        return [*carry, *map(jnp.stack, zip(*(stacked[::-1] if program.is_reversed else stacked), strict=True))]
 
     def _run_while(
-        self, programs: list[Subprogram], operands: list[Any], path: Path, steps: tuple[int, ...]
+        self, equation: Any, programs: list[Subprogram], operands: list[Any], path: Path, steps: tuple[int, ...]
     ) -> Sequence[Any]:
         cond, body = programs
-        num_carry = len(body.carried)
-        num_of_cond, num_of_body = len(cond.operands) - num_carry, len(body.operands) - num_carry
-        of_cond, of_body = operands[:num_of_cond], operands[num_of_cond : num_of_cond + num_of_body]
-        carry, step = operands[num_of_cond + num_of_body :], 0
+        of_cond, of_body, carry = parted(operands, *while_sizes(equation))
+        step = 0
         while bool(self._run(cond.jaxpr, cond.consts, [*of_cond, *carry], (*path, 0), (*steps, step))[0]):
             carry = self._run_step(body, [*of_body, *carry], (*path, 1), steps, step)
             step += 1

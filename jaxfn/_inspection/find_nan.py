@@ -148,13 +148,7 @@ class _Origin(NamedTuple):
 
 
 class _Search:
-    """The way back from what is not finite.
-
-    Args:
-      jaxpr: the whole program.
-      execution: a run of it.
-      names: what its arguments are called.
-    """
+    """The way back from what is not finite in a run of a program, whose arguments have these names."""
 
     def __init__(self, jaxpr: Any, execution: Execution, names: Sequence[str]) -> None:
         self._whole = Frame(jaxpr, (), (), None)
@@ -167,14 +161,14 @@ class _Search:
         jaxpr = self._whole.jaxpr
         bad = [v for v in jaxpr.outvars if self._is_bad(self._whole, v)]
         if bad:
-            return self._told(self._whole, bad)
+            return self._not_finite(self._whole, bad)
         for frame, number, place in self._bad_marks():
-            told = self._told(frame, [frame.jaxpr.eqns[number].outvars[place]])
+            told = self._not_finite(frame, [frame.jaxpr.eqns[number].outvars[place]])
             if told.operation != "argument" or told.number == "nan":  # an infinity begins nowhere, as that of a mask
                 return told
         return None
 
-    def _told(self, frame: Frame, variables: Sequence[Any]) -> NotFinite:
+    def _not_finite(self, frame: Frame, variables: Sequence[Any]) -> NotFinite:
         first: _Origin | None = None
         seen: set[tuple[Path, tuple[int, ...], Any]] = set()
         starts = [(frame, v) for v in variables]
@@ -190,10 +184,10 @@ class _Search:
             if origin is not None and (first is None or origin.order < first.order):
                 first = origin
         if first is None:  # an infinity that was passed in, or something that is written in the program
-            return self._of_argument(is_nan=any(self._number(*start) == "nan" for start in starts))
-        return self._of_argument(first.result) if first.number < 0 else self._described(first)
+            return self._argument_not_finite(is_nan=any(self._number(*start) == "nan" for start in starts))
+        return self._argument_not_finite(first.result) if first.number < 0 else self._described(first)
 
-    def _of_argument(self, place: int | None = None, is_nan: bool = False) -> NotFinite:
+    def _argument_not_finite(self, place: int | None = None, is_nan: bool = False) -> NotFinite:
         invars = self._whole.jaxpr.invars
         bad = [i for i, v in enumerate(invars) if self._is_bad(self._whole, v)]
         if place is None and (is_nan or not bad):

@@ -18,6 +18,7 @@ again by its path: numbers of equations and of the programs that they run, from 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from jaxfn._compat import (
     platforms_of_branches,
     scan_sizes,
     stages_constants,
+    while_sizes,
 )
 from jaxfn._inspection.subprograms import Subprogram, any_equation, subprograms, unknown_programs
 from jaxfn._primitives.attach import attach
@@ -123,158 +125,143 @@ def harvest_programs(
     equation: Any, operands: Sequence[Any], probe: Probe, path: Path = ()
 ) -> tuple[Sequence[Any], Harvest]:
     """The same of an equation that runs programs."""
-    programs = subprograms(equation)
-    return _KINDS[programs[-1].kind](equation, programs, list(operands), probe, path)
+    inside = _Inside(equation, subprograms(equation), list(operands), probe, path)
+    return _KINDS[inside.programs[-1].kind](inside)
 
 
-def _inner(program: Subprogram, arguments: Sequence[Any], probe: Probe, path: Path) -> tuple[list[Any], Harvest]:
-    return harvest(program.jaxpr, program.consts, arguments, probe, path)
+@dataclass(frozen=True, eq=False)
+class _Inside:
+    """An equation that runs programs; what it gives and what is harvested in these, by the kind of equation."""
 
+    equation: Any
+    programs: list[Subprogram]
+    operands: list[Any]
+    probe: Probe
+    path: Path
 
-def _jit(
-    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
-) -> tuple[Sequence[Any], Harvest]:
-    def run(*operands: Any) -> tuple[tuple[Any, ...], Harvest]:
-        results, harvested = _inner(programs[0], operands, probe, (*path, 0))
+    def of(self, number: int, arguments: Sequence[Any]) -> tuple[list[Any], Harvest]:
+        """The results of one of the programs, and what is harvested there."""
+        program = self.programs[number]
+        return harvest(program.jaxpr, program.consts, arguments, self.probe, (*self.path, number))
+
+    def results_of_first(self, *arguments: Any) -> tuple[tuple[Any, ...], Harvest]:
+        """The same of the first program."""
+        results, harvested = self.of(0, arguments)
         return tuple(results), harvested
 
-    if is_plain_jit(equation) and not stages_constants():  # it would be compiled anew at every call
-        return run(*operands)
-    run.__name__ = run.__qualname__ = equation.params["name"]
-    return jax.jit(run, **jit_options(equation))(*operands)
+    def jit(self) -> tuple[Sequence[Any], Harvest]:
+        if is_plain_jit(self.equation) and not stages_constants():  # it would be compiled anew at every call
+            return self.results_of_first(*self.operands)
 
+        def run(*operands: Any) -> tuple[Sequence[Any], Harvest]:
+            return self.results_of_first(*operands)
 
-def _call(
-    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
-) -> tuple[Sequence[Any], Harvest]:
-    given = [operands[i] for i in programs[0].operands]
-    if not probe.keeps_rules:
-        return _inner(programs[0], given, probe, (*path, 0))
-    results, harvested = _inner(programs[0], jax.lax.stop_gradient(given), probe, (*path, 0))
-    if not equation.effects:
-        return carry_out(equation, operands, is_of_jaxpr=True), harvested
-    floating = [x for x in operands if is_inexact(jax.typeof(x).dtype)]
-    return attach(results, (), floating, Refusal(NotImplementedError, _HAS_EFFECTS), made_is_detached=True), harvested
+        run.__name__ = run.__qualname__ = self.equation.params["name"]
+        return jax.jit(run, **jit_options(self.equation))(*self.operands)
+
+    def call(self) -> tuple[Sequence[Any], Harvest]:
+        given = [self.operands[i] for i in self.programs[0].operands]
+        if not self.probe.keeps_rules:
+            return self.of(0, given)
+        results, harvested = self.of(0, jax.lax.stop_gradient(given))
+        if not self.equation.effects:
+            return carry_out(self.equation, self.operands, is_of_jaxpr=True), harvested
+        floating = [x for x in self.operands if is_inexact(jax.typeof(x).dtype)]
+        refusal = Refusal(NotImplementedError, _HAS_EFFECTS)
+        return attach(results, (), floating, refusal, made_is_detached=True), harvested
+
+    def checkpoint(self) -> tuple[Sequence[Any], Harvest]:
+        params, operands = self.equation.params, self.operands
+        prevent_cse = params["prevent_cse"]
+        if params.get("differentiated", False):  # so that it is not merged with the first computation
+            return self.results_of_first(*(jax.lax.optimization_barrier(operands) if prevent_cse else operands))
+        return jax.checkpoint(self.results_of_first, prevent_cse=prevent_cse, policy=params["policy"])(*operands)
+
+    def scan(self) -> tuple[Sequence[Any], Harvest]:
+        params, (num_consts, num_carry) = self.equation.params, scan_sizes(self.equation)
+        consts, carry, xs = parted(self.operands, num_consts, num_carry)
+
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], tuple[list[Any], Harvest]]:
+            results, harvested = self.of(0, [*consts, *carry, *xs])
+            return results[:num_carry], (results[num_carry:], harvested)
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, (ys, harvested) = jax.lax.scan(body, carry, xs, **options)
+        return [*carry, *ys], harvested
+
+    def while_loop(self) -> tuple[Sequence[Any], Harvest]:
+        self.probe.check_unreachable(self.programs[0].jaxpr, "the condition of a while loop")
+        of_cond, of_body, init = parted(self.operands, *while_sizes(self.equation))
+
+        def step(carry: list[Any]) -> tuple[list[Any], Harvest]:
+            return self.of(1, [*of_body, *carry])
+
+        def goes_on(state: Any) -> Any:
+            return self.of(0, [*of_cond, *state[0]])[0][0]
+
+        def next_state(state: Any) -> Any:
+            carry, now = step(state[0])
+            return carry, self.probe.later(state[1], now)
+
+        nothing = {key: self.probe.absent(value) for key, value in jax.eval_shape(step, init)[1].items()}
+        return jax.lax.while_loop(goes_on, next_state, (init, nothing))
+
+    def cond(self) -> tuple[Sequence[Any], Harvest]:
+        index, *operands = self.operands
+        absent: Harvest = {}
+        for number in range(len(self.programs)):
+            absent |= jax.eval_shape(partial(self.of, number), operands)[1]
+
+        def branch(number: int, *operands: Any) -> tuple[list[Any], Harvest]:
+            results, harvested = self.of(number, operands)
+            return results, {
+                key: harvested[key] if key in harvested else self.probe.absent(absent[key]) for key in absent
+            }
+
+        branches = [partial(branch, number) for number in range(len(self.programs))]
+        platforms = platforms_of_branches(self.equation)
+        if platforms is None:
+            return jax.lax.switch(index, branches, *operands)
+        chosen = {name: run for names, run in zip(platforms, branches, strict=True) for name in names or ["default"]}
+        return jax.lax.platform_dependent(*operands, **chosen)
+
+    def shard_map(self) -> tuple[Sequence[Any], Harvest]:
+        params, axes = self.equation.params, manual_axes(self.equation)
+        names = tuple(name for name in params["mesh"].axis_names if name in axes)
+
+        def body(*operands: Any) -> tuple[tuple[Any, ...], Harvest]:
+            results, harvested = self.results_of_first(*operands)
+            return results, {key: value[None] for key, value in harvested.items()}
+
+        mapped = jax.shard_map(
+            body,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=(tuple(params["out_specs"]), PartitionSpec(names)),
+            axis_names=set(axes),
+            check_vma=params["check_vma"],
+        )
+        return _compiled(mapped)(*self.operands)
 
 
 _HAS_EFFECTS = (
     "A function that logs and has effects was put into with_logs and is differentiated outside of it, where forward "
     "would have to run twice. Differentiate inside: jaxfn.with_logs(jax.value_and_grad(f))."
 )
-
-
-def _checkpoint(
-    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
-) -> tuple[list[Any], Harvest]:
-    params = equation.params
-
-    def rematerialized(*operands: Any) -> Any:
-        return _inner(programs[0], operands, probe, (*path, 0))
-
-    if params.get("differentiated", False):  # so that it is not merged with the first computation
-        return rematerialized(*(jax.lax.optimization_barrier(operands) if params["prevent_cse"] else operands))
-    return jax.checkpoint(rematerialized, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
-
-
-def _scan(
-    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
-) -> tuple[list[Any], Harvest]:
-    params, (program,), (num_consts, num_carry) = equation.params, programs, scan_sizes(equation)
-    consts, carry, xs = _parted(operands, num_consts, num_carry)
-
-    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], tuple[list[Any], Harvest]]:
-        results, harvested = _inner(program, [*consts, *carry, *xs], probe, (*path, 0))
-        return results[:num_carry], (results[num_carry:], harvested)
-
-    carry, (ys, harvested) = jax.lax.scan(
-        body, carry, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-    )
-    return [*carry, *ys], harvested
-
-
-def _parted(operands: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    return operands[:first], operands[first : first + second], operands[first + second :]
-
-
-def _while(
-    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
-) -> tuple[list[Any], Harvest]:
-    cond, body = programs
-    probe.check_unreachable(cond.jaxpr, "the condition of a while loop")
-    num_of_cond, num_of_body = len(cond.operands) - len(equation.outvars), len(body.operands) - len(equation.outvars)
-    of_cond, of_body, init = _parted(operands, num_of_cond, num_of_body)
-
-    def step(carry: list[Any]) -> tuple[list[Any], Harvest]:
-        return _inner(body, [*of_body, *carry], probe, (*path, 1))
-
-    def goes_on(state: Any) -> Any:
-        return _inner(cond, [*of_cond, *state[0]], probe, path)[0][0]
-
-    def next_state(state: Any) -> Any:
-        carry, now = step(state[0])
-        return carry, probe.later(state[1], now)
-
-    nothing = {key: probe.absent(value) for key, value in jax.eval_shape(step, init)[1].items()}
-    return jax.lax.while_loop(goes_on, next_state, (init, nothing))
-
-
-def _cond(
-    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
-) -> tuple[list[Any], Harvest]:
-    index, *operands = operands
-
-    def of_branch(number: int, *operands: Any) -> Harvest:
-        return _inner(programs[number], operands, probe, (*path, number))[1]
-
-    absent: Harvest = {}
-    for i in range(len(programs)):
-        absent |= jax.eval_shape(partial(of_branch, i), *operands)
-
-    def branch(number: int, program: Subprogram) -> Any:
-        def run(*operands: Any) -> tuple[list[Any], Harvest]:
-            results, harvested = _inner(program, operands, probe, (*path, number))
-            return results, {key: harvested[key] if key in harvested else probe.absent(absent[key]) for key in absent}
-
-        return run
-
-    branches = [branch(i, program) for i, program in enumerate(programs)]
-    platforms = platforms_of_branches(equation)
-    if platforms is None:
-        return jax.lax.switch(index, branches, *operands)
-    chosen = {name: run for names, run in zip(platforms, branches, strict=True) for name in names or ["default"]}
-    return jax.lax.platform_dependent(*operands, **chosen)
-
-
-def _shard_map(
-    equation: Any, programs: list[Subprogram], operands: list[Any], probe: Probe, path: Path
-) -> tuple[Sequence[Any], Harvest]:
-    params, axes = equation.params, manual_axes(equation)
-    names = tuple(name for name in params["mesh"].axis_names if name in axes)
-
-    def body(*operands: Any) -> tuple[tuple[Any, ...], Harvest]:
-        results, harvested = _inner(programs[0], operands, probe, (*path, 0))
-        return tuple(results), {key: value[None] for key, value in harvested.items()}
-
-    mapped = jax.shard_map(
-        body,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(tuple(params["out_specs"]), PartitionSpec(names)),
-        axis_names=set(axes),
-        check_vma=params["check_vma"],
-    )
-    return _compiled(mapped)(*operands)
-
-
 _KINDS = {
-    "jit": _jit,
-    "call": _call,
-    "checkpoint": _checkpoint,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "shard_map": _shard_map,
+    "jit": _Inside.jit,
+    "call": _Inside.call,
+    "checkpoint": _Inside.checkpoint,
+    "scan": _Inside.scan,
+    "while": _Inside.while_loop,
+    "cond": _Inside.cond,
+    "shard_map": _Inside.shard_map,
 }
+
+
+def parted(operands: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """So many operands, so many more, and the others."""
+    return operands[:first], operands[first : first + second], operands[first + second :]
 
 
 class Place(NamedTuple):

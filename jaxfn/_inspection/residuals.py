@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxfn._compat import is_variable, make_jaxpr, memory_space, open_jaxpr
 from jaxfn._inspection.subprograms import subprograms
-from jaxfn._observation import Observation, observing
+from jaxfn._observation import Label, Observation, observing
 from jaxfn._primitives.attach import attach_p, detach_p, settle_p
 from jaxfn._primitives.mark import mark_p
-from jaxfn._run.observed import Label
+from jaxfn._tables import aligned
 from jaxfn._values.arrays import is_array_leaf
 
 
@@ -85,21 +85,15 @@ class Ledger(Sequence[Residual]):
 
     def __str__(self) -> str:
         heads = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
-        lines = [
+        rows = [
             (r.function, r.name, str(r.shape), r.dtype, f"{r.nbytes:,}" if not r.is_duplicate else "-", r.kind, r.notes)
             for r in self._rows
         ]
-        totals = [(name, "", "", "", f"{nbytes:,}", "", "total") for name, nbytes in self.bytes_by_function.items()]
-        table = [heads, *lines, *totals, ("all", "", "", "", f"{self.total_bytes:,}", "", "total")]
-        widths = [max(len(line[i]) for line in table) for i in range(len(heads))]
-
-        def text(line: Sequence[str]) -> str:
-            cells = (x.rjust(w) if i == 4 else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True)))
-            return "  ".join(cells).rstrip()
-
-        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        body, end = map(text, table[1 : len(lines) + 1]), map(text, table[len(lines) + 1 :])
-        return "\n".join([text(heads), rule, *body, rule, *end])
+        sums = [*self.bytes_by_function.items(), ("all", self.total_bytes)]
+        totals = [(name, "", "", "", f"{nbytes:,}", "", "total") for name, nbytes in sums]
+        head, *lines = aligned([heads, *rows, *totals], to_the_right=[4])
+        rule = "-" * max(map(len, lines))
+        return "\n".join([head, rule, *lines[: len(rows)], rule, *lines[len(rows) :]])
 
 
 def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> Ledger:
@@ -176,11 +170,11 @@ class _Passes:
             leaves = [next(given_arrays) if _is_array(leaf) else leaf for _, leaf in paths]
             args = jax.tree_util.tree_unflatten(tree_of_args, leaves)
 
-            def of_wanted(*values: Any) -> Any:
+            def function_of_wanted(*values: Any) -> Any:
                 given = dict(zip(wanted, values, strict=True))
                 return f(*(given.get(i, x) for i, x in enumerate(args)))
 
-            output, pull = jax.vjp(of_wanted, *(args[i] for i in wanted))
+            output, pull = jax.vjp(function_of_wanted, *(args[i] for i in wanted))
             outputs, (kept, tree) = jax.tree_util.tree_leaves(output), jax.tree_util.tree_flatten(pull)
             trees[:] = tree, jax.tree_util.tree_structure(output)
             return outputs, kept

@@ -89,23 +89,11 @@ def _scan(equation: Any) -> Subprogram:
 
 def _while(equation: Any) -> list[Subprogram]:
     of_cond, of_body = while_sizes(equation)
-    num_carry = len(equation.outvars)
-    carry = range(of_cond + of_body, of_cond + of_body + num_carry)
-    cond, cond_consts = open_jaxpr(equation.params["cond_jaxpr"])
-    body, body_consts = open_jaxpr(equation.params["body_jaxpr"])
-    carried = [(i, of_body + i) for i in range(num_carry)]
-    return [
-        Subprogram(cond, cond_consts, [*range(of_cond), *carry], [None], kind="while", length=None),
-        Subprogram(
-            body,
-            body_consts,
-            [*range(of_cond, of_cond + of_body), *carry],
-            range(num_carry),
-            carried,
-            kind="while",
-            length=None,
-        ),
-    ]
+    carry = range(of_cond + of_body, len(equation.invars))
+    cond = _simple(equation.params["cond_jaxpr"], equation, "while", [*range(of_cond), *carry])
+    body = _simple(equation.params["body_jaxpr"], equation, "while", range(of_cond, len(equation.invars)))
+    carried = [(i, of_body + i) for i in range(len(carry))]
+    return [cond._replace(results=[None], length=None), body._replace(carried=carried, length=None)]
 
 
 # By the solver as it is given.

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
+from jax.tree_util import tree_unflatten
 
-from jaxfn._gradcheck.problem.problem import argument_names, chosen_arguments
-from jaxfn._values.arrays import is_array_leaf, is_inexact, is_key, is_none
+from jaxfn._gradcheck.problem.problem import named_leaves
+from jaxfn._values.arrays import is_array_leaf, is_inexact, is_key
 
 _MOVED = 4  # units in the last place, at most, between draws
 _ALIGNED = 64  # bytes: where arrays begin that JAX takes over without copying
@@ -96,18 +96,13 @@ def take_apart(
       ValueError: there is nothing to differentiate, or an array that cannot be drawn.
       TypeError: complex numbers.
     """
-    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    chosen = chosen_arguments(argnums, len(args))
-    names = argument_names(function, args)
-    paths, tree = tree_flatten_with_path(args, is_leaf=is_none)
+    named, tree, chosen = named_leaves(function, inputs, argnums)
     leaves: list[Any] = []
     floats: list[int] = []
     values: list[np.ndarray[Any, Any]] = []
     described: list[str] = []
     owners: list[int] = []
-    for position, (path, leaf) in enumerate(paths):
-        owner: int = path[0].idx
-        name = names[owner] + keystr(path[1:])
+    for position, (owner, name, leaf) in enumerate(named):
         is_spec = isinstance(leaf, jax.ShapeDtypeStruct)
         if not (is_spec or is_array_leaf(leaf)):
             leaves.append(leaf)

@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxfn._compat import compile_as_written, compile_quickly
 from jaxfn._kernelcheck.arguments import Arguments, Arrays, drawn, off_by_rounding, rounded
-from jaxfn._kernelcheck.double import in_double
+from jaxfn._kernelcheck.double import doubled
 from jaxfn._kernelcheck.judge import Expected, Verdict, expect
 from jaxfn._kernelcheck.report import Row
-from jaxfn._kernelcheck.sides import KernelError, Outputs, Results, Side, computed, on_host
+from jaxfn._kernelcheck.sides import KernelError, OutputTypes, Results, Side, computed, on_host
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,10 @@ class Target:
     others: list[tuple[Any, Any]]
     gradients: list[Expected]
 
-    def of_equal_inputs(self, other: Target) -> Target:
-        """See `Expected.of_equal_inputs`; the other case has inputs that are not."""
-        outputs, gradients = (
-            [e.of_equal_inputs(o) for e, o in zip(mine, others, strict=True)]
-            for mine, others in ((self.outputs, other.outputs), (self.gradients, other.gradients))
-        )
+    def with_equal_inputs(self, other: Target) -> Target:
+        """See `Expected.with_equal_inputs`; the other case has inputs that are not."""
+        outputs = list(map(Expected.with_equal_inputs, self.outputs, other.outputs))
+        gradients = list(map(Expected.with_equal_inputs, self.gradients, other.gradients))
         return Target(outputs, self.others, gradients)
 
 
@@ -58,12 +56,9 @@ class Bench:
     """A kernel and a reference.
 
     Attributes:
-      kernel, reference: both.
-      arguments: what they are called with.
       dtype: what floating-point arrays are.
       draws: how many there are in a case.
       factor: see `kernelcheck`.
-      generator: of random numbers.
       exact: the reference in float64, which all dtypes share.
     """
 
@@ -82,7 +77,7 @@ class Bench:
         return Side(self.kernel, self.arguments)
 
     @cached_property
-    def outputs(self) -> Outputs:
+    def outputs(self) -> OutputTypes:
         """What the kernel returns."""
         try:
             return self.side.outputs(self.dtype)
@@ -90,7 +85,7 @@ class Bench:
             raise KernelError(error) from error
 
     @cached_property
-    def wanted(self) -> Outputs:
+    def wanted(self) -> OutputTypes:
         """What the reference returns."""
         return Side(self.reference, self.arguments).outputs(self.dtype)
 
@@ -131,14 +126,14 @@ class Bench:
         ]
         return self.arguments.fixed, xs, cotangents
 
-    def eagerly(self) -> Results:
-        """What the kernel gives for the first of the draws without `jax.jit`."""
-        return computed(self.side.run, *self.arrays(self.main, 0)).as_draw()
+    def first_results(self, run: Callable[..., Any]) -> Results:
+        """What a function like `Side.run` gives for the first of the draws."""
+        return computed(run, *self.arrays(self.main, 0)).as_draw()
 
     @cached_property
     def eager(self) -> Results:
-        """The first time that it did."""
-        return self.eagerly()
+        """What the kernel gives for it without `jax.jit`."""
+        return self.first_results(self.side.run)
 
     def measured(self, case: Case) -> Results:
         """What the kernel gives."""
@@ -169,9 +164,9 @@ class Bench:
         reference = on_host(self._reference_program(*self.arrays(case)))
         make = partial(expect, dtype=self.dtype)
         return Target(
-            [make(*arrays) for arrays in zip(exact.outputs, reference.outputs, nearby.outputs, strict=True)],
+            list(map(make, exact.outputs, reference.outputs, nearby.outputs)),
             list(zip(exact.others, reference.others, strict=True)),
-            [make(*arrays) for arrays in zip(exact.gradients, reference.gradients, nearby.gradients, strict=True)],
+            list(map(make, exact.gradients, reference.gradients, nearby.gradients)),
         )
 
     def gradient_names(self) -> list[str]:
@@ -182,9 +177,9 @@ class Bench:
         """A verdict in the report."""
         return Row(check, str(np.dtype(self.dtype)), what, **vars(verdict))
 
-    def said(self, check: str, what: str, message: str = "", *, passed: bool = False) -> Row:
-        """A finding in words."""
-        return Row(check, str(np.dtype(self.dtype)), what, passed, message)
+    def said(self, check: str, what: str, message: str, *, passed: bool = False) -> Row:
+        """A finding in words; without any, nothing is wrong."""
+        return Row(check, str(np.dtype(self.dtype)), what, passed or not message, message)
 
     def judged(
         self,
@@ -212,10 +207,8 @@ class Bench:
         for name, values, (exact, reference) in zip(others, results.others, target.others, strict=True):
             at = slice(None) if draws is None else list(draws)
             wrong = (values != exact[at]) & (values != reference[at])
-            message = (
-                f"{wrong.sum():,} of {wrong.size:,} entries are others than in the reference" if wrong.any() else ""
-            )
-            rows.append(self.said(check, name + suffix, message, passed=not message))
+            message = f"{wrong.sum():,} of {wrong.size:,} entries are others than in the reference"
+            rows.append(self.said(check, name + suffix, message if wrong.any() else ""))
         return rows
 
 
@@ -225,12 +218,7 @@ def _largest(arrays: Sequence[Any]) -> float:
 
 
 class Exact:
-    """The reference in float64, compiled when it is first needed.
-
-    Args:
-      reference: the user's function.
-      arguments: what it is called with.
-    """
+    """The reference in float64, compiled when it is first needed; the `note` says what is to be known about it."""
 
     def __init__(self, reference: Callable[..., Any], arguments: Arguments) -> None:
         self._side = Side(reference, arguments)
@@ -244,6 +232,6 @@ class Exact:
         has_x64: bool = config.jax_enable_x64
         with jax.enable_x64(True):
             if self._program is None:
-                function, self.note = in_double(self._side.mapped, *args, draws_alike=has_x64)
+                function, self.note = doubled(self._side.mapped, *args, draws_alike=has_x64)
                 self._program = compile_quickly(jax.jit(function).lower(*args))
             return on_host(self._program(*args))

@@ -22,10 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import tree_map
+from jax.tree_util import tree_leaves, tree_map, tree_unflatten
 
 from jaxfn._compat import is_variable, make_jaxpr
-from jaxfn._gradcheck.problem.traced import Traced, equations, single, traced_without_x64
+from jaxfn._gradcheck.problem.traced import Traced, single, trace, trace_without_x64
 from jaxfn._inspection.subprograms import subprograms
 from jaxfn._values.arrays import double, is_inexact
 
@@ -35,7 +35,7 @@ _CALLING = frozenset({"jit", "call", "checkpoint"})
 _DRAWING = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 
 
-def in_double(function: Callable[..., Any], *args: Any, draws_alike: bool = False) -> tuple[Callable[..., Any], str]:
+def doubled(function: Callable[..., Any], *args: Any, draws_alike: bool = False) -> tuple[Callable[..., Any], str]:
     """A function in float64, and what is to be said about that; x64 is switched on.
 
     Args:
@@ -44,8 +44,8 @@ def in_double(function: Callable[..., Any], *args: Any, draws_alike: bool = Fals
       draws_alike: whether it draws the random numbers that are wanted, since these are drawn with x64 too.
     """
     try:
-        traced = Traced(function, *args)
-        draws = not draws_alike and any(equation.primitive.name in _DRAWING for equation in equations(traced.jaxpr))
+        traced = trace(function, *args)
+        draws = not draws_alike and any(equation.primitive.name in _DRAWING for equation in traced.equations)
         why = "draws random numbers, which are others with x64" if draws else _casts(traced)
     except Exception as error:  # it may mix dtypes in a way that float64 does not go with
         traced, draws, why = None, True, f"does not run in float64 ({type(error).__name__})"
@@ -53,12 +53,12 @@ def in_double(function: Callable[..., Any], *args: Any, draws_alike: bool = Fals
         return traced, ""
     if traced is None or draws:
         with jax.enable_x64(False):
-            recorded = Traced(function, *tree_map(single, args))
-        as_it_is = traced_without_x64(function, *args)
+            recorded = trace(function, *tree_map(single, args))
+        as_it_is = trace_without_x64(function, *args)
     else:
         recorded = as_it_is = traced
     try:
-        promoted = Traced(lambda *args: recorded.run_by(_evaluated, *args), *args)
+        promoted = trace(lambda *args: _run_doubled(recorded, *args), *args)
     except Exception as error:
         return as_it_is, f"the reference {why}, and cannot be made to ({type(error).__name__}), so less is certain"
     return promoted, f"the reference {why}; what is right was computed by the same operations on float64"
@@ -66,8 +66,13 @@ def in_double(function: Callable[..., Any], *args: Any, draws_alike: bool = Fals
 
 def _casts(traced: Traced) -> str:
     """What a trace computes in, other than double precision, in words."""
-    found = {str(aval.dtype) for aval in traced.from_inputs() if _is_coarse(getattr(aval, "dtype", np.dtype(bool)))}
+    found = {str(dtype) for dtype in traced.dtypes_from_inputs() if _is_coarse(dtype)}
     return f"computes in {', '.join(sorted(found))} even where its inputs are float64" if found else ""
+
+
+def _run_doubled(traced: Traced, *args: Any) -> Any:
+    """What a trace returns where every floating-point number is float64."""
+    return tree_unflatten(traced.tree, _evaluated(traced.jaxpr, traced.constants, *tree_leaves(args)))
 
 
 def _evaluated(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:

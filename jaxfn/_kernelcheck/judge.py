@@ -74,7 +74,7 @@ class Spread(NamedTuple):
     largest: float
     rms: float
 
-    def at_least(self, other: Spread) -> Spread:
+    def widened_to(self, other: Spread) -> Spread:
         """The larger one of both."""
         return Spread(max(self.largest, other.largest), max(self.rms, other.rms))
 
@@ -115,13 +115,13 @@ class Expected:
     def made_of(self, size: float) -> Expected:
         """The same, of what is computed from numbers of this size that cancel."""
         error = _ULPS_OF_NOTHING * self.precision * size
-        return replace(self, error=self.error.at_least(Spread(error, error)))
+        return replace(self, error=self.error.widened_to(Spread(error, error)))
 
-    def of_equal_inputs(self, other: Expected) -> Expected:
+    def with_equal_inputs(self, other: Expected) -> Expected:
         """The same, where inputs are equal to each other, and so are their errors: all at once may be as large as the
         largest one of an array for inputs that are not."""
         error, moved = (Spread(s.largest, s.largest) for s in (other.error, other.moved))
-        return replace(self, error=self.error.at_least(error), moved=self.moved.at_least(moved))
+        return replace(self, error=self.error.widened_to(error), moved=self.moved.widened_to(moved))
 
     def summed(self) -> Expected:
         """The sum over all draws, as a single one."""
@@ -133,7 +133,7 @@ class Expected:
             self,
             exact=exact.sum(0, keepdims=True),
             is_judged=self.is_judged.all(0, keepdims=True),
-            error=self.error.scaled(root).at_least(more),
+            error=self.error.scaled(root).widened_to(more),
             moved=self.moved.scaled(root),
         )
 

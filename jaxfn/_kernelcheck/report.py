@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jaxfn._tables import aligned, small
+
 
 class KernelcheckError(RuntimeError):
     """A kernel is not as good as its reference.
@@ -156,7 +158,7 @@ class KernelReport:
     def __str__(self) -> str:
         head = f"kernelcheck of {self.kernel} against {self.reference}: {'passed' if self.passed else 'FAILED'}"
         main = [row for row in self.rows if row.check in ("outputs", "gradients")]
-        lines = [head, *_aligned([_HEADERS, *map(_cells, main)])]
+        lines = [head, *aligned([_HEADERS, *map(_cells, main)])]
         for check in self.checks:
             rows = [row for row in self.rows if row.check == check]
             wrong = [row for row in rows if not row.passed]
@@ -175,7 +177,7 @@ _HEADERS = ["", "dtype", "worst place", "error", "allowed", "ulps", "in norm", "
 def _cells(row: Row) -> list[str]:
     numbers = (row.error, row.allowed, row.ulps, row.norm, row.allowed_norm)
     verdict = "" if row.passed else "WRONG"
-    return [row.what, row.dtype, "" if row.place is None else str(list(row.place)), *map(_number, numbers), verdict]
+    return [row.what, row.dtype, "" if row.place is None else str(list(row.place)), *map(small, numbers), verdict]
 
 
 def _explained(row: Row) -> list[str]:
@@ -183,20 +185,11 @@ def _explained(row: Row) -> list[str]:
     if row.worst:
         header = ["", "value", "expected", "error", "allowed", "ulps"]
         cells = [
-            [str(list(e.place)), f"{e.value:.7g}", f"{e.expected:.7g}", *map(_number, (e.error, e.allowed, e.ulps))]
+            [str(list(e.place)), f"{e.value:.7g}", f"{e.expected:.7g}", *map(small, (e.error, e.allowed, e.ulps))]
             for e in row.worst
         ]
-        lines += [f"    {line}" for line in _aligned([header, *cells])]
+        lines += [f"    {line}" for line in aligned([header, *cells])]
     return lines
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2g}"
-
-
-def _aligned(table: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def _finite(value: Any) -> Any:

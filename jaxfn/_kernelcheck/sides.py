@@ -43,7 +43,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class OutputTypes:
     """The arrays that a function returns, less their values.
 
     Attributes:
@@ -62,17 +62,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Side:
-    """A function of arguments, with its gradients, for one draw.
-
-    Attributes:
-      function: the user's.
-      arguments: what it is called with, less the arrays.
-    """
+    """The user's function of arguments, with its gradients, for one draw."""
 
     function: Callable[..., Any]
     arguments: Arguments
 
-    def outputs(self, dtype: Any) -> Outputs:
+    def outputs(self, dtype: Any) -> OutputTypes:
         """What it returns in a dtype; nothing is computed."""
         names: list[str] = []
 
@@ -83,7 +78,7 @@ class Side:
 
         xs = [jax.ShapeDtypeStruct(value.shape, dtype) for value in self.arguments.values]
         floats, others = jax.eval_shape(described, self.arguments.fixed, xs)
-        return Outputs(tuple(names), tuple(floats), tuple(others))
+        return OutputTypes(tuple(names), tuple(floats), tuple(others))
 
     def call(self, fixed: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         """The floating-point outputs, and the others."""
@@ -127,10 +122,10 @@ class Side:
     def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays, **kept: Sequence[int]) -> Any:
         """`run` for one draw after the other."""
 
-        def of_one(draw: tuple[Arrays, Arrays]) -> Any:
+        def run_one(draw: tuple[Arrays, Arrays]) -> Any:
             return self.run(fixed, *draw, **kept)
 
-        return jax.lax.map(of_one, (xs, cotangents))
+        return jax.lax.map(run_one, (xs, cotangents))
 
 
 @dataclass(frozen=True)
@@ -144,10 +139,10 @@ class BatchedSide(Side):
     axes: tuple[int | None, ...]
 
     def call(self, fixed: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        def of_one(*xs: Any) -> Any:
+        def run_one(*xs: Any) -> Any:
             return super(BatchedSide, self).call(fixed, list(xs))
 
-        return jax.vmap(of_one, in_axes=self.axes)(*xs)
+        return jax.vmap(run_one, in_axes=self.axes)(*xs)
 
 
 class KernelError(Exception):

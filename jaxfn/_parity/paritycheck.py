@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -171,25 +172,21 @@ def _row(
 ) -> Row:
     row = Row(what, expected.shape, str(expected.dtype), double_error=double_error)
     if ours is None:
-        row.verdict = "missing"
-        return row
+        return replace(row, verdict="missing")
     if ours.shape != expected.shape:
-        row.verdict = f"shape {ours.shape}"
-        return row
+        return replace(row, verdict=f"shape {ours.shape}")
     dtype = jax.dtypes.canonicalize_dtype(expected.dtype)
-    row.max_error, row.relative_error, excess, row.tolerance = _errors(ours, expected, dtype, rtol, atol)
-    if ours.dtype != dtype:
-        row.verdict = f"dtype {ours.dtype}"
-    else:
-        row.verdict = "differs" if excess > 1 else "equal"
-    return row
+    error, relative, excess, tolerance = _errors(ours, expected, dtype, rtol, atol)
+    verdict = f"dtype {ours.dtype}" if ours.dtype != dtype else "differs" if excess > 1 else "equal"
+    return replace(row, max_error=error, relative_error=relative, tolerance=tolerance, verdict=verdict)
 
 
 def _errors(
-    ours: Array, expected: Array, dtype: Any, rtol: float | None, atol: float | None
+    ours: Array, expected: Array, dtype: Any, rtol: float | None = None, atol: float | None = None
 ) -> tuple[float, float, float, float]:
     """The largest absolute and relative error, the largest one in units of its tolerance, and that tolerance."""
-    a, b = ours.astype(_common_double(ours, expected)), expected.astype(_common_double(ours, expected))
+    common = double(np.complex64 if "c" in (ours.dtype.kind, expected.dtype.kind) else np.float32)
+    a, b = ours.astype(common), expected.astype(common)
     if not a.size:
         return 0.0, 0.0, 0.0, 0.0
     usual = _RTOL.get(str(dtype), _RTOL_DOUBLE)
@@ -206,11 +203,6 @@ def _errors(
     return float(error.max()), float(relative.max()), float(excess.max()), float(np.ravel(tolerance)[worst])
 
 
-def _common_double(*arrays: Array) -> Any:
-    """The dtype in which these are compared."""
-    return double(np.complex64 if any(x.dtype.kind == "c" for x in arrays) else np.float32)
-
-
 def _explain(what: str, in_double: Measurements, nudged: Measurements, oracle: Oracle) -> str:
     """Why a row differs: "rounding", "kink" or "formula"."""
     if _agrees(in_double.get(what), oracle.double.get(what)):
@@ -225,10 +217,10 @@ def _agrees(ours: Array | None, expected: Array | None) -> bool:
         return False
     # A function that computes in single precision whatever it is given agrees to that only.
     coarser = min((ours.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    return _errors(ours, expected, coarser, None, None)[2] <= 1
+    return _errors(ours, expected, coarser)[2] <= 1
 
 
 def _relative_error(ours: Array | None, expected: Array | None) -> float | None:
     if ours is None or expected is None or ours.shape != expected.shape:
         return None
-    return _errors(ours, expected, ours.dtype, None, None)[1]
+    return _errors(ours, expected, ours.dtype)[1]

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jaxfn._tables import aligned, small
+
 
 @dataclass
 class Row:
@@ -73,9 +75,6 @@ class ParityReport:
         head = f"paritycheck of {self.function}: {'passed' if self.passed else 'FAILED'} ({versions})"
         table = [["", "shape", "dtype", "error", "relative", "tolerance", "in float64", "verdict"]]
         for row in self.rows:
-            numbers = [row.max_error, row.relative_error, row.tolerance, row.double_error]
-            cells = ["" if x is None else f"{x:.2g}" for x in numbers]
-            table.append([row.what, str(row.shape), row.dtype, *cells, row.verdict])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
-        return "\n".join([head, *lines, *(f"note: {note}" for note in self.notes)])
+            numbers = map(small, (row.max_error, row.relative_error, row.tolerance, row.double_error))
+            table.append([row.what, str(row.shape), row.dtype, *numbers, row.verdict])
+        return "\n".join([head, *aligned(table), *(f"note: {note}" for note in self.notes)])

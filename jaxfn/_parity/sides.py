@@ -65,10 +65,6 @@ def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
     return f" (with {', '.join(inputs.names[i].removeprefix('input ') for i in pattern)})"
 
 
-def _directions(values: Sequence[Any]) -> list[Array]:
-    return [draw(100 + i, tuple(x.shape), np.asarray(x).dtype) for i, x in enumerate(values)]
-
-
 class TorchSide(Side):
     """By torch, on the CPU."""
 
@@ -90,17 +86,17 @@ class TorchSide(Side):
 
     def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
         leaves, outputs = self._differentiated(inputs, pattern)
-        grad_outputs = [to_torch(draw(i, tuple(y.shape), _numpy_dtype(y))) for i, y in outputs]
+        grad_outputs = [_drawn(i, y) for i, y in outputs]
         return [_to_numpy(x) for x in _torch_grad([y for _, y in outputs], leaves, grad_outputs)]
 
     def second_derivatives(self, inputs: Inputs) -> Measurements:
         leaves, outputs = self._differentiated(inputs, range(len(inputs.values)))
-        grad_outputs = [to_torch(draw(i, tuple(y.shape), _numpy_dtype(y))).requires_grad_() for i, y in outputs]
+        grad_outputs = [_drawn(i, y).requires_grad_() for i, y in outputs]
         gradients = _torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
         if any(map(_leads_to_a_refusal, gradients)):
             raise RuntimeError("backward was marked with @once_differentiable")
         moving = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
-        directions = [to_torch(draw(100 + i, tuple(g.shape), _numpy_dtype(g))) for i, g in moving]
+        directions = [_drawn(100 + i, g) for i, g in moving]
         seconds = _torch_grad([g for _, g in moving], [*leaves, *grad_outputs], directions)
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: _to_numpy(x) for name, x in zip(names, seconds, strict=True)}
@@ -135,8 +131,8 @@ def _to_numpy(tensor: Any) -> Array:
         return np.asarray(to_jax(tensor.detach()))
 
 
-def _numpy_dtype(tensor: Any) -> Any:
-    return _to_numpy(tensor).dtype
+def _drawn(seed: int, like: Any) -> Any:
+    return to_torch(draw(seed, like.shape, _to_numpy(like).dtype))
 
 
 class JaxSide(Side):
@@ -153,7 +149,7 @@ class JaxSide(Side):
         """The outputs that have derivatives, numbered, and a function from their gradients to those of the inputs."""
         numbers: list[int] = []
 
-        def of_chosen(*chosen: Any) -> list[jax.Array]:
+        def function_of_chosen(*chosen: Any) -> list[jax.Array]:
             merged = list(values)
             for i, value in zip(pattern, chosen, strict=True):
                 merged[i] = value
@@ -161,7 +157,7 @@ class JaxSide(Side):
             numbers[:] = [i for i, y in enumerate(outputs) if is_inexact(y.dtype)]
             return [outputs[i] for i in numbers]
 
-        outputs, vjp = jax.vjp(of_chosen, *(values[i] for i in pattern))
+        outputs, vjp = jax.vjp(function_of_chosen, *(values[i] for i in pattern))
 
         def pullback(grad_outputs: Sequence[Any]) -> list[jax.Array]:
             return [conjugate(g) for g in vjp([conjugate(jnp.asarray(g)) for g in grad_outputs])]
@@ -182,6 +178,7 @@ class JaxSide(Side):
             return self._pullback(inputs, values, everything)[1](grad_outputs)
 
         firsts, vjp = jax.vjp(gradients, values, grad_outputs)
-        of_inputs, of_grad_outputs = vjp([conjugate(jnp.asarray(d)) for d in _directions(firsts)])
+        directions = [jnp.asarray(draw(100 + i, x.shape, x.dtype)) for i, x in enumerate(firsts)]
+        of_inputs, of_grad_outputs = vjp(list(map(conjugate, directions)))
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: np.asarray(conjugate(x)) for name, x in zip(names, (*of_inputs, *of_grad_outputs), strict=True)}

@@ -226,7 +226,9 @@ def settle(
     return settle_p.bind(*made, *inputs, settling=settling)
 
 
-def _settled(operands: Sequence[Any], dims: Sequence[Any], size: int, num_made: int, is_uniform: bool) -> list[Any]:
+def _batch_in_front(
+    operands: Sequence[Any], dims: Sequence[Any], size: int, num_made: int, is_uniform: bool
+) -> list[Any]:
     """The operands, the batch at axis 0 where there is one, and where the first `num_made` need one."""
     return [
         x if d is None and not (is_uniform and i < num_made) else batching.bdim_at_front(x, d, size)
@@ -234,8 +236,8 @@ def _settled(operands: Sequence[Any], dims: Sequence[Any], size: int, num_made: 
     ]
 
 
-def _axes(dims: Sequence[Any], num_made: int, is_uniform: bool) -> list[int | None]:
-    """The batch axes of what `_settled` returns."""
+def _batch_axes(dims: Sequence[Any], num_made: int, is_uniform: bool) -> list[int | None]:
+    """The batch axes of what `_batch_in_front` returns."""
     return [0 if d is not None or (is_uniform and i < num_made) else None for i, d in enumerate(dims)]
 
 
@@ -286,8 +288,8 @@ def _attach_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, at
     num_made = attachment.num_made
     if all(d is None for d in dims):  # JAX asks even so
         return attach_p.bind(*operands, attachment=attachment), [None] * num_made
-    moved = _settled(operands, dims, axis.size, num_made, attachment.is_uniform)
-    axes = _axes(dims, num_made, attachment.is_uniform)
+    moved = _batch_in_front(operands, dims, axis.size, num_made, attachment.is_uniform)
+    axes = _batch_axes(dims, num_made, attachment.is_uniform)
     if not isinstance(attachment.rule, Refusal):
         batched = jax.vmap(
             attachment.rule,
@@ -373,8 +375,8 @@ def _settle_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, se
         return settle_p.bind(*operands, settling=settling), [None] * num_made
     batch = Batch(axis)
     settling.unbatched |= {(batch, place) for place, d in zip(settling.places, dims, strict=False) if d is None}
-    axes = _axes(dims, num_made, settling.is_uniform)
-    moved = _settled(operands, dims, axis.size, num_made, settling.is_uniform)
+    axes = _batch_axes(dims, num_made, settling.is_uniform)
+    moved = _batch_in_front(operands, dims, axis.size, num_made, settling.is_uniform)
     return settle_p.bind(*moved, settling=settling), axes[:num_made]
 
 

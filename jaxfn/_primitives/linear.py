@@ -42,7 +42,7 @@ class Linear:
         raise NotImplementedError
 
 
-class _Part(Linear):
+class _SomeResults(Linear):
     """Some results of a linear function."""
 
     def __init__(self, linear: Linear, results: list[int]) -> None:
@@ -65,7 +65,7 @@ class _Part(Linear):
         return self._linear.is_of_unbatched(self._results[result], batch)
 
 
-class _Unbatched(_Part):
+class _Unbatched(_SomeResults):
     """The results that depend on no batch; of the tangents that have one it is given an example.
 
     Args:
@@ -189,7 +189,7 @@ def _linear_batch(
         raise NotImplementedError(NOT_MAPPED.format(name=linear))
     results: dict[int, Any] = {}
     if with_batch:
-        part = _Part(linear, with_batch) if without_batch else linear
+        part = _SomeResults(linear, with_batch) if without_batch else linear
         moved = [batching.bdim_at_front(t, d, axis.size) for t, d in zip(tangents, tangent_dims, strict=True)]
         batched = _Batched(part, axis, residual_dims, [avals[i] for i in with_batch])
         results |= zip(with_batch, applied(batched, residuals, moved), strict=True)

@@ -79,23 +79,23 @@ def is_constant(function: Callable[..., Any], like: Sequence[Any]) -> bool:
 
 
 def _kinds_of_results(function: Callable[..., Any], like: Sequence[Any]) -> list[_Kind]:
-    return _of_closed(make_jaxpr(function, *like), [_Kind.LINEAR] * len(like))
+    return _kinds_in_closed(make_jaxpr(function, *like), [_Kind.LINEAR] * len(like))
 
 
-def _of_closed(closed: Any, arguments: Sequence[_Kind]) -> list[_Kind]:
-    return _of_jaxpr(closed.jaxpr, [_of_value(value) for value in closed.consts], arguments)
+def _kinds_in_closed(closed: Any, arguments: Sequence[_Kind]) -> list[_Kind]:
+    return _kinds_in_jaxpr(closed.jaxpr, [_kind_of(value) for value in closed.consts], arguments)
 
 
-def _of_jaxpr(jaxpr: Any, consts: Sequence[_Kind], arguments: Sequence[_Kind]) -> list[_Kind]:
+def _kinds_in_jaxpr(jaxpr: Any, consts: Sequence[_Kind], arguments: Sequence[_Kind]) -> list[_Kind]:
     """The kinds of a jaxpr's results."""
     kinds: dict[Any, _Kind] = dict(zip(jaxpr.invars, arguments, strict=True))
     kinds |= zip(jaxpr.constvars, consts, strict=True)
 
     def kind(atom: Any) -> _Kind:
-        return _of_value(atom.val) if hasattr(atom, "val") else kinds[atom]
+        return _kind_of(atom.val) if hasattr(atom, "val") else kinds[atom]
 
     for eqn in jaxpr.eqns:
-        results = _of_equation(eqn, [kind(atom) for atom in eqn.invars])
+        results = _kinds_in_equation(eqn, [kind(atom) for atom in eqn.invars])
         # What became an integer or a truth value has been rounded or compared.
         kinds |= {
             var: _Kind.OTHER if result is _Kind.LINEAR and not is_inexact(var.aval.dtype) else result
@@ -104,21 +104,21 @@ def _of_jaxpr(jaxpr: Any, consts: Sequence[_Kind], arguments: Sequence[_Kind]) -
     return [kind(atom) for atom in jaxpr.outvars]
 
 
-def _of_equation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+def _kinds_in_equation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        return _of_scan(eqn, operands)
+        return _kinds_in_scan(eqn, operands)
     if name == "cond":
-        return _of_branches(params["branches"], operands)
+        return _kinds_in_branches(params["branches"], operands)
     body = next((params[key] for key in ("jaxpr", "call_jaxpr", "callee") if key in params), None)
     if body is not None and len(getattr(body, "jaxpr", body).invars) == len(operands):
-        return _of_closed(body, operands) if hasattr(body, "consts") else _of_jaxpr(body, [], operands)
+        return _kinds_in_closed(body, operands) if hasattr(body, "consts") else _kinds_in_jaxpr(body, [], operands)
     if "body_jaxpr" in params and max(operands, default=_Kind.ZERO) >= _Kind.LINEAR:
         return [_Kind.OTHER] * len(eqn.outvars)  # a while loop, which JAX does not transpose
-    return _results(eqn, operands)
+    return _kinds_in_operation(eqn, operands)
 
 
-def _of_scan(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+def _kinds_in_scan(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
     body = eqn.params["jaxpr"]
     # What is scanned over or stacked has an axis more outside than in the body. (How many operands are which is among
     # the parameters in 0.10 and in another form in 0.12.)
@@ -126,8 +126,8 @@ def _of_scan(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
     last = sum(_ndim(a) == _ndim(b) for a, b in zip(eqn.invars, body.jaxpr.invars, strict=True))
     first = last - num_carry
     while True:  # until the carry is what it becomes
-        results = _of_closed(body, operands)
-        carry = [_one_of([before, after]) for before, after in zip(operands[first:last], results, strict=False)]
+        results = _kinds_in_closed(body, operands)
+        carry = [_kind_of_sum([before, after]) for before, after in zip(operands[first:last], results, strict=False)]
         if carry == operands[first:last]:
             return results
         operands = [*operands[:first], *carry, *operands[last:]]
@@ -137,18 +137,18 @@ def _ndim(atom: Any) -> int:
     return len(atom.aval.shape)
 
 
-def _of_branches(branches: Sequence[Any], operands: list[_Kind]) -> list[_Kind]:
+def _kinds_in_branches(branches: Sequence[Any], operands: list[_Kind]) -> list[_Kind]:
     index, *arguments = operands
-    results = [_of_closed(branch, arguments) for branch in branches]
-    return [_Kind.OTHER if index >= _Kind.LINEAR else _one_of(kinds) for kinds in zip(*results, strict=True)]
+    results = [_kinds_in_closed(branch, arguments) for branch in branches]
+    return [_Kind.OTHER if index >= _Kind.LINEAR else _kind_of_sum(kinds) for kinds in zip(*results, strict=True)]
 
 
-def _one_of(kinds: Sequence[_Kind]) -> _Kind:
+def _kind_of_sum(kinds: Sequence[_Kind]) -> _Kind:
     """Of what is one of these, or their sum."""
     return _Kind.OTHER if _Kind.LINEAR in kinds and _Kind.CONSTANT in kinds else max(kinds)
 
 
-def _results(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+def _kinds_in_operation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
     """The kinds of what one operation returns."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in _ONE_BY_ONE:
@@ -173,12 +173,12 @@ def _results(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
         return [max(most, _Kind.CONSTANT)] * count
     # JAX transposes few of these, which must not add a constant then.
     beside = [kind for atom, kind in zip(eqn.invars, operands, strict=True) if is_inexact(atom.aval.dtype)]
-    return [_one_of(beside)] * count
+    return [_kind_of_sum(beside)] * count
 
 
 def _linear_in(joined: Sequence[_Kind], others: Sequence[_Kind]) -> _Kind:
     """Of what is linear in the `joined` operands together, where the others are constants."""
-    return _Kind.OTHER if max(others, default=_Kind.ZERO) >= _Kind.LINEAR else _one_of(joined)
+    return _Kind.OTHER if max(others, default=_Kind.ZERO) >= _Kind.LINEAR else _kind_of_sum(joined)
 
 
 def _is_number(fill_value: Any) -> bool:
@@ -186,6 +186,6 @@ def _is_number(fill_value: Any) -> bool:
     return fill_value is not None and fill_value != 0 and not np.isnan(fill_value)
 
 
-def _of_value(value: Any) -> _Kind:
+def _kind_of(value: Any) -> _Kind:
     is_known = not is_traced(value) and not (isinstance(value, jax.Array) and is_key(value))
     return _Kind.ZERO if is_known and not np.any(np.asarray(value)) else _Kind.CONSTANT

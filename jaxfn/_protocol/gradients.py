@@ -55,7 +55,7 @@ _MESSAGES: dict[str, tuple[type[Exception], str]] = {
 }
 
 
-class _Place(NamedTuple):
+class _InputPlace(NamedTuple):
     """An input, or a leaf of it; put into words only when something is wrong there."""
 
     name: str
@@ -97,7 +97,7 @@ def input_cotangents(
     gradients = _one_per_input(name, form, returned, layouts)
     cotangents: list[jax.Array | None] = []
     for position, (gradient, layout) in enumerate(zip(gradients, layouts, strict=True)):
-        where = _Place(name, form, position)
+        where = _InputPlace(name, form, position)
         if layout is ARRAY_LAYOUT:  # by far the most frequent
             cotangents.append(_cotangent(gradient, *next(leaves), where))
             continue
@@ -158,7 +158,7 @@ def _from_names(name: str, form: Form, named: dict[Any, Any]) -> Sequence[Any]:
     return [by_name.get(name) for name in form.names]
 
 
-def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.Array | None:
+def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _InputPlace) -> jax.Array | None:
     """The cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
     if gradient is None:
         return None
@@ -181,7 +181,7 @@ def _cotangent(gradient: Any, aval: Any, perturbed: bool, where: _Place) -> jax.
     return conjugate(gradient)
 
 
-def _sum_to_shape(gradient: jax.Array, shape: tuple[int, ...], where: _Place) -> jax.Array:
+def _sum_to_shape(gradient: jax.Array, shape: tuple[int, ...], where: _InputPlace) -> jax.Array:
     if gradient.shape == shape:
         return gradient
     extra = gradient.ndim - len(shape)

@@ -60,20 +60,20 @@ def paired_leaves(value: Any, skeleton: Any, layout: Layout) -> Iterator[tuple[s
         got = dict(tree_flatten_with_path(value, is_leaf=_is_one_array)[0])
     used: set[Any] = set()
     for path, leaf in wanted:
-        found = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
-        if found is None:
-            raise StructureError(f"nothing was returned for {_at(path)}")
-        if len(found) < len(path) and got[found] is not None:
-            raise StructureError(f"one value was returned at {_at(found)}, where several leaves belong")
-        used.add(found)
-        piece = got[found]
+        known_path = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
+        if known_path is None:
+            raise StructureError(f"nothing was returned for {_path_text(path)}")
+        if len(known_path) < len(path) and got[known_path] is not None:
+            raise StructureError(f"one value was returned at {_path_text(known_path)}, where several leaves belong")
+        used.add(known_path)
+        piece = got[known_path]
         if is_boxed_array(leaf):  # by what the boxes hold; what JAX takes them for may be a function of that
             (leaf,) = tree_leaves(leaf)
             piece = tree_leaves(piece)[0] if is_boxed_array(piece) else piece
         yield keystr(path), piece, leaf
     for path, piece in got.items():
         if path not in used and piece is not None:
-            raise StructureError(f"there is nothing at {_at(path)}")
+            raise StructureError(f"there is nothing at {_path_text(path)}")
 
 
 def _is_one_array(value: object) -> bool:
@@ -81,5 +81,5 @@ def _is_one_array(value: object) -> bool:
     return is_none(value) or is_boxed_array(value)
 
 
-def _at(path: Iterable[Any]) -> str:
+def _path_text(path: Iterable[Any]) -> str:
     return keystr(tuple(path)) or "its top"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxfn._compat import under_batches
 from jaxfn._primitives.attach import Gate, attach, detach
 from jaxfn._primitives.refusal import Refusal
-from jaxfn._protocol.hooks import Hooks
+from jaxfn._protocol.saved_tensor_hooks import Hooks
 from jaxfn._run.call import Call
 from jaxfn._run.provenance import Fingerprint, agree, closed_over_origins, computed_again, is_written_down
 from jaxfn._run.record import Record

@@ -83,10 +83,10 @@ def refuse_repeated_sums(
       cotangents: the same, as JAX wants it.
     """
     sums = _Sums(frozenset(manual_axes_here()))
-    starts = {variable_of(x): sums.of_type(jax.typeof(x), False) for x in residuals if is_traced(x)}
-    starts |= {variable_of(x): sums.of_type(jax.typeof(x), True) for x in given if is_traced(x)}
-    as_returned = sums.of_arrays(returned, starts)
-    sums.of_arrays(cotangents, starts)
+    starts = {variable_of(x): sums.known_by_type(jax.typeof(x), False) for x in residuals if is_traced(x)}
+    starts |= {variable_of(x): sums.known_by_type(jax.typeof(x), True) for x in given if is_traced(x)}
+    as_returned = sums.known_of_arrays(returned, starts)
+    sums.known_of_arrays(cotangents, starts)
     repeated = sums.repeated
     lost = [
         (i, axis)
@@ -138,11 +138,11 @@ class _Sums:
         self._axes = axes
         self.repeated: frozenset[str] = frozenset()
 
-    def of_type(self, aval: Any, depends: bool) -> _Known:
+    def known_by_type(self, aval: Any, depends: bool) -> _Known:
         """What the type of a value tells."""
         return _Known(depends, self._axes - varying_axes(aval))
 
-    def of_arrays(self, arrays: Sequence[Any], starts: dict[int, _Known]) -> list[_Known]:
+    def known_of_arrays(self, arrays: Sequence[Any], starts: dict[int, _Known]) -> list[_Known]:
         """What is known of values of the program being written down."""
         known = dict(starts)
         pending = [x for x in arrays if is_traced(x)]
@@ -150,7 +150,7 @@ class _Sums:
             array = pending[-1]
             made_by = None if variable_of(array) in known else equation_of(array)
             if made_by is None:
-                known.setdefault(variable_of(array), self.of_type(jax.typeof(array), False))
+                known.setdefault(variable_of(array), self.known_by_type(jax.typeof(array), False))
                 pending.pop()
                 continue
             equation, operands = made_by
@@ -158,28 +158,30 @@ class _Sums:
             if unknown:
                 pending += unknown
             else:
-                results = self._of_equation(equation, [known[variable_of(x)] for x in operands])
+                results = self._known_in_equation(equation, [known[variable_of(x)] for x in operands])
                 known |= zip(map(id, equation.outvars), results, strict=True)
         constant = _Known(False, self._axes)
         return [known[variable_of(x)] if is_traced(x) else constant for x in arrays]
 
-    def _of_jaxpr(self, jaxpr: Any, operands: Sequence[_Known]) -> list[_Known]:
+    def _known_in_jaxpr(self, jaxpr: Any, operands: Sequence[_Known]) -> list[_Known]:
         jaxpr, _ = open_jaxpr(jaxpr)
-        known: dict[Any, _Known] = {v: self.of_type(v.aval, False) for v in jaxpr.constvars}
+        known: dict[Any, _Known] = {v: self.known_by_type(v.aval, False) for v in jaxpr.constvars}
         known |= zip(jaxpr.invars, operands, strict=True)
 
-        def of_atom(atom: Any) -> _Known:
+        def known_of_atom(atom: Any) -> _Known:
             return known[atom] if is_variable(atom) else _Known(False, self._axes)
 
         for equation in jaxpr.eqns:
             known |= zip(
-                equation.outvars, self._of_equation(equation, list(map(of_atom, equation.invars))), strict=True
+                equation.outvars,
+                self._known_in_equation(equation, list(map(known_of_atom, equation.invars))),
+                strict=True,
             )
-        return list(map(of_atom, jaxpr.outvars))
+        return list(map(known_of_atom, jaxpr.outvars))
 
-    def _of_equation(self, equation: Any, operands: list[_Known]) -> list[_Known]:
+    def _known_in_equation(self, equation: Any, operands: list[_Known]) -> list[_Known]:
         name, params = equation.primitive.name, equation.params
-        types = [self.of_type(v.aval, any(x.depends for x in operands)) for v in equation.outvars]
+        types = [self.known_by_type(v.aval, any(x.depends for x in operands)) for v in equation.outvars]
         given = [x for x in operands if x.depends]
         if name == "ppermute" and _gives_to_all(params):  # each device gets what it has itself, where all have the same
             return operands
@@ -196,25 +198,25 @@ class _Sums:
                 self.repeated |= axes.intersection(*[x.same for x in given] or [()])
             return [x._replace(same=x.same | axes) for x in operands]
         if name == "cond":
-            of_branches = [self._of_jaxpr(branch, operands[1:]) for branch in params["branches"]]
-            return [_met([operands[0], *results]) for results in zip(*of_branches, strict=True)]
+            known_in_branches = [self._known_in_jaxpr(branch, operands[1:]) for branch in params["branches"]]
+            return [_met([operands[0], *results]) for results in zip(*known_in_branches, strict=True)]
         if name == "while":
-            of_cond, num_consts = while_sizes(equation)
-            self._of_loop(params["body_jaxpr"], operands[of_cond:], num_consts, len(types))
+            num_cond, num_consts = while_sizes(equation)
+            self._known_in_loop(params["body_jaxpr"], operands[num_cond:], num_consts, len(types))
             return types
         bodies = (params[key] for key in ("jaxpr", "call_jaxpr", "callee", "call") if key in params)
         body = next(bodies, opened(equation))
         if body is not None and _is_called_as_it_is(open_jaxpr(body)[0], equation):
-            return self._of_loop(body, operands, *(scan_sizes(equation) if name == "scan" else (0, 0)))
+            return self._known_in_loop(body, operands, *(scan_sizes(equation) if name == "scan" else (0, 0)))
         if not operands:
             return types
         met = _met(operands)
         return [_Known(met.depends, own.same | met.same) for own in types]
 
-    def _of_loop(self, body: Any, operands: list[_Known], num_consts: int, num_carry: int) -> list[_Known]:
+    def _known_in_loop(self, body: Any, operands: list[_Known], num_consts: int, num_carry: int) -> list[_Known]:
         """What is known of a body's results, once what is carried is what it becomes."""
         while True:
-            results = self._of_jaxpr(body, operands)
+            results = self._known_in_jaxpr(body, operands)
             carry = operands[num_consts : num_consts + num_carry]
             after = [_met(pair) for pair in zip(carry, results, strict=False)]
             if after == carry:

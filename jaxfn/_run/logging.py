@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxfn._observation import OBSERVATION, Observation, current_log, current_log_depth
+from jaxfn._observation import OBSERVATION, Label, Observation, current_log, current_log_depth
 from jaxfn._primitives.mark import mark_beside
 from jaxfn._protocol.context import ContextState
-from jaxfn._run.observed import Label
 from jaxfn._values.arrays import as_array, is_array_leaf, is_jax_type, is_traced
 
 _Arrays = TypeVar("_Arrays", bound=Sequence[Any])

@@ -36,9 +36,9 @@ def _is_defined(method: Any) -> bool:
 
 
 def _looked_up(function: Any) -> tuple[Any, ...]:
-    """What decides how a call is made."""
+    """What decides how a call is made, and what messages call it."""
     f = function
-    return f.forward, f.setup_context, f.backward, f.vjp, f.jvp, f.vmap, f.generate_jvp_rule
+    return f.__name__, f.forward, f.setup_context, f.backward, f.vjp, f.jvp, f.vmap, f.generate_jvp_rule
 
 
 class Methods:

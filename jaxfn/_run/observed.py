@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxfn._compat import is_ref, own_lines
-from jaxfn._observation import OBSERVATION, Observation
+from jaxfn._observation import OBSERVATION, Label, Observation
 from jaxfn._primitives.mark import mark
 from jaxfn._protocol.context import SavedNames
 from jaxfn._run.call import Call
-from jaxfn._run.saved import Saved
+from jaxfn._run.forward import Saved
 from jaxfn._values.arrays import is_array_leaf
 from jaxfn._values.layouts import Layout
 
 _Run = Any  # a `jaxfn._run.run.Run`, which uses this module
 _RunForward = Callable[..., tuple[_Run, list[Any], list[Any]]]
 _RunRule = Callable[[Sequence[Any], Sequence[Any]], list[jax.Array | None]]
-
-
-class Label(NamedTuple):
-    """What an array of a run is.
-
-    Attributes:
-      function: the Function's name.
-      method: "forward", "backward" or "jvp": which of its methods takes the array, or made it.
-      role: "input", "output", "saved", "grad_output", "gradient", "tangent" or "log".
-      name: of which parameter, output, saved or logged value.
-      source: of a saved array, whether it is an "input", an "output", an "intermediate" or "closed over" by a rule.
-      is_packed: whether saved-tensor hooks have packed it.
-      log_depth: of what is logged, how many `with_logs` there are around: the innermost takes it.
-    """
-
-    function: str
-    method: str
-    role: str
-    name: str
-    source: str = ""
-    is_packed: bool = False
-    log_depth: int = 0
 
 
 def observed_forward(run_forward: _RunForward, call: Call, inputs: Sequence[Any]) -> tuple[_Run, list[Any], list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import jax
@@ -10,19 +11,49 @@ import jax
 from jaxfn._compat import memory_space
 from jaxfn._primitives.attach import attach, detach
 from jaxfn._primitives.refusal import Refusal
-from jaxfn._protocol.hooks import Hooks
+from jaxfn._protocol.saved_tensor_hooks import Hooks
+from jaxfn._run.forward import ResidualSource
 from jaxfn._values.arrays import as_array, is_array_leaf, is_inexact, is_traced
-from jaxfn._values.layouts import Layout, split
+from jaxfn._values.layouts import ARRAY_LAYOUT, Layout, split
 
 
-def pack(owner: str, hooks: Hooks, array: Any) -> tuple[list[Any], Layout]:
-    """What `pack_hook` makes of a residual, taken apart.
+def pack(
+    owner: str, hooks: Hooks, sources: Sequence[ResidualSource], residuals: Sequence[Any]
+) -> tuple[list[Layout], list[Any]]:
+    """What is kept of residuals: those that pass `pack_hook` as it made them, taken apart.
 
     Args:
       owner: the Function's name, for messages.
       hooks: the hooks.
-      array: the residual.
+      sources: where each residual comes from.
+      residuals: the arrays.
+
+    Returns:
+      For each residual the layout of what is kept of it, and all arrays that are kept.
     """
+    layouts: list[Layout] = []
+    kept: list[Any] = []
+    for source, residual in zip(sources, residuals, strict=True):
+        leaves, layout = _packed(owner, hooks, residual) if source.is_packed else ([residual], ARRAY_LAYOUT)
+        layouts.append(layout)
+        kept += leaves
+    return layouts, kept
+
+
+def unpack(
+    owner: str, hooks: Hooks, sources: Sequence[ResidualSource], layouts: Sequence[Layout], kept: Sequence[Any]
+) -> list[Any]:
+    """The residuals again; see `pack`."""
+    remaining = iter(kept)
+    leaves = [list(islice(remaining, layout.num_arrays)) for layout in layouts]
+    return [
+        _unpacked(owner, hooks, own, layout) if source.is_packed else own[0]
+        for source, own, layout in zip(sources, leaves, layouts, strict=True)
+    ]
+
+
+def _packed(owner: str, hooks: Hooks, array: Any) -> tuple[list[Any], Layout]:
+    """What `pack_hook` makes of a residual, taken apart."""
     if not is_traced(array):
         leaves, layout = split(hooks.pack(array))
         return [as_array(x) for x in leaves], layout
@@ -30,7 +61,7 @@ def pack(owner: str, hooks: Hooks, array: Any) -> tuple[list[Any], Layout]:
     return _carrying([as_array(x) for x in leaves], [array], owner), layout
 
 
-def unpack(owner: str, hooks: Hooks, leaves: Sequence[Any], layout: Layout) -> Any:
+def _unpacked(owner: str, hooks: Hooks, leaves: Sequence[Any], layout: Layout) -> Any:
     """The residual again."""
     is_live = any(map(is_traced, leaves))
     array = hooks.unpack(layout.merge(iter(detach(leaves) if is_live else leaves)))

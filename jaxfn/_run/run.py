@@ -1,4 +1,4 @@
-"""One run of the user's `forward`, and the `backward` and `jvp` that belong to it."""
+"""One run of the user's `forward`, the `backward` and `jvp` that belong to it, and the place that keeps its runs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from typing import Any
 
 import jax
 
-from jaxfn._compat import SymbolicZero, current_trace, is_out_of_reach, manual_axes_here
+from jaxfn._compat import (
+    Batch,
+    SymbolicZero,
+    current_trace,
+    enclosing_batches,
+    is_out_of_reach,
+    manual_axes_here,
+)
 from jaxfn._observation import OBSERVATION
 from jaxfn._primitives.attach import Mapping
 from jaxfn._protocol.context import ContextState, FunctionCtx, restored, show_saved_for_forward
 from jaxfn._protocol.gradients import input_cotangents
-from jaxfn._protocol.hooks import Hooks
-from jaxfn._protocol.outputs import Returned
+from jaxfn._protocol.outputs import OutputLayout, Returned
+from jaxfn._protocol.saved_tensor_hooks import Hooks
 from jaxfn._protocol.tangents import input_tangents, output_tangents
 from jaxfn._run.call import Call
 from jaxfn._run.device_sums import refuse_repeated_sums
-from jaxfn._run.forward import call_forward
+from jaxfn._run.forward import Saved, call_forward, save
 from jaxfn._run.logging import hand_over_logs
 from jaxfn._run.observed import observed_backward, observed_forward, observed_jvp
 from jaxfn._run.packing import pack, unpack
 from jaxfn._run.provenance import Fingerprint, is_written_down
-from jaxfn._run.saved import Saved, save
 from jaxfn._values.arrays import is_inexact, is_staged, is_traced
-from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
+from jaxfn._values.layouts import Layout
 from jaxfn._values.varying import match_cotangents
 
 
@@ -55,7 +61,7 @@ class Run:
         self.saved = saved
         # Traced values that `backward` or `jvp` closes over. The first residuals stand in for them, one for each.
         self.closed_over_by_rules: Sequence[Any] = ()
-        self._packed: list[tuple[slice, Layout]] = []  # under hooks, for each residual, where what is kept of it is
+        self._packed: list[Layout] = []  # under hooks, for each residual, what is kept of it
         # An array inside a closure or an object is an intermediate too, though no residual.
         self.hides_arrays = any(map(Layout.hides_arrays, saved.layouts))
         self._program = current_trace() if self.hides_arrays and self._hides_staged() else None
@@ -101,8 +107,12 @@ class Run:
     ) -> tuple[Run, list[Any]]:
         """The arrays to keep for `backward` and `jvp`, and the run that knows them."""
         arrays = {"input": inputs, "output": outputs, "intermediate": intermediates}
-        residuals = [arrays[source.kind][source.place] for source in self.saved.sources]
-        run, kept = (self, residuals) if self.hooks is None else self._pack(self.hooks, residuals)
+        kept = [arrays[source.kind][source.place] for source in self.saved.sources]
+        run = self
+        if self.hooks is not None:
+            run = copy.copy(self)
+            with jax.named_scope(self.call.scopes.forward):
+                run._packed, kept = pack(self.call.name, self.hooks, self.saved.sources, kept)
         return run, [*self.values_for_rules(intermediates), *kept]
 
     def closing_over(self, tracers: Sequence[Any]) -> Run:
@@ -115,29 +125,9 @@ class Run:
         """The values of what the rules close over, which are the last of the intermediates."""
         return intermediates[len(intermediates) - len(self.closed_over_by_rules) :]
 
-    def _pack(self, hooks: Hooks, residuals: Sequence[Any]) -> tuple[Run, list[Any]]:
-        run = copy.copy(self)
-        run._packed = []
-        kept: list[Any] = []
-        for source, residual in zip(self.saved.sources, residuals, strict=True):
-            leaves, layout = self._packed_by(hooks, residual) if source.is_packed else ([residual], ARRAY_LAYOUT)
-            run._packed.append((slice(len(kept), len(kept) + len(leaves)), layout))
-            kept += leaves
-        return run, kept
-
     def num_kept(self) -> list[int]:
         """How many arrays are kept for each of `saved.sources`."""
-        return [where.stop - where.start for where, _ in self._packed] or [1] * len(self.saved.sources)
-
-    def _packed_by(self, hooks: Hooks, residual: Any) -> tuple[list[Any], Layout]:
-        with jax.named_scope(self.call.scopes.forward):
-            return pack(self.call.name, hooks, residual)
-
-    def _unpack(self, hooks: Hooks, kept: Sequence[Any]) -> list[Any]:
-        return [
-            unpack(self.call.name, hooks, kept[where], layout) if source.is_packed else kept[where][0]
-            for source, (where, layout) in zip(self.saved.sources, self._packed, strict=True)
-        ]
+        return [layout.num_arrays for layout in self._packed] or [1] * len(self.saved.sources)
 
     def _ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx, dict[int, Any]]:
         """The ctx as `forward` left it, and what stands in for tracers that a rule closes over, by their `id`."""
@@ -148,7 +138,7 @@ class Run:
         stand_ins = {id(x): value for x, value in zip(self.closed_over_by_rules, residuals, strict=False)}
         residuals = residuals[len(stand_ins) :]
         if self.hooks is not None:
-            residuals = self._unpack(self.hooks, residuals)
+            residuals = unpack(self.call.name, self.hooks, self.saved.sources, self._packed, residuals)
         state = ContextState(self.call.form, self.needs_input_grad)
         state.num_outputs = len(self.outputs.layouts)
         state.materialize_grads = self.materialize_grads
@@ -247,6 +237,57 @@ class Run:
                 self.call.methods.add_place("jvp", error)
                 raise
         return hand_over_logs(self.call.name, "jvp", state, pushed) if state.logged else pushed
+
+
+@jax.tree_util.register_static
+class Site:
+    """One place in a program where a Function is called, and what is the same for all that JAX makes of it there.
+
+    # Note: what JAX keeps of a call, and what has to travel with it
+
+    JAX may trace a call once and differentiate it later, in another order, or more than once:
+
+        f = jax.jit(F.apply)      the primal runs: the Site is made here, with the hooks that are in force
+        jax.grad(f)               fwd runs, when those hooks may be gone: it asks the Site for them
+        a scan, twice             fwd runs for each pattern of perturbed inputs, bwd for each; the residuals of all
+                                  patterns must be one pytree, as JAX keeps only the last one's structure
+
+    A closure would not do: JAX keeps the trace, and calls no function again to make one. So a Site is the static part
+    of a pytree node without leaves. It is the first operand, the primal's and fwd's alike, and it is in the residuals.
+
+    A pytree node without leaves. Sites are equal where what a call there means is: JAX's coming custom_vjp keeps its
+    traces by that, and would trace every call anew.
+
+    Attributes:
+      hooks: the saved-tensor hooks in force at the call. (JAX may run what differentiates it later, out of the block.)
+      num_around: how many uses of `jax.vmap` map a derivative that is being taken of the call. Others map the call
+        itself, so that its derivative is of the mapped call.
+      outputs: the structure of what the primal returned, where it ran.
+      unbatched: where the call was mapped as part of a program, the outputs that did not depend on which batch.
+      runs: the runs of `forward` there; see `reverse`.
+    """
+
+    def __init__(self, hooks: Hooks | None) -> None:
+        self.hooks = hooks
+        self.num_around = enclosing_batches().num_around
+        self.unbatched: set[tuple[Batch, int]] = set()
+        self.outputs: OutputLayout | None = None
+        self.runs: list[Run] = []
+
+    def check_outputs(self, run: Run) -> None:
+        """Raises where forward returned another structure than the primal, which JAX cannot put together."""
+        if self.outputs is not None and self.outputs != run.outputs:
+            raise RuntimeError(
+                f"{run.call.name}.forward returned {run.outputs!r} when ctx.needs_input_grad was "
+                f"{run.needs_input_grad}, and {self.outputs!r} when nothing was differentiated. What forward returns, "
+                "and marks as non-differentiable, must not depend on ctx.needs_input_grad."
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Site) and self.hooks is other.hooks and self.num_around == other.num_around
+
+    def __hash__(self) -> int:
+        return hash(id(self.hooks))
 
 
 def _present(cotangents: Sequence[Any]) -> list[Any]:

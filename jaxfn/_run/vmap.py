@@ -125,7 +125,7 @@ def _batched_by_user(
         )
     output, out_dims = result
     returned = take_apart(output)
-    out_axes = _axes(call.name, out_dims, returned)
+    out_axes = _batch_axes(call.name, out_dims, returned)
     moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(returned.arrays, out_axes, strict=True)]
     _check_sizes(call.name, moved, out_axes, axis_size)
     batched = [axis is not None for axis in out_axes]
@@ -138,7 +138,7 @@ def _described(value: object) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
 
 
-def _axes(name: str, out_dims: Any, returned: Returned) -> list[int | None]:
+def _batch_axes(name: str, out_dims: Any, returned: Returned) -> list[int | None]:
     """The batch axis of each array leaf of the outputs; one of `out_dims` may stand for a whole subtree."""
     if type(out_dims) is tuple and returned.container not in (None, tuple):
         make: Any = returned.container

@@ -14,7 +14,7 @@ MODULES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path f
 
 # From the ground up. A module belongs to the longest of these that it begins with.
 FLOORS = [
-    ("jaxfn._compat", "jaxfn._frames", "jaxfn._observation", "jaxfn._watch"),
+    ("jaxfn._compat", "jaxfn._frames", "jaxfn._observation", "jaxfn._tables", "jaxfn._watch"),
     ("jaxfn._values",),
     ("jaxfn._primitives",),
     ("jaxfn._protocol",),
@@ -80,3 +80,51 @@ def test_unpromised_names_are_reached_in_two_places(module):
         assert not re.search(r"\bjax\.(interpreters|extend)\b", code)
     if module != "jaxfn._torch._compat":
         assert not re.search(r"(?<!jaxfn\._)\btorch\._[A-Za-z]", code)
+
+
+PAGE = ROOT.parent / "ARCHITECTURE.md"
+
+
+def words_of(path):
+    """The names that a module, or one of a folder, defines: functions, classes, methods, attributes, variables."""
+    files = [path] if path.is_file() else path.rglob("*.py")
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    defined = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    assigned = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return defined | assigned | {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+
+
+ROWS = re.findall(r"^\| (?:\.\.\. )?(.*?) \| (.*) \|$", PAGE.read_text().split("| Where is |")[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize("what, places", ROWS, ids=[what for what, _ in ROWS])
+def test_what_the_table_names_is_there(what, places):
+    """`file.py` `name`: the name is defined in that file, or in a folder."""
+    folder = path = None
+    for word in re.findall(r"`([^`]+)`", places):
+        if word.endswith(("/", ".py")):
+            path = ROOT / word if (ROOT / word).exists() or folder is None else folder / word
+            folder = path if path.is_dir() else folder
+            assert path.exists(), word
+        elif "." not in word:
+            assert path is not None and word in words_of(path), f"{word} in {path}"
+
+
+@pytest.mark.parametrize("section", PAGE.read_text().split("\n## ")[1:], ids=lambda text: text.split("\n")[0])
+def test_files_that_the_page_names_are_there(section):
+    """`name` (`path/file.py`) is defined in that file, in the folder that the section's paths are relative to."""
+    relative_to = re.search(r"Paths are relative to `jaxfn/([^`]*)`", section)
+    folder = ROOT / (relative_to[1] if relative_to else "")
+    for name, file in re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`", section):
+        assert name.rpartition(".")[2] in words_of(folder / file), f"{name} in {file}"
+
+
+def test_one_name_is_one_class():
+    """Rows and entries of reports, and the sides that they compare, are the same thing in each."""
+    classes = [
+        node.name.lstrip("_")
+        for path in MODULES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert {name for name in classes if classes.count(name) > 1} <= {"Row", "Entry", "Side"}

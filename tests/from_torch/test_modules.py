@@ -1730,3 +1730,61 @@ def test_memory_in_another_order_is_not_read():
     assert jaxfn.from_torch(module)(x) == 12
     with pytest.raises(TranslationError, match=r"(?s)as_strided.*'w'.*channels_last.*contiguous\(\).*in forward"):
         jaxfn.from_torch(permuted)(x)
+
+
+class Every2nd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return w.as_strided((4,), (2,)).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return torch.zeros_like(w).as_strided_scatter(grad, (4,), (2,))
+
+
+class ReadsMemoryOfSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return w.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return grad * w.as_strided((4,), (2,)).sum() * torch.ones_like(w)
+
+
+@row("I2")
+@pytest.mark.parametrize("function", [Every2nd, ReadsMemoryOfSaved])
+def test_memory_in_another_order_is_not_read_in_a_Function(function):
+    def run(self, x):
+        return (function.apply(self.w) * x[0]).sum()
+
+    class Applies(ReadsMemory):
+        forward = run
+
+    x = np.ones(4, np.float32)
+    module, permuted = Applies(False), Applies(True)
+    net, refused = jaxfn.from_torch(module), jaxfn.from_torch(permuted)
+    value, gradients = jax.value_and_grad(lambda p: net.apply(p, {}, x)[0])(net.parameters)
+    expected = module(torch.tensor(x))
+    expected.backward()
+    assert value == expected.item()
+    np.testing.assert_array_equal(gradients["w"], module.w.grad)
+    with pytest.raises(TranslationError, match=rf"(?s){function.__name__}.*as_strided.*'w'.*channels_last"):
+        jax.grad(lambda p: refused.apply(p, {}, x)[0])(refused.parameters)
+
+
+@row("I2")
+def test_an_order_of_memory_that_changes_is_seen():
+    x = np.ones(4, np.float32)
+    module = ReadsMemory(False)
+    net = jaxfn.from_torch(module)
+    assert net(x) == 12
+    module.w.data = module.w.data.contiguous(memory_format=torch.channels_last)
+    with pytest.raises(TranslationError, match="as_strided"):
+        net(x)
+    module.w.data = module.w.data.contiguous()
+    assert net(x) == 12

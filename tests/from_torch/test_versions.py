@@ -426,6 +426,46 @@ def test_the_place_is_named(keep, place):
     KEPT.clear()
 
 
+def keep_plainly(x):
+    return [torch.arange(3.0) * 2, x * 2]
+
+
+def keep_with_a_graph(x):
+    leaf = torch.ones(3, requires_grad=True)
+    with torch.enable_grad():
+        return [leaf, (leaf * x).exp()]
+
+
+def keep_with_a_graph_in_a_cycle(x):
+    made = keep_with_a_graph(x)
+    cycle = [made[1] * 2]
+    cycle.append(cycle)
+    return made
+
+
+@row("H12")
+@pytest.mark.parametrize("keep", [keep_plainly, keep_with_a_graph, keep_with_a_graph_in_a_cycle])
+def test_what_a_refused_trace_leaves_is_plain(keep):
+    kept = []
+
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            kept.extend(keep(x))
+            return x if x.sum() > 0 else -x
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    with pytest.raises(TranslationError, match="value"):
+        jaxfn.from_torch(Refused).apply(jnp.ones(3))
+    constant, dependent = kept
+    assert type(constant) is type(dependent) is torch.Tensor
+    assert constant.device.type == "cpu" and dependent.device.type == "meta"
+    assert (constant + 1).shape == (3,)
+
+
 @row("H12")
 def test_what_code_drops_again_is_no_leftover():
     class Dropping(torch.autograd.Function):

@@ -22,7 +22,7 @@ from tests.support.kernel_examples import (
     small,
     value_and_gradients,
 )
-from tests.support.marks import COMING, row, sampled
+from tests.support.marks import COMING, row, sampled, thorough
 
 CLOSED = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed in jaxprs", strict=False)
 
@@ -31,7 +31,9 @@ SIZES = [(1, 1, 1), (15, 17, 3), (16, 32, 16), (33, 31, 5), (50, 20, 17)]
 TOLERANCE = {np.float32: 2e-5, jnp.bfloat16: 0.03}
 
 
-@pytest.fixture(scope="module", params=KERNELS, ids=str)
+@pytest.fixture(
+    scope="module", params=[pytest.param(k, marks=[thorough] if k is ATTENTION else []) for k in KERNELS], ids=str
+)
 def kernel(request) -> Kernel:
     return request.param
 

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.tree_util import tree_flatten, tree_map, tree_unflatten
 
 from jaxfn._compat import compile_quickly, equation_of, keeps_constants_apart
-from jaxfn._gradcheck.problem.traced import called_back, computed_bytes
+from jaxfn._gradcheck.problem.traced import called_back, computed_bytes, with_inner
 
 _PROGRAMS_KEPT = 256
 _kept: OrderedDict[Hashable, Any] = OrderedDict()
@@ -38,22 +38,16 @@ class Mode(enum.Enum):
     COMPILED_LOOP = "a compiled loop"
     PYTHON_LOOP = "a Python loop"
 
-
-@dataclass(frozen=True)
-class Engine:
-    """Runs functions in one `Mode`."""
-
-    mode: Mode
-
     def map(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The function of each item along the first axis."""
-        if self.mode is Mode.VECTORIZED:
+        """What the function gives for each item along the first axis."""
+        if self is Mode.VECTORIZED:
             return jax.vmap(function)(*args)
-        if self.mode is Mode.COMPILED_LOOP:
+        if self is Mode.COMPILED_LOOP:
             return jax.lax.map(partial(_called, function), args)
-        count = len(tree_flatten(args)[0][0])
-        results = [function(*tree_map(partial(_item, i), args)) for i in range(count)]
-        return tree_map(_stacked, *results)
+        leaves, tree = tree_flatten(args)
+        items = [[jnp.asarray(array[i]) for array in leaves] for i in range(len(leaves[0]))]
+        results = [function(*tree_unflatten(tree, item)) for item in items]
+        return tree_map(lambda *items: jnp.stack(items), *results)
 
     def program(self, function: Callable[..., Any], *args: Any, runs: int = 1) -> Program | PythonProgram:
         """The function compiled for arguments like these, or as it is in a Python loop.
@@ -63,18 +57,18 @@ class Engine:
           args: such arguments.
           runs: how often it is going to be called.
         """
-        return PythonProgram(function) if self.mode is Mode.PYTHON_LOOP else Program(function, args, runs)
+        return PythonProgram(function) if self is Mode.PYTHON_LOOP else Program(function, args, runs)
 
 
+@dataclass(frozen=True)
 class PythonProgram:
     """A function of pytrees of arrays that runs as it is."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    function: Callable[..., Any]
 
     def start(self, *args: Any) -> Callable[[], Any]:
         """See `Program.start`."""
-        return partial(tree_map, np.asarray, self._function(*args))
+        return partial(tree_map, np.asarray, self.function(*args))
 
 
 class Program:
@@ -89,7 +83,7 @@ class Program:
     are part of the key. And constants, in an option of JAX, with which nothing is kept.
 
     Args:
-      function: see `Engine.program`.
+      function: see `Mode.program`.
       args: arguments like those that it is called with.
       runs: how often it is going to be called.
     """
@@ -105,8 +99,10 @@ class Program:
             return results
 
         traced = jax.jit(flat, keep_unused=True).trace(*leaves)
-        is_small = computed_bytes(traced.jaxpr.jaxpr) * runs < _SMALL_BYTES
-        self._compiled = _compiled(traced, is_small, [getattr(leaf, "sharding", None) for leaf in leaves])
+        equations = with_inner(traced.jaxpr.eqns)
+        is_small = computed_bytes(equations) * runs < _SMALL_BYTES
+        places = [getattr(leaf, "sharding", None) for leaf in leaves]
+        self._compiled = _compiled(traced.lower(), is_small, places, called_back(equations))
 
     def start(self, *args: Any) -> Callable[[], Any]:
         """Begins to compute; what is returned waits for the results, which are NumPy's."""
@@ -135,20 +131,19 @@ def _before_transposing(result: Any) -> tuple[Any, Sequence[int]]:
     return made[1][0], made[0].params["permutation"]
 
 
-def _compiled(traced: Any, is_small: bool, places: Sequence[Hashable]) -> Any:
-    """The executable of a program, an earlier one where there is one."""
-    lowered = traced.lower()
+def _compiled(lowered: Any, is_small: bool, places: Sequence[Hashable], called: Sequence[Any]) -> Any:
+    """The executable of a program, an earlier one where there is one with the same text that calls back the same."""
     config: Any = jax.config
-    called = [_by_value(item) for item in called_back(traced.jaxpr.jaxpr)]
-    key = lowered.as_text(), is_small, jax.default_backend(), config.jax_default_device, *places, *called
+    backend = jax.default_backend(), config.jax_default_device
+    key = lowered.as_text(), is_small, *backend, *places, *map(_key_of, called)
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
-            return _kept[key]
+            return _kept[key][0]
     compiled = compile_quickly(lowered) if is_small else lowered.compile()
     if not keeps_constants_apart():
         with _lock:
-            _kept[key] = compiled
+            _kept[key] = compiled, called  # held, so that nothing else takes their identities
             while len(_kept) > _PROGRAMS_KEPT:
                 _kept.popitem(last=False)
     return compiled
@@ -158,30 +153,10 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return function(*args)
 
 
-def _item(position: int, array: Any) -> Any:
-    return jnp.asarray(array[position])
-
-
-def _stacked(*items: Any) -> Any:
-    return jnp.stack(items)
-
-
-class _Itself:
-    """What has no hash, equal to itself alone; it is held, so that nothing else takes its place."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-def _by_value(value: Any) -> Hashable:
+def _key_of(value: Any) -> Hashable:
+    """What stands for a value in a key: itself, or its identity where it has no hash."""
     try:
         hash(value)
     except TypeError:
-        return _Itself(value)
+        return id(value)
     return value

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_map
 
-from jaxfn._gradcheck.numbers.programs import Engine, Mode, Program
+from jaxfn._gradcheck.numbers.programs import Mode, Program
 from jaxfn._gradcheck.numbers.vectors import Arrays, Vectors
 from jaxfn._gradcheck.problem.derivatives import Derivative
 from jaxfn._gradcheck.problem.problem import OfLeaves
@@ -27,18 +27,6 @@ _LOOP_BATCH = 64
 _STEPS = (1, -1, 2, -2)
 
 
-class Differences(NamedTuple):
-    """Finite differences along some vectors, for each output an array of (vectors, size).
-
-    Attributes:
-      values: the derivatives.
-      errors: estimates of their errors.
-    """
-
-    values: Arrays
-    errors: Arrays
-
-
 def points(xs: Sequence[Any], vectors: Arrays, step: float) -> Arrays:
     """Where finite differences along vectors evaluate the function, four places for each vector."""
     steps = step * np.asarray(_STEPS, float)
@@ -49,16 +37,20 @@ def _points(x: Any, vectors: Any, steps: Any) -> Any:
     return (x + steps * vectors[:, None]).reshape(len(steps) * len(vectors), *x.shape)
 
 
-def differences(outputs: Arrays, step: float) -> Differences:
-    """Derivatives of values at `points`: exact to the fourth order of the step, with an estimated error."""
-    found = Differences([], [])
+def differences(outputs: Arrays, step: float) -> tuple[Arrays, Arrays]:
+    """Derivatives of values at `points`, exact to the fourth order of the step, and estimates of their errors.
+
+    For each output these are arrays of (vectors, size).
+    """
+    values: Arrays = []
+    errors: Arrays = []
     for y in outputs:
         rows = y.reshape(len(y) // len(_STEPS), len(_STEPS), math.prod(y.shape[1:]))
         above, below, far_above, far_below = np.moveaxis(rows, 1, 0)
         near, far = (above - below) / (2 * step), (far_above - far_below) / (4 * step)
-        found.values.append((4 * near - far) / 3)
-        found.errors.append(near - far)
-    return found
+        values.append((4 * near - far) / 3)
+        errors.append(near - far)
+    return values, errors
 
 
 def _listed(*results: Arrays) -> list[Arrays]:
@@ -69,14 +61,12 @@ class Sweep:
     """Runs functions for many vectors.
 
     Args:
-      engine: how.
       xs: where the derivatives are taken.
       max_memory: bytes that one batch may need.
-      progress: is told of every batch.
     """
 
-    def __init__(self, engine: Engine, xs: Sequence[Any], max_memory: int, progress: Progress) -> None:
-        self.engine = engine
+    def __init__(self, mode: Mode, xs: Sequence[Any], max_memory: int, progress: Progress) -> None:
+        self.mode = mode
         self.xs = list(xs)
         self.max_memory = max_memory
         self.progress = progress
@@ -84,7 +74,7 @@ class Sweep:
 
     def at(self, xs: Sequence[Any]) -> Sweep:
         """A sweep of the same programs at other inputs."""
-        sweep = Sweep(self.engine, xs, self.max_memory, self.progress)
+        sweep = Sweep(self.mode, xs, self.max_memory, self.progress)
         sweep._programs = self._programs
         return sweep
 
@@ -105,14 +95,15 @@ class Sweep:
 
         def compute(derivatives: Sequence[Derivative], xs: Arrays, given: Arrays) -> list[Arrays]:
             every = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in vectors.leaves]
-            every = _replaced(every, vectors.chosen, vectors.expand(given))
+            for i, vector in zip(vectors.chosen, vectors.expand(given), strict=True):
+                every[i] = vector
             return combine(*(f(xs, every)[1] for f in derivatives))
 
         key = *map(id, derivatives), combine  # the derivatives live as long as the check
         return self._batches(key, compute, derivatives, vectors, vectors.make)
 
-    def differences(self, function: OfLeaves, vectors: Vectors, step: float) -> Differences:
-        """Finite differences of a function along vectors of inputs."""
+    def differences(self, function: OfLeaves, vectors: Vectors, step: float) -> tuple[Arrays, Arrays]:
+        """Finite differences of a function along vectors of inputs, and their errors; see `differences`."""
         steps = step * np.asarray(_STEPS, float)
 
         def compute(functions: Sequence[OfLeaves], xs: Arrays, given: Arrays) -> list[Arrays]:
@@ -141,7 +132,8 @@ class Sweep:
 
         While one batch is looked at, the next one is computed.
         """
-        key = *key, vectors.chosen, vectors.count
+        types = (array.dtype for array in make(np.zeros(1, int)))  # numbers of unit vectors, or vectors themselves
+        key = *key, vectors.chosen, vectors.count, *types
         if key not in self._programs:
             self._programs[key] = self._program(compute, functions, vectors.count, make, each)
         batch, program = self._programs[key]
@@ -175,26 +167,19 @@ class Sweep:
         batch = min(count, self._fitting(each * sum(map(bytes_each, functions))))
 
         def run(functions: Sequence[Any], xs: Arrays, given: Arrays) -> list[Arrays]:
-            return self.engine.map(lambda *given: compute(functions, xs, given), *given)
+            return self.mode.map(lambda *given: compute(functions, xs, given), *given)
 
         while True:
             args = functions, self.xs, make(np.zeros(batch, int))
-            program = self.engine.program(run, *args, runs=-(-count // batch))
+            program = self.mode.program(run, *args, runs=-(-count // batch))
             if batch == 1 or not isinstance(program, Program) or program.bytes() <= self.max_memory:
                 return batch, program
             batch = (batch + 1) // 2
 
     def _fitting(self, bytes_each: int) -> int:
-        if self.engine.mode is Mode.PYTHON_LOOP:
+        if self.mode is Mode.PYTHON_LOOP:
             return _LOOP_BATCH
         return max(1, min(_BATCH_BYTES, self.max_memory) // max(bytes_each, 1))
-
-
-def _replaced(arrays: Sequence[Any], positions: Sequence[int], given: Sequence[Any]) -> Arrays:
-    replaced = list(arrays)
-    for position, array in zip(positions, given, strict=True):
-        replaced[position] = array
-    return replaced
 
 
 def _flat(batches: Iterator[list[Arrays]]) -> list[Arrays]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,8 @@ import numpy as np
 
 from jaxfn._compat import SymbolicZero, is_reverse_only
 from jaxfn._gradcheck.problem.problem import Leaf, OfLeaves, Problem
-from jaxfn._gradcheck.problem.traced import Traced, equations, traced_without_x64
-from jaxfn._values.arrays import is_inexact
-from jaxfn._watch import Watch, watching
+from jaxfn._gradcheck.problem.traced import Traced, trace, trace_without_x64
+from jaxfn._watch import WATCH, Watch
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all of them lists.
 Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -60,7 +59,7 @@ def only(call: OfLeaves, positions: Sequence[int]) -> OfLeaves:
     return some
 
 
-def of_some(call: OfLeaves, xs: Sequence[Any], positions: Sequence[int]) -> OfLeaves:
+def function_of_some(call: OfLeaves, xs: Sequence[Any], positions: Sequence[int]) -> OfLeaves:
     """The function of some of its inputs, with the others as they are."""
 
     def some(*values: Any) -> list[Any]:
@@ -93,6 +92,10 @@ class Direction:
 
     Attributes:
       is_forward: which mode it is.
+      name: what reports call it.
+      method: what users write for it.
+      given, result: what vectors for something varied, and for something returned, are called.
+      derivative_of: makes the derivative of a function in this direction.
       varied: what vectors are given for: the outputs in reverse mode, the inputs in forward mode.
       returned: what vectors are returned for: the others.
       rule: the derivative by the function's own rule, or why there is none.
@@ -100,32 +103,18 @@ class Direction:
       reference: the derivative by autodiff of the function without its rule, or why there is none.
     """
 
-    is_forward: bool
+    is_forward: ClassVar[bool]
+    name: ClassVar[str]
+    method: ClassVar[str]
+    given: ClassVar[str]
+    result: ClassVar[str]
+    derivative_of: ClassVar[Callable[[OfLeaves], Derivative]]
+
     varied: tuple[Leaf, ...]
     returned: tuple[Leaf, ...]
     rule: Derivative | UnavailableError
     retraced: Derivative | None
     reference: Derivative | UnavailableError
-
-    @property
-    def name(self) -> str:
-        """What reports call it."""
-        return "forward mode" if self.is_forward else "backward"
-
-    @property
-    def method(self) -> str:
-        """What users write for it."""
-        return "jvp" if self.is_forward else "backward"
-
-    @property
-    def given(self) -> str:
-        """What a vector for something varied is called."""
-        return "tangent" if self.is_forward else "cotangent"
-
-    @property
-    def result(self) -> str:
-        """What a vector for something returned is called."""
-        return "tangent" if self.is_forward else "gradient"
 
     @property
     def has_reference(self) -> bool:
@@ -136,13 +125,27 @@ class Direction:
         """The rule, and the reference where there is one."""
         return [available(self.rule), *([available(self.reference)] if self.has_reference else [])]
 
-    def derivative_of(self, call: OfLeaves) -> Derivative:
-        """The derivative of a function in this direction."""
-        return forward_of(call) if self.is_forward else rows_of(call)
-
     def leaves(self, varied: int, returned: int) -> tuple[int, int]:
         """The positions of an output and an input, from those of something varied and something returned."""
         return (returned, varied) if self.is_forward else (varied, returned)
+
+
+class ReverseMode(Direction):
+    """Reverse mode."""
+
+    is_forward = False
+    name = method = "backward"
+    given, result = "cotangent", "gradient"
+    derivative_of = staticmethod(rows_of)
+
+
+class ForwardMode(Direction):
+    """Forward mode."""
+
+    is_forward = True
+    name, method = "forward mode", "jvp"
+    given = result = "tangent"
+    derivative_of = staticmethod(forward_of)
 
 
 @dataclass(frozen=True)
@@ -183,16 +186,9 @@ class Derivatives:
 
 
 def derive(problem: Problem, *, reverse: bool, forward: bool, reference: bool) -> Derivatives:
-    """Traces a problem's function and its derivatives.
+    """A problem's function and its derivatives in the modes that are to be checked.
 
-    Args:
-      problem: the function.
-      reverse: whether reverse mode is to be checked.
-      forward: whether forward mode is.
-      reference: whether the function without its rule is differentiated too.
-
-    Raises:
-      Whatever the function itself raises.
+    With a `reference`, the function without its rule is differentiated too. Raises whatever the function itself raises.
     """
     try:
         return _derive(problem, _Tracer(problem, is_tracing=True), reverse, forward, reference)
@@ -209,7 +205,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     described = problem.describe_outputs()
     measured = primal
     if problem.measured is not problem.call:
-        measured, meant = tracer.primal(problem.measured, Traced)
+        measured, meant = tracer.primal(problem.measured, trace)
         if [(y.shape, y.dtype) for y in meant] != [(y.shape, y.dtype) for y in avals]:
             raise ValueError(f"surrogate returns {_listed(meant)}, but {problem.name} returns {_listed(avals)}")
     leaves = [Leaf(name, y.shape, y.dtype) for (name, _), y in zip(described, avals, strict=True)]
@@ -237,26 +233,19 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
         if kept:
             primal = measured = tracer.primal(only(problem.call, kept))[0]
             if problem.measured is not problem.call:
-                measured = tracer.primal(only(problem.measured, kept), Traced)[0]
+                measured = tracer.primal(only(problem.measured, kept), trace)[0]
     bare = Watch(undecorated=True)
     undecorated = watched(bare_call, bare)
     references: list[Derivative | UnavailableError] = [
-        tracer.derivative(rows_of(undecorated), outputs, Traced) if reference and reverse else _UNCHECKED,
-        tracer.derivative(forward_of(undecorated), problem.inputs, Traced) if reference else _UNCHECKED,
+        tracer.derivative(rows_of(undecorated), outputs, trace) if reference and reverse else _UNCHECKED,
+        tracer.derivative(forward_of(undecorated), problem.inputs, trace) if reference else _UNCHECKED,
     ]
     if reference and not bare.functions and not problem.has_reference:
         references = [UnavailableError("there is no rule to take off: it would be the derivative that is checked")] * 2
     elif watch.functions.keys() - bare.functions.keys():
         # Finite differences shall vouch for reverse mode then, and not for rules of forward mode, which are others.
         references[1] = UnavailableError("Functions inside the function keep their own rules")
-    retraced = map(_retraced, own, rules(call, outputs))
-    sides = (outputs, problem.inputs), (problem.inputs, outputs)
-    directions = [
-        Direction(is_forward, varied, returned, rule, again, autodiff)
-        for is_forward, (varied, returned), rule, again, autodiff in zip(
-            (False, True), sides, own, retraced, references, strict=True
-        )
-    ]
+    of_reverse, of_forward = zip(own, map(_retraced, own, rules(call, outputs)), references, strict=True)
     return Derivatives(
         is_traced=tracer.is_tracing,
         inputs=problem.inputs,
@@ -266,8 +255,8 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
         primal=primal,
         measured=measured,
         call=watched(call, watch),
-        reverse=directions[0],
-        forward=directions[1],
+        reverse=ReverseMode(outputs, problem.inputs, *of_reverse),
+        forward=ForwardMode(problem.inputs, outputs, *of_forward),
         functions=list(bare.functions) or list(watch.functions),
         casts=list(watch.casts),
         precision=precision,
@@ -283,16 +272,14 @@ class _Tracer:
 
     def __init__(self, problem: Problem, *, is_tracing: bool) -> None:
         self.is_tracing = is_tracing
-        self.trace = Traced if problem.dtype is None else traced_without_x64
+        self.trace = trace if problem.dtype is None else trace_without_x64
         self._values = problem.values
         self._inputs = _avals(problem.inputs)
 
     def primal(self, call: OfLeaves, trace: Callable[..., Traced] | None = None) -> tuple[OfLeaves, list[Any]]:
         """A function itself, and the types of what it returns.
 
-        Args:
-          call: the function.
-          trace: makes the trace; by default as it is made of the function that is checked.
+        By default the trace is made as that of the function that is checked.
         """
         if not self.is_tracing:
             return call, [jax.typeof(y) for y in call(*self._values)]
@@ -300,7 +287,7 @@ class _Tracer:
             traced = (trace or self.trace)(call, *self._inputs)
         except Exception as error:
             raise _UntraceableError from error
-        return traced, traced.out_avals()
+        return traced, [v.aval for v in traced.jaxpr.outvars]
 
     def derivative(
         self,
@@ -321,7 +308,7 @@ class _Tracer:
             unavailable = UnavailableError(f"{type(error).__name__}: {error}")
             unavailable.__cause__ = error
             return unavailable
-        if any(map(is_reverse_only, equations(traced.jaxpr))):
+        if any(map(is_reverse_only, traced.equations)):
             return UnavailableError("it goes through a custom_vjp function, which has no forward mode")
         return traced
 
@@ -353,7 +340,7 @@ def watched(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
     """The function under a watch."""
 
     def run(*args: Any) -> Any:
-        with watching(watch):
+        with WATCH(watch):
             return function(*args)
 
     return run
@@ -376,6 +363,5 @@ def _listed(avals: Sequence[Any]) -> str:
 
 def _precision(primal: OfLeaves, dtypes: Sequence[Any]) -> float:
     """The spacing of the coarsest type that an output has, or that something computed from the inputs has."""
-    on_the_way = primal.from_inputs() if isinstance(primal, Traced) else []
-    found = [*dtypes, *(aval.dtype for aval in on_the_way if is_inexact(getattr(aval, "dtype", np.dtype(bool))))]
-    return max(float(jnp.finfo(dtype).eps) for dtype in found or [np.dtype(np.float64)])
+    on_the_way = primal.dtypes_from_inputs() if isinstance(primal, Traced) else ()
+    return max(float(jnp.finfo(dtype).eps) for dtype in (*dtypes, *on_the_way, np.dtype(np.float64)))

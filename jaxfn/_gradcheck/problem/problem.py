@@ -15,8 +15,6 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from jaxfn._compat import is_ref
-from jaxfn._functional import CallableFunction
-from jaxfn._run.methods import Methods
 from jaxfn._values.arrays import double, is_array_leaf, is_inexact, is_none
 
 # A function of arrays that returns a list of arrays.
@@ -113,33 +111,28 @@ def make_problem(
       ValueError: nothing is differentiable, or `argnums` names an argument that is not there or not differentiable.
     """
     dtype = None if dtype is None else _coarse(dtype)
-    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    chosen = chosen_arguments(argnums, len(args))
-    names = argument_names(func, args)
-    paths, tree = tree_flatten_with_path(args, is_leaf=is_none)
+    named, tree, chosen = named_leaves(func, inputs, argnums)
     leaves: list[Any] = []  # of all arguments; the differentiated ones will be replaced
     positions: list[int] = []
     described: list[Leaf] = []
-    for path, leaf in paths:
-        argument = path[0].idx
+    for argument, name, leaf in named:
         if is_array_leaf(leaf) and is_ref(leaf):
             raise TypeError(
-                f"{names[argument]}{keystr(path[1:])} is a jax.Ref. The function may write to it, so it cannot be run "
+                f"{name} is a jax.Ref. The function may write to it, so it cannot be run "
                 "again and again: make the Ref inside the function."
             )
         is_number = argnums is not None and argument in chosen and type(leaf) in (float, complex)
         if not (is_number or is_array_leaf(leaf)):
             leaves.append(leaf)
             continue
-        array = as_double(_cast(leaf, dtype))
+        array = as_double(leaf if dtype is None else _cast(leaf, dtype))
         if argument in chosen and is_inexact(array.dtype):
-            name = names[argument] + keystr(path[1:])
             if dtype is None:
                 _warn_of_precision(name, leaf)
             positions.append(len(leaves))
             described.append(Leaf(name, array.shape, double(array.dtype)))
         leaves.append(array)
-    _require_differentiable(argnums, chosen, [paths[i][0][0].idx for i in positions])
+    _require_differentiable(argnums, chosen, [named[i][0] for i in positions])
     outputs: list[list[tuple[str, Any]]] = [[]]
 
     def flat(function: Callable[..., Any], dtype: Any = None) -> OfLeaves:
@@ -147,7 +140,8 @@ def make_problem(
             merged = list(leaves)
             for position, value in zip(positions, values, strict=True):
                 merged[position] = value
-            merged = [_cast(leaf, dtype) if is_array_leaf(leaf) else leaf for leaf in merged]
+            if dtype is not None:
+                merged = [_cast(leaf, dtype) if is_array_leaf(leaf) else leaf for leaf in merged]
             returned = function(*tree_unflatten(tree, merged))
             outputs[0], arrays = _inexact_outputs(returned)
             return arrays
@@ -182,8 +176,8 @@ def _coarse(dtype: Any) -> np.dtype[Any]:
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
-    """An inexact array in a dtype, if there is one; complex ones in that with such parts."""
-    if dtype is None or not is_inexact(jnp.result_type(leaf)):
+    """An inexact array in a dtype, complex ones in that with such parts; any other as it is."""
+    if not is_inexact(jnp.result_type(leaf)):
         return leaf
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         if dtype != np.float32:
@@ -197,7 +191,22 @@ def function_name(func: Callable[..., Any]) -> str:
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or type(func).__name__
 
 
-def chosen_arguments(argnums: int | Sequence[int] | None, count: int) -> frozenset[int]:
+def named_leaves(
+    func: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None
+) -> tuple[list[tuple[int, str, Any]], Any, frozenset[int]]:
+    """All leaves of a tuple of inputs, or of the one input: each with its argument's position, and a name for reports.
+
+    Also how they are arranged, and the positions of the arguments that `argnums` names.
+    """
+    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    chosen = _chosen_arguments(argnums, len(args))
+    names = _argument_names(func, args)
+    paths, tree = tree_flatten_with_path(args, is_leaf=is_none)
+    leaves = [(path[0].idx, names[path[0].idx] + keystr(path[1:]), leaf) for path, leaf in paths]
+    return leaves, tree, chosen
+
+
+def _chosen_arguments(argnums: int | Sequence[int] | None, count: int) -> frozenset[int]:
     """The positions of the arguments that `argnums` names, or of all."""
     if argnums is None:
         return frozenset(range(count))
@@ -219,11 +228,10 @@ def _require_differentiable(argnums: int | Sequence[int] | None, chosen: frozens
         )
 
 
-def argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+def _argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
     """`input 0 ('x')` and so on, by the function's signature where it says."""
     try:
-        owner = function_of(func)
-        signature = inspect.signature(func) if owner is None else Methods(owner).parameters.signature
+        signature = inspect.signature(func)
         bound = signature.bind(*args).arguments
     except (TypeError, ValueError):
         return [f"input {i}" for i in range(len(args))]
@@ -234,12 +242,6 @@ def argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
         else:
             names.append(name)
     return [f"input {i} ({name!r})" for i, name in enumerate(names)]
-
-
-def function_of(func: Any) -> Any:
-    """The `Function` class whose `apply` this is, or that a decorated function has underneath; `None` otherwise."""
-    owner = getattr(func, "_jaxfn_owner", None)
-    return func.Function if owner is None and isinstance(func, CallableFunction) else owner
 
 
 def _warn_of_precision(name: str, leaf: Any) -> None:

@@ -2,112 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.tree_util import register_pytree_node_class, tree_flatten, tree_map, tree_structure, tree_unflatten
+from jax.tree_util import (
+    register_dataclass,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 
 from jaxfn._compat import Var, make_jaxpr, without_unused
-from jaxfn._values.arrays import double
+from jaxfn._values.arrays import double, is_inexact
 
 # Their parameters are rules of derivatives and of batching, of which none is taken any more when a program is compiled.
 _HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "attach", "detach", "settle"})
 
 
+@register_dataclass
 @dataclass(frozen=True, eq=False)
-class _Recorded:
-    jaxpr: Any
-    tree: Any
-
-
-@register_pytree_node_class
 class Traced:
     """A function as a jaxpr: calling it runs what was recorded and none of the user's Python.
 
     As a pytree it consists of its constants, so that a program may take it for an argument.
 
-    Args:
-      function: takes and returns pytrees of arrays.
-      args: arrays, or their shapes and dtypes.
+    Attributes:
+      constants: of the jaxpr.
+      jaxpr: what was recorded, of the arrays in the arguments.
+      tree: what the arrays that it returns are arranged as.
     """
 
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        leaves, args_tree = tree_flatten(args)
-        trees: list[Any] = []
-
-        def flat(*leaves: Any) -> Sequence[Any]:  # a new one each time, since JAX keeps traces by identity
-            returned, tree = tree_flatten(function(*tree_unflatten(args_tree, leaves)))
-            trees.append(tree)
-            return returned
-
-        closed = make_jaxpr(flat, *leaves)
-        self.constants = closed.consts
-        self._recorded = _Recorded(closed.jaxpr, trees[0])
-
-    def tree_flatten(self) -> tuple[Sequence[Any], _Recorded]:
-        return self.constants, self._recorded
-
-    @classmethod
-    def tree_unflatten(cls, recorded: _Recorded, constants: Sequence[Any]) -> Traced:
-        traced = object.__new__(cls)
-        traced.constants, traced._recorded = list(constants), recorded
-        return traced
-
-    @property
-    def jaxpr(self) -> Any:
-        return self._recorded.jaxpr
+    constants: Sequence[Any]
+    jaxpr: Any = field(metadata={"static": True})
+    tree: Any = field(metadata={"static": True})
 
     def __call__(self, *args: Any) -> Any:
-        return self.run_by(eval_jaxpr, *args)
+        return tree_unflatten(self.tree, eval_jaxpr(self.jaxpr, self.constants, *tree_leaves(args)))
 
-    def run_by(self, evaluate: Callable[..., Sequence[Any]], *args: Any) -> Any:
-        """What it returns where something else than JAX goes through the jaxpr, given that, constants and arrays."""
-        results = evaluate(self.jaxpr, self.constants, *tree_flatten(args)[0])
-        return tree_unflatten(self._recorded.tree, results)
+    @cached_property
+    def equations(self) -> list[Any]:
+        """All equations, those of inner programs included."""
+        return with_inner(self.jaxpr.eqns)
 
     def part(self, position: int) -> Traced:
         """What computes one of the arrays that are returned, as a function that returns it alone."""
         jaxpr = without_unused(self.jaxpr, [i == position for i in range(len(self.jaxpr.outvars))])
-        return Traced.tree_unflatten(_Recorded(jaxpr, tree_structure(0)), self.constants)
+        return Traced(self.constants, jaxpr, tree_structure(0))
 
     def same_as(self, other: Traced) -> bool:
         """Whether both recorded the same operations on the same constants, as far as that is seen."""
-        return str(self.jaxpr) == str(other.jaxpr) and _all_equal(
-            [*self.constants, *_not_in_text(self.jaxpr)], [*other.constants, *_not_in_text(other.jaxpr)]
-        )
+        if str(self.jaxpr) != str(other.jaxpr):
+            return False
+        first, second = ([*trace.constants, *_not_in_text(trace.equations)] for trace in (self, other))
+        return len(first) == len(second) and all(map(_equal, first, second))
 
-    def out_avals(self) -> list[Any]:
-        """The types of what it returns."""
-        return [v.aval for v in self.jaxpr.outvars]
-
-    def from_inputs(self) -> list[Any]:
-        """The types of everything that is computed from the inputs."""
+    def dtypes_from_inputs(self) -> set[Any]:
+        """The floating and complex dtypes of everything that is computed from the inputs."""
         known = set(self.jaxpr.invars)
-        avals: list[Any] = []
+        found: set[Any] = set()
         for equation in self.jaxpr.eqns:
-            if any(isinstance(v, Var) and v in known for v in equation.invars):
+            if not known.isdisjoint([v for v in equation.invars if isinstance(v, Var)]):
                 known.update(equation.outvars)
-                avals += [v.aval for inner in (equation, *_inside(equation)) for v in inner.outvars]
-        return avals
+                made = [v.aval for inner in with_inner([equation]) for v in inner.outvars]
+                found.update([aval.dtype for aval in made if hasattr(aval, "dtype")])
+        return set(filter(is_inexact, found))
 
 
-def traced_without_x64(function: Callable[..., Any], *args: Any) -> Traced:
+def trace(function: Callable[..., Any], *args: Any) -> Traced:
+    """Records a function of pytrees of arrays, for arguments like these: arrays, or their shapes and dtypes."""
+    leaves, args_tree = tree_flatten(args)
+    trees: list[Any] = []
+
+    def flat(*leaves: Any) -> Sequence[Any]:  # a new one each time, since JAX keeps traces by identity
+        returned, tree = tree_flatten(function(*tree_unflatten(args_tree, leaves)))
+        trees.append(tree)
+        return returned
+
+    closed = make_jaxpr(flat, *leaves)
+    return Traced(closed.consts, closed.jaxpr, trees[0])
+
+
+def trace_without_x64(function: Callable[..., Any], *args: Any) -> Traced:
     """A trace that takes and returns double precision, of a function that was traced in single precision.
 
     Kernels are written for JAX's own default; with x64, their whole numbers would be others, of which many fail.
     """
     with jax.enable_x64(False):
-        traced = Traced(function, *tree_map(single, args))
+        traced = trace(function, *tree_map(single, args))
 
     def widened(*args: Any) -> Any:
         return tree_map(_double, traced(*tree_map(_cast, args, tree_map(single, args))))
 
-    return Traced(widened, *args)
+    return trace(widened, *args)
 
 
 def _cast(array: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -133,64 +127,52 @@ def is_part(alone: object, whole: object, position: int) -> bool:
 
 def bytes_each(function: object) -> int:
     """What one call of a trace computes, all intermediate results included; 0 of what is not traced."""
-    return computed_bytes(function.jaxpr) if isinstance(function, Traced) else 0
+    return computed_bytes(function.equations) if isinstance(function, Traced) else 0
 
 
-def computed_bytes(jaxpr: Any) -> int:
-    """What a program computes, all intermediate results included."""
-    avals = (v.aval for equation in equations(jaxpr) for v in equation.outvars)
-    return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "dtype"))
+def computed_bytes(equations: Sequence[Any]) -> int:
+    """What equations compute, all intermediate results included."""
+    avals = [v.aval for equation in equations for v in equation.outvars]
+    return sum([aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "dtype")])
 
 
-def equations(jaxpr: Any) -> list[Any]:
-    """All equations, those of inner programs included."""
+def with_inner(equations: Sequence[Any]) -> list[Any]:
+    """Equations, each followed by those of the programs that it runs."""
     found: list[Any] = []
-    for equation in jaxpr.eqns:
-        found += [equation, *_inside(equation)]
+    for equation in equations:
+        found.append(equation)
+        for item in _parameters(equation):
+            if hasattr(item, "eqns"):
+                found += with_inner(item.eqns)
     return found
 
 
-def called_back(jaxpr: Any) -> list[Any]:
+def called_back(equations: Sequence[Any]) -> list[Any]:
     """Python functions that a program calls when it runs, and whatever else only equals itself."""
     return [
         item
-        for equation in equations(jaxpr)
+        for equation in equations
         if equation.primitive.name not in _HAVE_RULES
         for item in _parameters(equation)
-        if item is not None and not _is_program(item)
+        if item is not None and not hasattr(item, "eqns")
         if callable(item) or type(item).__eq__ is object.__eq__
     ]
 
 
-def _not_in_text(jaxpr: Any) -> Iterator[Any]:
+def _not_in_text(equations: Sequence[Any]) -> list[Any]:
     """What a jaxpr's text may leave out: numbers in operations, constants of inner programs, Python functions."""
-    for equation in equations(jaxpr):
-        yield from (v.val for v in equation.invars if hasattr(v, "val"))
-        yield from (c for item in _parameters(equation) for c in getattr(item, "consts", ()))
-    yield from called_back(jaxpr)
-
-
-def _inside(equation: Any) -> list[Any]:
-    """The equations of the programs that one equation runs."""
-    return [inner for item in _parameters(equation) if _is_program(item) for inner in equations(_opened(item))]
+    found: list[Any] = []
+    for equation in equations:
+        found += [v.val for v in equation.invars if hasattr(v, "val")]
+        for item in _parameters(equation):
+            found += getattr(item, "consts", ())
+    return found + called_back(equations)
 
 
 def _parameters(equation: Any) -> list[Any]:
     """The parameters of one equation, those in tuples and lists one by one."""
     values = equation.params.values()
     return [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
-
-
-def _is_program(parameter: Any) -> bool:
-    return hasattr(_opened(parameter), "eqns")
-
-
-def _opened(parameter: Any) -> Any:
-    return getattr(parameter, "jaxpr", parameter)
-
-
-def _all_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    return len(first) == len(second) and all(map(_equal, first, second))
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,22 +24,20 @@ def kind_of(
         return "not a number" if analytic.size and not np.isfinite(analytic).all() else None
     if _same(reference, 0 * reference):
         return "a gradient where there is none"
-    for guess in _GUESSES:
-        found = guess(analytic, reference, output_shape, input_shape)
-        if found:
-            return found
-    return None
+    if not analytic.any():
+        return "zero everywhere"
+    if _same(analytic, -reference):
+        return "wrong sign"
+    return (
+        _conjugate(analytic, reference, output_shape)
+        or _factor(analytic, reference)
+        or _transposed(analytic, reference, input_shape)
+        or _broadcast(analytic, reference)
+        or _off_diagonal(analytic, reference)
+    )
 
 
-def _zero(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
-    return "zero everywhere" if not a.any() else None
-
-
-def _sign(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
-    return "wrong sign" if _same(a, -n) else None
-
-
-def _conjugate(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+def _conjugate(a: Matrix, n: Matrix, output: tuple[int, ...]) -> str | None:
     if not np.iscomplexobj(n):
         return None
     expected = n.conj()
@@ -49,7 +46,7 @@ def _conjugate(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, 
     return "missing conjugate" if _same(a, expected) else None
 
 
-def _factor(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+def _factor(a: Matrix, n: Matrix) -> str | None:
     factor = np.vdot(n, a) / np.vdot(n, n)
     if abs(factor) < _CLOSE or not _same(a, factor * n, _CLOSE * min(1.0, abs(factor - 1)) * 10):
         return None
@@ -57,7 +54,7 @@ def _factor(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...
     return f"a constant factor: {shown:.6g} times what it should be"
 
 
-def _transposed(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+def _transposed(a: Matrix, n: Matrix, input: tuple[int, ...]) -> str | None:
     if n.shape[0] == n.shape[1] > 1 and _same(a, n.T):
         return "transposed: the Jacobian is multiplied from the wrong side"
     if len(input) >= 2 and input[-1] == input[-2] > 1:
@@ -67,7 +64,7 @@ def _transposed(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int,
     return None
 
 
-def _broadcast(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+def _broadcast(a: Matrix, n: Matrix) -> str | None:
     """Each row should gather what several elements of a broadcast input contribute, and has only one of them."""
     num_rows = len(a)
     wrong = ~_close_rows(a, n)
@@ -77,7 +74,7 @@ def _broadcast(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, 
     return None
 
 
-def _off_diagonal(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[int, ...]) -> str | None:
+def _off_diagonal(a: Matrix, n: Matrix) -> str | None:
     if n.shape[0] != n.shape[1] or n.shape[0] < 2:
         return None
     diagonal = np.eye(len(n), dtype=bool)
@@ -86,10 +83,6 @@ def _off_diagonal(a: Matrix, n: Matrix, output: tuple[int, ...], input: tuple[in
     if not a[~diagonal].any():
         return "off-diagonal entries are missing: the rule treats the function as elementwise"
     return "off-diagonal entries are wrong; the diagonal is right"
-
-
-_Guess = Callable[[Matrix, Matrix, tuple[int, ...], tuple[int, ...]], str | None]
-_GUESSES: tuple[_Guess, ...] = (_zero, _sign, _conjugate, _factor, _transposed, _broadcast, _off_diagonal)
 
 
 def _same(a: Matrix, b: Matrix, close: float = _CLOSE) -> bool:

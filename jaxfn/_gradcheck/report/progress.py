@@ -11,11 +11,7 @@ _WIDTH = 30
 
 
 class Progress:
-    """Counts what is to be done and what is; shows it on a terminal once that takes more than a few seconds.
-
-    Args:
-      title: what the line begins with.
-    """
+    """Counts what is to be done and what is; shows it on a terminal once that takes more than a few seconds."""
 
     def __init__(self, title: str) -> None:
         self._title = title

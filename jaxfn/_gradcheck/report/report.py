@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxfn._gradcheck.report.plot import draw
+from jaxfn._tables import aligned, small
 
 Number = float | complex
 
@@ -174,27 +175,15 @@ def _mismatch_lines(mismatch: Mismatch) -> list[str]:
 
 def _table(entries: list[Entry]) -> list[str]:
     """The entries in aligned columns; those that no entry has are left out."""
-    headers = ["output", "input", "analytic", "numeric", "autodiff", "error", "relative", "tolerance"]
-    table = [headers]
+    table = [["output", "input", "analytic", "numeric", "autodiff", "error", "relative", "tolerance"]]
     for e in entries:
         index = f"{_index(e.output_index)}{' ' + e.part if e.part else ''}"
-        values = (e.analytic, e.numeric, e.autodiff, e.absolute_error, e.relative_error, e.tolerance)
-        formats = (_value, _value, _value, _small, _small, _small)
-        cells = ["" if v is None else show(v) for v, show in zip(values, formats, strict=True)]
-        table.append([index, _index(e.input_index), *cells])
+        values = ["" if v is None else f"{v:.7g}" for v in (e.analytic, e.numeric, e.autodiff)]
+        errors = map(small, (e.absolute_error, e.relative_error, e.tolerance))
+        table.append([index, _index(e.input_index), *values, *errors])
     kept = [column for column in zip(*table, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in kept]
-    padded = [[cell.rjust(w) for cell in column] for column, w in zip(kept, widths, strict=True)]
-    return ["  ".join(row) for row in zip(*padded, strict=True)]
+    return aligned(list(zip(*kept, strict=True)), to_the_right=range(len(kept)))
 
 
 def _index(index: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, index))}]"
-
-
-def _value(value: Number) -> str:
-    return f"{value:.7g}"
-
-
-def _small(value: Number) -> str:
-    return f"{value:.2g}"

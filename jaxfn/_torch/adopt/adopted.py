@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -79,7 +80,7 @@ class Adopted(Function):
         return form.call(lambda *args, **kwargs: cls.adapter.explain(args, kwargs), (), values)
 
 
-class _Call(NamedTuple):
+class _AdoptedCall(NamedTuple):
     """A call: the trace for it, and its arrays and key."""
 
     program: Forward
@@ -139,8 +140,7 @@ class Adapter:
             self._batched,
             (arguments.template, dims, info.batch_size),
             specs,
-            lambda _: True,
-            lambda: BatchedForward(self.definition, arguments.template, specs, info, tuple(dims)),
+            functools.partial(BatchedForward, self.definition, arguments.template, specs, info, tuple(dims)),
         )
         if batched.traced.draws and key_dim is not None:
             raise TranslationError(
@@ -149,7 +149,7 @@ class Adapter:
             )
         return batched.run(arguments.leaves, key)
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _Call:
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _AdoptedCall:
         """A call's trace and arrays; without the state of a ctx, every input counts as one that needs a gradient."""
         key = kwargs.pop(self.definition.key_name)
         arguments = take_out((args, kwargs), is_array_leaf)
@@ -157,20 +157,22 @@ class Adapter:
         flags = (True,) * (len(args) + len(kwargs))
         if state is not None:
             flags = self._flags(state.form.names, state.needs_input_grad)
-        return _Call(self.traced(arguments.template, specs, flags), arguments.leaves, key)
+        return _AdoptedCall(self.traced(arguments.template, specs, flags), arguments.leaves, key)
 
-    def _set_up(self, ctx: FunctionCtx, call: _Call, values: Mapping[int, Any]) -> None:
+    def _set_up(self, ctx: FunctionCtx, call: _AdoptedCall, values: Mapping[int, Any]) -> None:
         """Gives a ctx what it keeps, of the values of the program's slots."""
         program = call.program
         if program.reads_flags:
             ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
         vars(ctx).update(program=program, key=call.key)
+        non_differentiable = [values[slot] for slot in program.non_differentiable]
+        dirty = [call.arrays[i] for i in program.dirty]
         ctx.save_for_backward(*program.to_keep("backward", call.arrays, values))
         if self.definition.has_jvp:
             ctx.save_for_forward(*program.to_keep("jvp", call.arrays, values))
         ctx.set_materialize_grads(program.materialize_grads)
-        ctx.mark_non_differentiable(*(values[slot] for slot in program.non_differentiable))
-        ctx.mark_dirty(*(call.arrays[i] for i in program.dirty))
+        ctx.mark_non_differentiable(*non_differentiable)
+        ctx.mark_dirty(*dirty)
 
     def backward(self, ctx: Any, grad_outputs: Sequence[Any]) -> tuple[Any, ...]:
         """`backward`, as a jaxfn Function has it."""
@@ -186,7 +188,7 @@ class Adapter:
             )
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD)
         gradients = list(traced.run(ctx.saved_tensors, arrays, key))
-        return tuple(self._for_inputs(gradients, program, names))
+        return tuple(self._gradients_of_inputs(gradients, program, names))
 
     def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
         """`jvp`, as a jaxfn Function has it."""
@@ -207,8 +209,8 @@ class Adapter:
             self._forwards,
             arguments,
             specs,
-            lambda known: known.fits(flags),
-            lambda: Forward(self.definition, arguments, specs, flags),
+            functools.partial(Forward, self.definition, arguments, specs, flags),
+            flags,
         )
         program.refusal = program.refusal or self._refusals.get(_identities(arguments))
         return program
@@ -265,7 +267,7 @@ class Adapter:
         """The flags of all inputs but the key."""
         return tuple(flag for name, flag in zip(names, flags, strict=True) if name != self.definition.key_name)
 
-    def _for_inputs(self, gradients: list[Any], program: Forward, names: Sequence[str]) -> list[Any]:
+    def _gradients_of_inputs(self, gradients: list[Any], program: Forward, names: Sequence[str]) -> list[Any]:
         """What backward returned, with an entry for the key, and none for tensors that are constants here."""
         args, kwargs = program.arguments
         for i, value in enumerate((*args, *kwargs.values())):
@@ -381,10 +383,8 @@ def _make(
     def forward_alone(*args: Any, **kwargs: Any) -> Any:
         return adapter.forward_alone(args, kwargs)
 
-    # With a vmap of its own it is written in separate style, as torch wants it, so that forward alone can be batched.
-    is_separate = definition.has_vmap and definition.is_separate
-    chosen = forward_alone if is_separate else forward
-    chosen.__signature__ = definition.apply_signature(has_ctx=not is_separate)  # pyright: ignore[reportFunctionMemberAccess]
+    chosen = forward_alone if definition.stays_separate else forward
+    chosen.__signature__ = definition.signature  # pyright: ignore[reportFunctionMemberAccess]
     body: dict[str, Any] = {
         "__module__": module,
         "__qualname__": function.__name__,
@@ -394,7 +394,7 @@ def _make(
         "forward": staticmethod(chosen),
         "generate_vmap_rule": function.generate_vmap_rule,
     }
-    if is_separate:
+    if definition.stays_separate:
         body["setup_context"] = staticmethod(adapter.setup_context)
     if definition.has_vmap:
         body["vmap"] = staticmethod(adapter.vmap)

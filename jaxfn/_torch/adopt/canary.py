@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     expected: Any
 
 
-class Part(NamedTuple):
+class Snippet(NamedTuple):
     """What is a part of a Function's code, and what comes of it for an array.
 
     Attributes:
@@ -58,14 +58,14 @@ class Part(NamedTuple):
     expected: Any
 
 
-def _of_parts(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _functions_of_parts(parts: Mapping[str, Snippet]) -> dict[str, Any]:
     """What each of them gives, in one Function for outputs and one for derivatives: many would take thrice as long."""
     outputs = {name: part for name, part in parts.items() if part.place == "output"}
     slopes = {name: part for name, part in parts.items() if part.place != "output"}
     return (_outputs(outputs) if outputs else {}) | (_slopes(slopes) if slopes else {})
 
 
-def _outputs(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _outputs(parts: Mapping[str, Snippet]) -> dict[str, Any]:
     at, lengths = _arrays(parts)
 
     def forward(ctx: Any, x: Any) -> Any:
@@ -77,7 +77,7 @@ def _outputs(parts: Mapping[str, Part]) -> dict[str, Any]:
     return dict(zip(parts, _function(forward, backward)(at), strict=True))
 
 
-def _slopes(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _slopes(parts: Mapping[str, Snippet]) -> dict[str, Any]:
     """Of the identity, with a backward of these."""
     at, lengths = _arrays(parts)
 
@@ -103,7 +103,7 @@ def _slopes(parts: Mapping[str, Part]) -> dict[str, Any]:
     return dict(zip(parts, derivatives, strict=True))
 
 
-def _arrays(parts: Mapping[str, Part]) -> tuple[Any, list[int]]:
+def _arrays(parts: Mapping[str, Snippet]) -> tuple[Any, list[int]]:
     """All arrays one after the other, and how long each is."""
     arrays = [np.asarray(part.at, np.float32) for part in parts.values()]
     return jnp.array(np.concatenate(arrays)), [len(array) for array in arrays]
@@ -184,7 +184,7 @@ def _flags(at: Any) -> Any:
     return jnp.stack([function(at), differentiated])
 
 
-def _at_ties(x: Any) -> Any:
+def _ties(x: Any) -> Any:
     """Operations whose derivatives at ties are conventions, each element with a weight of its own."""
     rows, other = x.reshape(2, 3), x.flip(0)
     values = torch.cat(
@@ -217,21 +217,21 @@ def _hook_of_a_module(at: Any) -> Any:
 def _torchs_slope_at_ties() -> Any:
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.tensor(TIES, requires_grad=True)
-        return torch.autograd.grad(_at_ties(x), x)[0].numpy()
+        return torch.autograd.grad(_ties(x), x)[0].numpy()
 
 
-def answers() -> dict[str, Answer | Part]:
+def answers() -> dict[str, Answer | Snippet]:
     """What is tried, by what it is called in the message."""
 
-    def output(of_tensor: Callable[[Any], Any], at: Any, expected: Any) -> Part:
-        return Part("output", of_tensor, at, expected)
+    def output(of_tensor: Callable[[Any], Any], at: Any, expected: Any) -> Snippet:
+        return Snippet("output", of_tensor, at, expected)
 
-    def slope(of_tensor: Callable[[Any], Any], at: Any, expected: Any) -> Part:
-        return Part("backward", of_tensor, at, expected)
+    def slope(of_tensor: Callable[[Any], Any], at: Any, expected: Any) -> Snippet:
+        return Snippet("backward", of_tensor, at, expected)
 
     three = np.full(3, 3)
     return {
-        "a Function applied inside forward": Part("saved", _apply_round, X, three),
+        "a Function applied inside forward": Snippet("saved", _apply_round, X, three),
         "a Function applied inside backward": slope(_apply_round, X, three),
         "a Function applied by super().apply": slope(_apply_round_by_super, X, three),
         "a Function applied by a name taken before": slope(_round_taken_before, X, three),
@@ -242,7 +242,7 @@ def answers() -> dict[str, Answer | Part]:
         "a draw": Answer(_drawn, X, [True, True, True]),
         "ctx.needs_input_grad": Answer(_flags, X, [3 * X, 2 * X]),
         "a backward hook of a module": Answer(_hook_of_a_module, X, 3 * (1 - np.tanh(X) ** 2)),
-        "derivatives at ties": slope(lambda x: _at_ties(x).expand(6) / 6, TIES, _torchs_slope_at_ties()),
+        "derivatives at ties": slope(lambda x: _ties(x).expand(6) / 6, TIES, _torchs_slope_at_ties()),
         "a derivative of a derivative": slope(lambda x: x.sin(), X, np.cos(X)),
     }
 
@@ -257,9 +257,9 @@ def _differences() -> dict[str, str]:
     return {name: how for name, answer in asked.items() for how in _tried({name: answer}).values()} or differences
 
 
-def _tried(asked: Mapping[str, Answer | Part]) -> dict[str, str]:
+def _tried(asked: Mapping[str, Answer | Snippet]) -> dict[str, str]:
     """Which of these differ, and how."""
-    parts = {name: answer for name, answer in asked.items() if isinstance(answer, Part)}
+    parts = {name: answer for name, answer in asked.items() if isinstance(answer, Snippet)}
     failures: dict[str, str] = {}
 
     def program() -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _tried(asked: Mapping[str, Answer | Part]) -> dict[str, str]:
                     found[name] = answer.found(jnp.array(answer.at))
         if parts:
             with _noted(", ".join(parts), failures):
-                found |= _of_parts(parts)
+                found |= _functions_of_parts(parts)
         return found
 
     # The arrays are constants of the program, which XLA computes with instead of making machine code.

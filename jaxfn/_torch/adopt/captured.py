@@ -118,7 +118,7 @@ def _taking_tensors(
         used = _used(tensors)
         before = {name: _node(x) for name, x in used.items()}
         name = function.__name__
-        with _held(holding, used), _guarding(f"{name}.backward"):
+        with _held(holding, used), current().recorder.stood_in.guarding(f"{name}.backward"):
             returned = given(ctx, list(own)) if takes_boxed_gradients(function) else given(ctx, *own)
         written = [name for name, x in used.items() if _node(x) is not before[name]]
         if found is not None:
@@ -145,22 +145,13 @@ def _taking_tensors(
 
 def _held(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Has the module hold these tensors, and lets Functions that are applied inside know."""
-    tracing = current()
-    assert tracing is not None
-    tracing.held = HeldTensors(tensors, holding)
+    current().held = HeldTensors(tensors, holding)
     return holding(tensors)
-
-
-def _guarding(name: str) -> AbstractContextManager[None]:
-    tracing = current()
-    assert tracing is not None
-    return tracing.recorder.stood_in.guarding(name)
 
 
 def _node(tensor: torch.Tensor) -> torch.fx.Node:
     """What a tensor's present value is in the graph."""
     tracing = current()
-    assert tracing is not None
     return tracing.recorder.node(tracing.lower(tensor))
 
 

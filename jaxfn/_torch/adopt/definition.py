@@ -44,6 +44,8 @@ class Definition(TorchCode):
 
     Attributes:
       is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
+      stays_separate: whether the jaxfn Function has one, too.
+      signature: of the jaxfn Function's `forward`: the torch one's, with the key, and with a ctx or without.
       backward: its `backward` or `vjp`, `None` if it has neither.
       has_jvp, has_vmap: whether it has a `jvp`, and a `vmap`.
       once_differentiable: whether torch's decorator is on that.
@@ -59,15 +61,13 @@ class Definition(TorchCode):
         self.backward = self._backward()
         self.has_jvp: bool = function.jvp is not _BASE.jvp
         self.has_vmap: bool = function.vmap is not _BASE.vmap
-        self.once_differentiable = any(map(_is_once_differentiable, _wrapped(self.backward)))
+        self.once_differentiable = _is_once_differentiable(self.backward)
         self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-    def apply_signature(self, *, has_ctx: bool) -> inspect.Signature:
-        """The signature of the jaxfn Function's `forward`: the torch one's, with the key, and with a ctx or without."""
-        parameters = list(inspect.signature(self.function.forward).parameters.values())
-        if has_ctx and self.is_separate:
-            parameters.insert(0, inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY))
-        return inspect.Signature(list(with_key(parameters, self.key_name)))
+        # With a vmap of its own it stays in separate style, as torch wants it, so that forward alone can be batched.
+        self.stays_separate = self.has_vmap and self.is_separate
+        new = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)]
+        taken = [*(new if self.is_separate and not self.stays_separate else []), *parameters.values()]
+        self.signature = inspect.Signature(list(with_key(taken, self.key_name)))
 
     def _backward(self) -> Callable[..., Any] | None:
         backward, vjp = self.function.backward, self.function.vjp
@@ -93,15 +93,11 @@ def with_key(parameters: Any, name: str) -> Iterator[inspect.Parameter]:
     yield key
 
 
-def _wrapped(function: Any) -> Iterator[Any]:
-    """A function and those that it decorates."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
-
-
 def _is_once_differentiable(function: Any) -> bool:
-    return getattr(function, "__code__", None) is _ONCE_DIFFERENTIABLE
+    """Whether torch's decorator is on a function, or on one that it decorates."""
+    while function is not None and getattr(function, "__code__", None) is not _ONCE_DIFFERENTIABLE:
+        function = getattr(function, "__wrapped__", None)
+    return function is not None
 
 
 _ONCE_DIFFERENTIABLE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__

@@ -11,8 +11,8 @@ from jaxfn._torch.adopt.captured import ORIGINAL
 from jaxfn._torch.adopt.definition import Definition
 from jaxfn._torch.adopt.program import Forward, TracedGraph
 from jaxfn._torch.graph.code import code
-from jaxfn._torch.graph.names import name_of
 from jaxfn._torch.graph.recorder import AssumedValue
+from jaxfn._torch.graph.targets import name_of
 from jaxfn._torch.values.errors import TranslationError
 
 

@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import torch
@@ -21,11 +21,11 @@ from jaxfn._torch._compat import (
 )
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation
-from jaxfn._torch.adopt.whole import Program, Whole
+from jaxfn._torch.adopt.whole import Whole, WholeProgram
 from jaxfn._torch.graph.recorder import Recorder, StandIns
-from jaxfn._torch.trace.hooks import hooked
 from jaxfn._torch.trace.silent import refuse_writes
 from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, Tracing, current
+from jaxfn._torch.trace.tensor_hooks import hooked
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.statics import Same
@@ -121,7 +121,7 @@ class AdoptedModule(NoArrays):
 
     def _traced(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Program, Sequence[Any], Any]:
+    ) -> tuple[WholeProgram, Sequence[Any], Any]:
         """The trace of a call, the arrays in its arguments, and the random key."""
         key = kwargs.pop(self._whole.code.key_name, None)
         # JAX hands dicts on in the order of their names; a trace is to be good for those as well.
@@ -180,17 +180,17 @@ class AdoptedModule(NoArrays):
     def _called(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
         """The module called with these tensors for its own, and its buffers afterwards."""
         module, tracing = self.torch_module, current()
-        assert tracing is not None
         _refuse_hooks(module)
         tensors = {**parameters, **buffers}
         for name, own in _tensors(module).items():
             for hook in reversed(gradient_hooks(own)):  # the outermost one is called first
                 tensors[name] = hooked(tracing, tensors[name], hook)
-        tracing.recorder.stood_in = StandIns(functools.partial(_writing_nothing, module))
-        for name, own in _tensors(module).items():
-            tracing.recorder.stand_in(own, name)
-            if not torch.nn.parameter.is_lazy(own) and own.layout is torch.strided and not own.is_contiguous():
-                tracing.recorder.permuted[tracing.recorder.node(tracing.lower(tensors[name]))] = name
+        permuted = [name for name, own in _tensors(module).items() if _is_permuted(own)]
+        for name in permuted:
+            tracing.recorder.permuted[tracing.recorder.node(tracing.lower(tensors[name]))] = name
+        names = {memory(own): name for name, own in _tensors(module).items() if memory(own) is not None}
+        guarding = functools.partial(_writing_nothing, module)
+        tracing.recorder.stood_in = StandIns(names, permuted[0] if permuted else None, guarding)
         _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
         tracing.part_names = {id(part): name for name, part in module.named_modules()}
         tracing.held = HeldTensors(tensors, functools.partial(_held_by_turns, module))
@@ -266,6 +266,12 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
+def _is_permuted(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in memory in another order than its axes say, as in channels_last."""
+    is_dense = tensor.layout is torch.strided and not torch.nn.parameter.is_lazy(tensor)
+    return is_dense and not tensor.is_contiguous()
+
+
 def _is_made_later(tensor: torch.Tensor, array: Any) -> bool:
     """Whether it is a buffer that is empty until the code has seen its first argument, as the state of a neuron."""
     return not isinstance(tensor, torch.nn.Parameter) and 0 in (tensor.numel(), array.size)
@@ -326,7 +332,6 @@ def _holding(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Ge
 def _writing_nothing(module: torch.nn.Module, who: str) -> Generator[None]:
     """Raises where what runs inside changes an attribute of a module or leaves a `.grad`; all stays as it was."""
     tracing = current()
-    assert tracing is not None
     # Where a Function takes the module's tensors, it takes what is left in their `.grad` as well.
     tensors = [(name, x) for name, x in _tensors(module).items() if x.is_leaf and tracing.held is None]
     gradients = [x.grad for _, x in tensors]
@@ -367,12 +372,11 @@ def _replace(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
             saved.container[place] = replaced[id(part)]
 
 
-class _Container:
+class _Container(NamedTuple):
     """A container, and what it held."""
 
-    def __init__(self, container: Any, parts: Any) -> None:
-        self.container = container
-        self.parts = parts
+    container: Any
+    parts: Any
 
 
 def _put_back(container: Any, saved: _Container) -> Any:
@@ -416,4 +420,4 @@ def _attribute_key(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return Same(value)
     # One that was computed, as by a hook that makes a weight, is computed anew by every forward.
-    return id(value) if value.grad_fn is None else ("computed", value.shape)
+    return (id(value), _is_permuted(value)) if value.grad_fn is None else ("computed", value.shape)

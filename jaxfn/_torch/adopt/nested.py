@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from jaxfn._torch.adopt.adopted import Adopted, adopt
 from jaxfn._torch.adopt.captured import TakingTensors
 from jaxfn._torch.adopt.program import Forward
@@ -28,7 +26,7 @@ class _Previewed(NamedTuple):
 
 def _previewed(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Previewed:
     adopted = adopt(function, tracing.replacements.all, __name__, NESTED, tracing.recorder.stood_in)
-    arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+    arguments = take_out((tuple(args), dict(kwargs)))
     return _Previewed(adopted, arguments, *adopted.adapter.preview(arguments))
 
 
@@ -87,12 +85,12 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     places = slots(program.output)
     template = arguments.template  # all that the graph keeps of the arguments
 
-    def of_arrays(*arrays: Any) -> list[Any]:
+    def apply_to_arrays(*arrays: Any) -> list[Any]:
         options = {adapter.definition.key_name: as_key(arrays[-1])} if draws else {}
         args, kwargs = put_in(template, arrays)
         return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
-    called = CalledFunction(tracing, of_arrays, adapter.definition.name, [program.specs[slot] for slot in places])
+    called = CalledFunction(tracing, apply_to_arrays, adapter.definition.name, [program.specs[slot] for slot in places])
     # What it writes to is to have the old value still where autograd goes back through the call.
     given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
     made = called(*given, *([new_key(tracing)] if draws else []))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,10 +13,9 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
-from jaxfn._torch.adopt.context import TorchContext
 from jaxfn._torch.adopt.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import Translation, explain
-from jaxfn._torch.graph.jax_call import draws_random_numbers
+from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leftovers import cleaned_up
 from jaxfn._torch.trace.running import running
 from jaxfn._torch.trace.state import Tracing
@@ -102,9 +103,83 @@ class Trace(NoArrays):
 
     Attributes:
       traced: the graph, and what there is to know about it.
+      needs_input_grad: one for each input of `forward`, of a Function.
+      reads_flags: whether it looked at which inputs need a gradient.
     """
 
     traced: TracedGraph
+    needs_input_grad: tuple[bool, ...] = ()
+    reads_flags = False
+
+    def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
+        """Whether it is as good for these flags."""
+        return not self.reads_flags or self.needs_input_grad == needs_input_grad
+
+
+class TorchContext(torch.autograd.function.FunctionCtx):
+    """The ctx that torch code sees while it is being traced: torch's, for one trace of `forward`, `backward` or `jvp`.
+
+    What the methods of the base class were given (`to_save`, `saved_for_forward`, `non_differentiable`,
+    `dirty_tensors`, `materialize_grads`) they set as attributes of those names, as they do in torch.
+
+    Args:
+      needs_input_grad: whether each input is being differentiated.
+      saved: what `saved_tensors` gives.
+    """
+
+    def __init__(
+        self,
+        needs_input_grad: Sequence[bool],
+        saved: Sequence[torch.Tensor | None] = (),
+        on_read: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.jaxfn = _Own(tuple(needs_input_grad), tuple(saved), on_read)
+        self.to_save: tuple[torch.Tensor | None, ...] = ()
+        self.saved_for_forward: tuple[torch.Tensor | None, ...] | None = None
+        self.dirty_tensors: tuple[torch.Tensor, ...] = ()
+        self.non_differentiable: tuple[torch.Tensor, ...] = ()
+        self.materialize_grads = True
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        self.jaxfn.on_read()
+        return self.jaxfn.needs_input_grad
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.jaxfn.saved
+
+    @property
+    def saved_variables(self) -> tuple[torch.Tensor | None, ...]:
+        """The old name of `saved_tensors`."""
+        return self.jaxfn.saved
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What the code itself assigned."""
+        return {name: value for name, value in vars(self).items() if name not in _OURS}
+
+    def after_forward(self, method: str) -> TorchContext:
+        """The ctx as `backward` or `jvp` sees it, with all that `forward` left on it."""
+        self.jaxfn.saved = self.to_save
+        if method == "jvp" and self.saved_for_forward is not None:
+            self.jaxfn.saved = self.saved_for_forward
+        return self
+
+    def mark_shared_storage(self, *pairs: Any) -> None:
+        """Old code calls it; it has had no effect in torch for years."""
+
+
+@dataclasses.dataclass
+class _Own:
+    """What a ctx keeps for jaxfn, out of the way of what the code assigns to it."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved: tuple[torch.Tensor | None, ...]
+    on_read: Callable[[], None]
+
+
+_OURS = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "non_differentiable", "materialize_grads")
 
 
 class SlotSource(NamedTuple):
@@ -135,7 +210,6 @@ class Forward(Trace):
       dirty: the inputs marked so, and the slot of each that was returned.
       unmarked: whether it wrote to an input without marking it.
       materialize_grads: as it set it.
-      reads_flags: whether it looked at which inputs need a gradient.
       runs_again: whether `backward` and `jvp` run it again, on its inputs: it kept tensors with autograd's graph of how
         they were computed, for autograd to go back through.
     """
@@ -155,16 +229,15 @@ class Forward(Trace):
         self._owners = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
         self.input_specs = specs
         self._derivatives = Recent["Derivative"](_DERIVATIVES_KEPT)
-        tracing = Tracing(definition.name, definition.replacements, definition.nested)
-        tracing.recorder.stood_in = definition.stood_in
+        tracing = Tracing(definition.name, definition.replacements, definition.nested, definition.stood_in)
         ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
         with running(tracing):
             inputs = self._new_inputs(tracing, needs_input_grad)
             output = self._run_code(ctx, inputs)
             for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
-            made = take_out((output, ctx.to_save, for_forward, ctx.attributes), _is_tensor, each_once=True)
+            made = take_out((output, ctx.to_save, for_forward, ctx.attributes), each_once=True)
             with without_functions():
-                self.runs_again = any(made.leaves[slot].grad_fn is not None for slot in slots(made.template[1:]))
+                self.runs_again = not all(made.leaves[slot].is_leaf for slot in slots(made.template[1:]))
             # Also after it was written to, an input is that input.
             places = {id(x): i for i, x in enumerate(inputs)}
             self._input_of = {slot: places[id(x)] for slot, x in enumerate(made.leaves) if id(x) in places}
@@ -210,10 +283,6 @@ class Forward(Trace):
                 "which it would have to run again in backward. Draw outside, and pass the numbers as an argument"
             )
 
-    def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
-        """Whether it is as good for these flags."""
-        return not self.reads_flags or self.needs_input_grad == needs_input_grad
-
     def _new_inputs(self, tracing: Tracing, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
         return [
             tracing.input(*spec, requires_grad=needs_input_grad[owner])
@@ -257,8 +326,8 @@ class Forward(Trace):
             self._derivatives,
             (method, given),
             specs,
-            lambda known: known.fits(needs_input_grad),
-            lambda: Derivative(self, method, given, specs, needs_input_grad),
+            functools.partial(Derivative, self, method, given, specs, needs_input_grad),
+            needs_input_grad,
         )
 
     def whole_backward(self) -> Derivative | None:
@@ -266,9 +335,9 @@ class Forward(Trace):
         if self.definition.backward is None:
             return None
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
-        slots_only = torch_tree.tree_map(_slot_or_none, tuple(outputs))
-        given = take_out(put_in(slots_only, self.specs), lambda leaf: isinstance(leaf, Spec))
-        return self.derivative("backward", given.template, given.leaves, (True,) * len(self.needs_input_grad))
+        given = take_out(torch_tree.tree_map(_slot_or_none, outputs), lambda leaf: isinstance(leaf, Slot))
+        specs = [self.specs[slot.index] for slot in given.leaves]
+        return self.derivative("backward", given.template, specs, (True,) * len(self.needs_input_grad))
 
     def used_inputs(self) -> set[int]:
         """Which of its tensors `forward` or `backward` computes with, writes to, or gives a gradient."""
@@ -328,9 +397,10 @@ class Derivative(Trace):
         definition = forward.definition
         function = definition.function.jvp if method == "jvp" else definition.backward
         assert function is not None
-        self._needs_input_grad = needs_input_grad
-        tracing = Tracing(definition.name, definition.replacements, definition.nested, is_differentiated=True)
-        tracing.recorder.stood_in = definition.stood_in
+        self.needs_input_grad = needs_input_grad
+        tracing = Tracing(
+            definition.name, definition.replacements, definition.nested, definition.stood_in, is_differentiated=True
+        )
         with running(tracing):
             ctx = forward.ctx(method, tracing, needs_input_grad)
             arguments = put_in(given, [tracing.input(*spec) for spec in specs])
@@ -339,15 +409,11 @@ class Derivative(Trace):
                     returned = function(ctx, list(arguments))
                 else:
                     returned = function(ctx, *arguments)
-            made = take_out(returned if isinstance(returned, tuple) else (returned,), _is_tensor)
+            made = take_out(returned if isinstance(returned, tuple) else (returned,))
             values = [tracing.lower(tensor) for tensor in made.leaves]
         self.returned: Any = made.template
-        self._reads_flags = tracing.reads_flags
+        self.reads_flags = tracing.reads_flags
         self.traced = TracedGraph(definition, method, tracing, values)
-
-    def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
-        """Whether it is as good for these flags."""
-        return not self._reads_flags or needs_input_grad == self._needs_input_grad
 
     def run(self, kept: Sequence[Any], given: Sequence[Any], key: Any) -> tuple[Any, ...]:
         """What it returns for JAX arrays."""
@@ -368,10 +434,10 @@ class BatchedForward(Trace):
     def __init__(
         self, definition: Definition, arguments: Any, specs: Sequence[Spec], info: Any, in_dims: tuple[Any, ...]
     ) -> None:
-        tracing = Tracing(definition.name, definition.replacements, definition.nested)
+        tracing = Tracing(definition.name, definition.replacements, definition.nested, definition.stood_in)
         with running(tracing):
             inputs = put_in(arguments, [tracing.input(*spec) for spec in specs])
-            made = take_out(definition.function.vmap(info, in_dims, *inputs), _is_tensor)
+            made = take_out(definition.function.vmap(info, in_dims, *inputs))
             values = [tracing.lower(tensor) for tensor in made.leaves]
         self._returned: Any = made.template
         self.traced = TracedGraph(definition, "vmap", tracing, values)
@@ -389,15 +455,15 @@ def known_or_made(
     known: Recent[_T],
     template: Any,
     specs: Sequence[Spec],
-    fits: Callable[[_T], bool],
     make: Callable[[], _T],
+    needs_input_grad: tuple[bool, ...] = (),
 ) -> _T:
     """A trace for these arguments, an earlier one where there is one; kept, where that is safe."""
     try:
         key = static_key(template), tuple(specs), ambient_key()
     except TypeError:
         key = None
-    found = None if key is None else known.get(key, fits)
+    found = None if key is None else known.get(key, lambda trace: trace.fits(needs_input_grad))
     if found is None:
         with cleaned_up(owner):
             found = make()
@@ -408,10 +474,6 @@ def known_or_made(
 
 def _slot_or_none(leaf: Any) -> Slot | None:
     return leaf if isinstance(leaf, Slot) else None
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_among(value: object, values: Sequence[object]) -> bool:

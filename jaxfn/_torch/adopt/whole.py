@@ -30,7 +30,7 @@ from jaxfn._values.arrays import as_array, is_array_leaf
 _PROGRAMS_KEPT = 256
 
 
-class Program(Trace):
+class WholeProgram(Trace):
     """Code, traced for some arguments.
 
     Args:
@@ -58,7 +58,7 @@ class Program(Trace):
             with torch.enable_grad():
                 returned = whole.function(*put_in(arguments, inputs))
             tracing.recorder.follows_grad_mode = False
-            made = take_out(known_to_jax(returned), _is_tensor)
+            made = take_out(known_to_jax(returned))
             values = [tracing.lower(tensor) for tensor in made.leaves]
             _check_gradients(tracing, inputs, made.leaves, values)
         self.written = tracing.written
@@ -140,9 +140,9 @@ class Whole:
     def __init__(self, code: TorchCode, function: Callable[..., Any]) -> None:
         self.code = code
         self.function = function
-        self._programs = Recent[Program](_PROGRAMS_KEPT)
+        self._programs = Recent[WholeProgram](_PROGRAMS_KEPT)
 
-    def traced(self, arguments: tuple[Any, ...], num_trained: int, state: Any) -> tuple[Program, Sequence[Any]]:
+    def traced(self, arguments: tuple[Any, ...], num_trained: int, state: Any) -> tuple[WholeProgram, Sequence[Any]]:
         """The trace for these arguments, and the arrays in them.
 
         Args:
@@ -157,7 +157,6 @@ class Whole:
                 self._programs,
                 (new.arguments.template, tuple(new.are_trained), state),
                 new.specs,
-                lambda _: True,
                 new,
             )
         except NeededValueError as error:
@@ -195,7 +194,7 @@ class _NewProgram(NamedTuple):
     specs: list[Spec]
     are_trained: list[bool]
 
-    def __call__(self, assumed: list[AssumedValue] | None = None) -> Program:
+    def __call__(self, assumed: list[AssumedValue] | None = None) -> WholeProgram:
         """The program.
 
         Code that asks whether it is being compiled hears that it is, and leaves out what needs values; where it then
@@ -207,9 +206,9 @@ class _NewProgram(NamedTuple):
         """
         first = self._attempt(assumed, says_compiling=True)
         if first.is_translated or not first.asks_compiling:
-            return first.made()
+            return first.get()
         second = self._attempt(assumed, says_compiling=False)
-        return second.made() if second.is_translated or not first.says_why else first.made()
+        return second.get() if second.is_translated or not first.says_why else first.get()
 
     def _attempt(self, assumed: list[AssumedValue] | None, *, says_compiling: bool) -> _Attempt:
         code = self.whole.code
@@ -217,7 +216,7 @@ class _NewProgram(NamedTuple):
         tracing.recorder.assumed = assumed
         try:
             with cleaned_up(code.name):
-                program = Program(self.whole, self.arguments.template, self.specs, self.are_trained, tracing)
+                program = WholeProgram(self.whole, self.arguments.template, self.specs, self.are_trained, tracing)
         except Exception as error:
             return _Attempt(error, tracing.asks_compiling)
         return _Attempt(program, tracing.asks_compiling)
@@ -231,26 +230,26 @@ class _Attempt(NamedTuple):
       asks_compiling: whether the code asked whether it is being compiled.
     """
 
-    result: Program | Exception
+    result: WholeProgram | Exception
     asks_compiling: bool
 
     @property
     def is_translated(self) -> bool:
         """Whether there is a program, which JAX can run."""
-        return isinstance(self.result, Program) and self.result.traced.is_translated
+        return isinstance(self.result, WholeProgram) and self.result.traced.is_translated
 
     @property
     def says_why(self) -> bool:
         """Whether there is a program or a message about what JAX lacks, and no mistake of the code's own."""
-        return isinstance(self.result, (Program, TranslationError))
+        return isinstance(self.result, (WholeProgram, TranslationError))
 
-    def made(self) -> Program:
+    def get(self) -> WholeProgram:
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
 
 
-def _assuming(new: _NewProgram) -> tuple[Program | None, list[AssumedValue]]:
+def _assuming(new: _NewProgram) -> tuple[WholeProgram | None, list[AssumedValue]]:
     """The program of code that asks for values, if it can be made so, and where it asks."""
     assumed: list[AssumedValue] = []
     try:
@@ -318,8 +317,4 @@ def _named(items: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _holds_tensors(value: Any) -> bool:
-    return bool(take_out(value, _is_tensor).leaves)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    return bool(take_out(value).leaves)

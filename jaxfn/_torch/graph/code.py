@@ -16,10 +16,10 @@ from jax import lax
 from torch.fx import GraphModule, Node
 
 from jaxfn._torch.graph.interpreter import Unsupported, find, line_of, steps
-from jaxfn._torch.graph.names import Operations, by_name, name_of
+from jaxfn._torch.graph.targets import Operations, name_of, named_operations
 from jaxfn._torch.values.arrays import jax_dtype
 
-_MODULES = {"jnp": jnp, "lax": lax, "jax.nn": jax.nn, "jax.scipy.special": jax.scipy.special}
+_MODULES = {"jnp": jnp, "jnp.linalg": jnp.linalg, "lax": lax, "jax.nn": jax.nn, "jax.scipy.special": jax.scipy.special}
 
 
 def code(graph_module: GraphModule, ops: Operations | None = None) -> str:
@@ -34,7 +34,7 @@ def code(graph_module: GraphModule, ops: Operations | None = None) -> str:
     Returns:
       A function `translated` of the placeholders; names such as `elementwise.add` are modules of the table.
     """
-    replacements = by_name(ops)
+    replacements = named_operations(ops)
     names: list[str] = []
     lines: list[str] = []
     for step in steps(graph_module):

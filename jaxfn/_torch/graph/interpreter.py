@@ -22,9 +22,8 @@ from torch.fx import GraphModule, Node
 
 from jaxfn._observation import OBSERVATION, Observation, line_name
 from jaxfn._torch._compat import plain_torch
-from jaxfn._torch.graph.jax_call import JaxCall
-from jaxfn._torch.graph.names import Operations, by_name, name_of
 from jaxfn._torch.graph.source_lines import Line
+from jaxfn._torch.graph.targets import JaxCall, Operations, name_of, named_operations
 from jaxfn._torch.graph.wide import (
     CAREFUL,
     LARGEST,
@@ -40,7 +39,7 @@ from jaxfn._torch.graph.wide import (
     short_name,
     sizes,
 )
-from jaxfn._torch.operations import TABLE, Operation, entry_name, in_single, refusal
+from jaxfn._torch.operations import TABLE, Operation, entry_name, refusal, single_for_half
 from jaxfn._torch.values.arrays import jax_dtype, to_jax
 from jaxfn._torch.values.errors import TranslationError
 
@@ -77,20 +76,21 @@ class Translation:
     """
 
     def __init__(self, graph_module: GraphModule, ops: Operations | None = None) -> None:
-        replacements = by_name(ops)
+        replacements = named_operations(ops)
         self._graph_module = graph_module
-        calls: list[_Call] = []
+        calls: list[_StepCall] = []
         num_drawn = 0
         for step in steps(graph_module):
             operation = find(step.node, replacements) if step.node.op == "call_function" else None
-            calls.append(_Call(step, operation, num_drawn))
+            calls.append(_StepCall(step, operation, num_drawn))
             num_drawn += isinstance(operation, Operation) and operation.draws
         self._parts = _parts(calls)
         self._constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
         limits = {node: _limit(graph_module, node) for node in self._constants}
         known = {node: limit for node, limit in limits.items() if limit is not None}
         sequence = [call.step for call in calls]
-        self._careful, self._usual = (sizes(sequence, known, unknown) for unknown in (CAREFUL, USUAL))
+        self._careful = sizes(sequence, known, CAREFUL)
+        self._usual = sizes(sequence, known, USUAL)
         missing = (call.operation for call in calls if isinstance(call.operation, Unsupported))
         self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
@@ -131,32 +131,31 @@ class Translation:
                     values[node] = self._value(call, values, key)
         raise TranslationError("the graph has no output")
 
-    def _results_of(self, part: _Part, known: Mapping[Node, Any], key: Any) -> list[Any]:
+    def _results_of(self, part: _Stretch, known: Mapping[Node, Any], key: Any) -> list[Any]:
         values = dict(known)
         for call in part.calls:
             if call.step.node.op == "call_function":
                 values[call.step.node] = self._value(call, values, key)
         return [values[node] for node in part.results]
 
-    def _value(self, call: _Call, values: Mapping[Node, Any], key: Any) -> Any:
+    def _value(self, call: _StepCall, values: Mapping[Node, Any], key: Any) -> Any:
         """What an operation returns."""
         step, operation = call.step, cast(Operation, call.operation)
         node = step.node
         arguments, options = _substitute((step.arguments, step.options), values)
         if not operation.takes_half:
-            arguments, options = in_single((arguments, options))
+            arguments, options = single_for_half((arguments, options))
         if operation.draws:
             if key is None:
-                raise TranslationError(f"{name_of(node.target)}{_at(node)} draws random numbers: pass `key=`")
+                raise TranslationError(f"{name_of(node.target)}{_line(node)} draws random numbers: pass `key=`")
             arguments = (jax.random.fold_in(key, call.num_drawn), *arguments)
-        if jax_dtype(torch.int64) != np.int64 and self._needs_64_bits(step, arguments, options):
+        if _has_32_bits() and self._needs_64_bits(step, arguments, options):
             return self._run_wide(step, operation.function, arguments, options)
         with _told_line(node):
             return _recorded(operation.function(*arguments, **options), node)
 
     def _may_be_wide(self, nodes: Sequence[Node]) -> bool:
-        is_narrow = jax_dtype(torch.int64) != np.int64
-        return is_narrow and any(result.dtype == torch.int64 for node in nodes for result in _results(node))
+        return _has_32_bits() and any(result.dtype == torch.int64 for node in nodes for result in _results(node))
 
     def _needs_64_bits(self, step: Step, arguments: Any, options: Any) -> bool:
         """Whether an operation has an operand, or may have a result, that does not fit in 32 bits."""
@@ -190,13 +189,13 @@ class Translation:
         for operand in operands:
             if isinstance(operand, Node) and self._usual.get(operand, 0) > LARGEST:
                 raise TranslationError(
-                    f"{name_of(operand.target)}{_at(operand)} computes a number that needs 64 bits, and without "
+                    f"{name_of(operand.target)}{_line(operand)} computes a number that needs 64 bits, and without "
                     "jax.config.update('jax_enable_x64', True) JAX's integers have 32"
                 )
         return each_narrowed(arguments)
 
 
-class _Call(NamedTuple):
+class _StepCall(NamedTuple):
     """A step, and what carries it out.
 
     Attributes:
@@ -209,7 +208,7 @@ class _Call(NamedTuple):
     num_drawn: int
 
 
-class _Part(NamedTuple):
+class _Stretch(NamedTuple):
     """Calls one after the other.
 
     Attributes:
@@ -218,17 +217,17 @@ class _Part(NamedTuple):
     """
 
     is_recomputed: bool
-    calls: list[_Call]
+    calls: list[_StepCall]
     results: list[Node]
 
 
-def _parts(calls: Sequence[_Call]) -> list[_Part]:
+def _parts(calls: Sequence[_StepCall]) -> list[_Stretch]:
     groups = [(key, list(group)) for key, group in groupby(calls, lambda call: call.step.node.meta.get("recomputed"))]
-    parts: list[_Part] = []
+    parts: list[_Stretch] = []
     for key, group in groups:
         own = {call.step.node for call in group}
         results = [x.step.node for x in group if key is not None and not own.issuperset(x.step.node.users)]
-        parts.append(_Part(key is not None, group, results))
+        parts.append(_Stretch(key is not None, group, results))
     return parts
 
 
@@ -257,8 +256,10 @@ class Step(NamedTuple):
     @property
     def has_large_numbers(self) -> bool:
         """Whether a whole number among the arguments of an operation on whole numbers needs 64 bits."""
+        if not _large_numbers((self.arguments, self.options)):
+            return False
         name = name_of(self.node.target)
-        if name.startswith(("aten.slice", "aten.narrow")) or not _large_numbers((self.arguments, self.options)):
+        if name.startswith(("aten.slice", "aten.narrow")):
             return False
         results = {tensor.dtype for tensor in _results(self.node)}
         if torch.int64 in results or not has_form(short_name(name)):
@@ -272,10 +273,14 @@ class Step(NamedTuple):
 _WHOLE = frozenset({torch.int64, torch.int32})
 
 
+def _has_32_bits() -> bool:
+    """Whether JAX's whole numbers have 32 bits, as x64 is off."""
+    return jax.dtypes.canonicalize_dtype(np.int64) != np.int64
+
+
 def _large_numbers(value: Any) -> list[int]:
     """The whole numbers in arguments that need 64 bits."""
-    leaves = jax.tree_util.tree_leaves(value)
-    return [x for x in leaves if is_large(x)]
+    return list(filter(is_large, jax.tree_util.tree_leaves(value)))
 
 
 def steps(graph_module: GraphModule) -> Iterator[Step]:
@@ -323,10 +328,10 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
             return Operation(replacements[form], takes_half=True)
     entry = entry_name(name)
     if entry is None:
-        return Unsupported(name, line_of(node), refusal(name), callable_around(node))
+        return _unsupported(node, refusal(name))
     unknown_dtype = _unknown_dtype(node)
     if unknown_dtype is not None:
-        return Unsupported(name, line_of(node), unknown_dtype, callable_around(node))
+        return _unsupported(node, unknown_dtype)
     operation = TABLE[entry]
     memory = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
     if memory is None or not (operation.reads_memory or operation.otherwise):
@@ -337,9 +342,14 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
         *_, size, stride, offset = _schema_arguments(node)[0]
         elements = _elements_at(memory, size, stride, offset)
         if elements is None:
-            return Unsupported(name, line_of(node), _OUTSIDE, callable_around(node))
+            return _unsupported(node, _OUTSIDE)
         return operation._replace(function=_with_elements(operation.function, elements))
     return operation
+
+
+def _unsupported(node: Node, reason: str | None) -> Unsupported:
+    line: Line | None = node.meta.get("line")
+    return Unsupported(name_of(node.target), line_of(node), reason, line and line.callable)
 
 
 _OUTSIDE = (
@@ -400,13 +410,7 @@ def line_of(node: Node) -> str | None:
     return f"{line.file}:{line.number}: {line.text}".rstrip(": ") if line else None
 
 
-def callable_around(node: Node) -> str | None:
-    """The innermost function around that line which has a name."""
-    line: Line | None = node.meta.get("line")
-    return line.callable if line else None
-
-
-def _at(node: Node) -> str:
+def _line(node: Node) -> str:
     line = line_of(node)
     return f", called at {line}," if line else ""
 
@@ -414,7 +418,7 @@ def _at(node: Node) -> str:
 def _constant(graph_module: GraphModule, node: Node) -> Any:
     value: torch.Tensor = getattr(graph_module, str(node.target))
     limit = _limit(graph_module, node)
-    if limit is not None and limit > LARGEST and jax_dtype(value.dtype) != np.int64:
+    if limit is not None and limit > LARGEST and _has_32_bits():
         return lifted(value.detach().cpu().numpy())
     return to_jax(value)
 
@@ -432,7 +436,7 @@ def _check_fits(number: int, node: Node) -> None:
     """Raises where a whole number is too large for JAX with x64 off, which would take its last 32 bits."""
     if is_large(number):
         raise TranslationError(
-            f"the number {number}{_at(node)} needs 64 bits, and without jax.config.update('jax_enable_x64', True) "
+            f"the number {number}{_line(node)} needs 64 bits, and without jax.config.update('jax_enable_x64', True) "
             "JAX's integers have 32"
         )
 
@@ -446,7 +450,7 @@ def _as(result: Any, recorded: Any, node: Node) -> Any:
     if isinstance(recorded, (tuple, list)):
         if not isinstance(result, (tuple, list)) or len(result) != len(recorded):
             raise TranslationError(
-                f"{name_of(node.target)}{_at(node)} has {len(recorded)} results; its translation gave {result!r}"
+                f"{name_of(node.target)}{_line(node)} has {len(recorded)} results; its translation gave {result!r}"
             )
         return type(recorded)(_as(part, expected, node) for part, expected in zip(result, recorded, strict=True))
     if not isinstance(recorded, torch.Tensor):
@@ -456,7 +460,7 @@ def _as(result: Any, recorded: Any, node: Node) -> Any:
     array = jnp.asarray(result)
     if tuple(array.shape) != tuple(recorded.shape):
         raise TranslationError(
-            f"{name_of(node.target)}{_at(node)} has a result of shape {tuple(recorded.shape)}; "
+            f"{name_of(node.target)}{_line(node)} has a result of shape {tuple(recorded.shape)}; "
             f"its translation gave {tuple(array.shape)}"
         )
     return lax.convert_element_type(array, jax_dtype(recorded.dtype))

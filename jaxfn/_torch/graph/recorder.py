@@ -39,9 +39,8 @@ from jaxfn._torch._compat import (
     memory,
     plain_torch,
 )
-from jaxfn._torch.graph.jax_call import JaxCall, draws_random_numbers
-from jaxfn._torch.graph.names import by_name
 from jaxfn._torch.graph.source_lines import Line, as_text, naming, running_line, source_line
+from jaxfn._torch.graph.targets import JaxCall, draws_random_numbers
 from jaxfn._torch.operations import entry_name, refusal
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import NeededValueError, OtherTraceError, TranslationError
@@ -78,17 +77,18 @@ def _same(value: jax.Array) -> jax.Array:
 _PASSED = JaxCall(_same, "passed")
 
 
-class StandIns:
+class StandIns(NamedTuple):
     """What stands for things made outside, in a trace and in those of the Functions that are applied in it.
 
     Attributes:
       names: of tensors that have a stand-in, parameters and buffers, by their memory.
+      permuted: the name of one whose elements lie in another order than its axes say, where there is one.
       guarding: a context in which backward runs, whose name it is given, for messages.
     """
 
-    def __init__(self, guarding: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        self.names: dict[int, str] = {}
-        self.guarding = guarding
+    names: Mapping[int | None, str] = {}
+    permuted: str | None = None
+    guarding: Callable[[str], AbstractContextManager[None]] = lambda who: contextlib.nullcontext()
 
 
 # Of a trace in which nothing made outside has a stand-in.
@@ -117,15 +117,17 @@ class Recorder(TorchDispatchMode):
 
     Args:
       owner: whose code it is, for messages.
-      replaced: the operations that a JAX function stands for.
+      replaced: the operations that a JAX function stands for, by name.
+      stood_in: what stands for things made outside.
     """
 
     _mode_key = BELOW_FUNCTIONALIZATION
 
-    def __init__(self, owner: str, replaced: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, owner: str, replaced: Mapping[str, Callable[..., Any]], stood_in: StandIns) -> None:
         super().__init__()
         self.owner = owner
-        self._replaced = by_name(replaced)
+        self.stood_in = stood_in
+        self._replaced = replaced
         self.graph = torch.fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.reads_outside = False  # whether Python code looked at the values of a tensor made outside
@@ -147,7 +149,6 @@ class Recorder(TorchDispatchMode):
         self._outside: set[int] = set()  # the constants that depend on a tensor made outside
         self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
-        self.stood_in = NONE_STOOD_IN  # what stands for things made outside
         self.permuted: dict[torch.fx.Node, str] = {}  # what stands for tensors whose elements lie in another order
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
@@ -160,6 +161,8 @@ class Recorder(TorchDispatchMode):
         """A new input of the graph: a traced tensor."""
         node = self.graph.placeholder(f"input_{len(self._inputs)}")
         self._inputs.append(node)
+        if self.stood_in.permuted:  # of a Function, whose inputs may depend on that one
+            self.permuted[node] = self.stood_in.permuted
         return self._name(self.fake(shape, dtype), node)
 
     def fake(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -225,10 +228,10 @@ class Recorder(TorchDispatchMode):
 
     def has_values_of(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
         """Whether two nodes have the same values, whatever their derivatives are, as far as the graph shows."""
-        a, b = self._of_values(a), self._of_values(b)
+        a, b = self._origin_of_values(a), self._origin_of_values(b)
         return a is b or self.is_same(a, b)
 
-    def _of_values(self, node: torch.fx.Node) -> torch.fx.Node:
+    def _origin_of_values(self, node: torch.fx.Node) -> torch.fx.Node:
         """The node that another one has its values from, unchanged."""
         while True:
             source = self._values_of.get(node)
@@ -319,17 +322,11 @@ class Recorder(TorchDispatchMode):
             self.constants[name] = tensor.detach() if id(tensor) in self._made else tensor
         return self.node(self._name(tensor, self.graph.get_attr(name)))
 
-    def stand_in(self, tensor: torch.Tensor, name: str) -> None:
-        """Notes that the code is given a traced tensor for one made outside, a parameter or buffer."""
-        place = memory(tensor)
-        if place is not None:
-            self.stood_in.names[place] = name
-
     def _check_stands_in(self, tensor: torch.Tensor) -> None:
         """Raises where code comes by another way to a tensor that has a stand-in, or to what depends on one."""
         if not self.stood_in.names or id(tensor) in self._made:
             return
-        name = self.stood_in.names.get(memory(tensor) or 0)
+        name = self.stood_in.names.get(memory(tensor))
         if name is None and (tensor.grad_fn is None or not self.follows_grad_mode):
             return
         what = f"its parameter or buffer {name!r} by another tensor than its own" if name else "a tensor with a graph"
@@ -588,9 +585,11 @@ class Recorder(TorchDispatchMode):
 
     def restore_gradients(self) -> None:
         """Gives the tensors made outside their `.grad` back."""
-        for tensor, gradient in self._gradients.items():
-            self.loses_gradients |= tensor.grad is not None
-            tensor.grad = gradient
+        if self._gradients:
+            with plain_torch():
+                for tensor, gradient in self._gradients.items():
+                    self.loses_gradients |= tensor.grad is not None
+                    tensor.grad = gradient
 
     def _check_draw(self, func: Any, kwargs: Mapping[str, Any]) -> None:
         generator = kwargs.get("generator")
@@ -602,17 +601,17 @@ class Recorder(TorchDispatchMode):
 
     def shapes_of(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What a JAX function returns for these tensors: tensors without values, and Python values as they are."""
-        arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+        arguments = take_out((tuple(args), dict(kwargs)))
         templates: list[Any] = []
 
-        def of_arrays(*arrays: Any) -> list[Any]:
+        def apply_to_arrays(*arrays: Any) -> list[Any]:
             args, kwargs = put_in(arguments.template, arrays)
             returned = take_out(function(*args, **kwargs), is_array_leaf)
             templates.append(returned.template)
             return returned.leaves
 
         shapes = [jax.ShapeDtypeStruct(tuple(x.shape), jax_dtype(x.dtype)) for x in arguments.leaves]
-        avals = jax.eval_shape(of_arrays, *shapes)
+        avals = jax.eval_shape(apply_to_arrays, *shapes)
         return put_in(templates[-1], [self.fake(aval.shape, torch_dtype(aval.dtype)) for aval in avals])
 
 
@@ -690,8 +689,4 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 def _plain(arguments: Any) -> Any:
     """Arguments as a graph takes them: torch's own lists and tuples are not all plain ones."""
-    return map_aggregate(arguments, _itself)
-
-
-def _itself(argument: Any) -> Any:
-    return argument
+    return map_aggregate(arguments, lambda argument: argument)

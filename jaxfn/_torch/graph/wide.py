@@ -246,14 +246,14 @@ def _masked_fill(x: Any, mask: Array, value: Any) -> Wide:
     return _chosen(mask, lifted(value), lifted(x))
 
 
-def _of_one(function: Callable[[Wide], Wide]) -> Callable[[Any], Wide]:
-    def of_lifted(x: Any) -> Wide:
+def _lifting_one(function: Callable[[Wide], Wide]) -> Callable[[Any], Wide]:
+    def apply_to_lifted(x: Any) -> Wide:
         return function(lifted(x))
 
-    return of_lifted
+    return apply_to_lifted
 
 
-def _of_two(function: Callable[[Wide, Wide], Any]) -> Callable[[Any, Any], Any]:
+def _lifting_two(function: Callable[[Wide, Wide], Any]) -> Callable[[Any, Any], Any]:
     return lambda x, y: function(lifted(x), lifted(y))
 
 
@@ -263,30 +263,30 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": _add,
     "sub": _sub,
     "rsub": _rsub,
-    "mul": _of_two(_product),
+    "mul": _lifting_two(_product),
     "pow": _power,
-    "neg": _of_one(_negative),
-    "abs": _of_one(_absolute),
+    "neg": _lifting_one(_negative),
+    "abs": _lifting_one(_absolute),
     "remainder": _remainder,
     "fmod": _fmod,
     "floor_divide": _floor_divide,
     "div": _div,
     "bitwise_and": _and,
-    "bitwise_or": _of_two(_bitwise(jnp.bitwise_or)),
-    "bitwise_xor": _of_two(_bitwise(jnp.bitwise_xor)),
-    "bitwise_not": _of_one(_not),
-    "bitwise_left_shift": _of_two(_shifted_left),
-    "__lshift__": _of_two(_shifted_left),
-    "bitwise_right_shift": _of_two(_shifted_right),
-    "__rshift__": _of_two(_shifted_right),
-    "eq": _of_two(_is_equal),
-    "ne": _of_two(lambda x, y: ~_is_equal(x, y)),
-    "lt": _of_two(_is_less),
-    "gt": _of_two(lambda x, y: _is_less(y, x)),
-    "le": _of_two(lambda x, y: ~_is_less(y, x)),
-    "ge": _of_two(lambda x, y: ~_is_less(x, y)),
-    "maximum": _of_two(lambda x, y: _chosen(_is_less(x, y), y, x)),
-    "minimum": _of_two(lambda x, y: _chosen(_is_less(x, y), x, y)),
+    "bitwise_or": _lifting_two(_bitwise(jnp.bitwise_or)),
+    "bitwise_xor": _lifting_two(_bitwise(jnp.bitwise_xor)),
+    "bitwise_not": _lifting_one(_not),
+    "bitwise_left_shift": _lifting_two(_shifted_left),
+    "__lshift__": _lifting_two(_shifted_left),
+    "bitwise_right_shift": _lifting_two(_shifted_right),
+    "__rshift__": _lifting_two(_shifted_right),
+    "eq": _lifting_two(_is_equal),
+    "ne": _lifting_two(lambda x, y: ~_is_equal(x, y)),
+    "lt": _lifting_two(_is_less),
+    "gt": _lifting_two(lambda x, y: _is_less(y, x)),
+    "le": _lifting_two(lambda x, y: ~_is_less(y, x)),
+    "ge": _lifting_two(lambda x, y: ~_is_less(x, y)),
+    "maximum": _lifting_two(lambda x, y: _chosen(_is_less(x, y), y, x)),
+    "minimum": _lifting_two(lambda x, y: _chosen(_is_less(x, y), x, y)),
     "clamp": _clamp,
     "clamp_min": _clamp,
     "clamp_max": _clamp_max,
@@ -338,10 +338,10 @@ def is_large(x: object) -> bool:
 def each_narrowed(arguments: Any, narrow: Callable[[Wide], Any] = narrowed) -> Any:
     """The arguments without `Wide`s."""
 
-    def in_32_bits(x: Any) -> Any:
+    def without_wide(x: Any) -> Any:
         return narrow(x) if isinstance(x, Wide) else x
 
-    return jax.tree_util.tree_map(in_32_bits, arguments, is_leaf=is_wide)
+    return jax.tree_util.tree_map(without_wide, arguments, is_leaf=is_wide)
 
 
 def short_name(target: str) -> str:
@@ -438,7 +438,7 @@ _NATURAL = {torch.bool: 1, torch.uint8: 255, torch.int8: 128}
 
 
 def _size(step: Any, found: Mapping[Node, int], unknown: int) -> int:
-    def of(x: Any) -> int:
+    def size_of(x: Any) -> int:
         if isinstance(x, int):
             return abs(x)
         if not isinstance(x, Node):
@@ -449,15 +449,15 @@ def _size(step: Any, found: Mapping[Node, int], unknown: int) -> int:
 
     name, arguments = short_name(str(step.node.target)), step.arguments
     if step.node.target is operator.getitem:
-        return of(arguments[0])
-    sizes = [of(x) for x in arguments[:2]]
+        return size_of(arguments[0])
+    sizes = [size_of(x) for x in arguments[:2]]
     first, second = (*sizes, 0, 0)[:2]
     number = arguments[1] if len(arguments) > 1 and isinstance(arguments[1], int) else None
     match name:
         case "mul":
             result = first * second
         case "add" | "sub" | "rsub":
-            result = first + second * of(step.options.get("alpha", 1))
+            result = first + second * size_of(step.options.get("alpha", 1))
         case "pow":
             result = first ** min(abs(number), 64) if number is not None else unknown
         case "bitwise_left_shift" | "__lshift__":
@@ -480,7 +480,7 @@ def _size(step: Any, found: Mapping[Node, int], unknown: int) -> int:
             result = first
         case "where" | "cat" | "stack" | "maximum" | "minimum" | "masked_fill" | "copy" | "index_put":
             leaves = jax.tree_util.tree_leaves(arguments, is_leaf=lambda x: isinstance(x, Node))
-            result = max((of(x) for x in leaves if isinstance(x, Node)), default=unknown)
+            result = max((size_of(x) for x in leaves if isinstance(x, Node)), default=unknown)
         case _:
             result = unknown
     return min(result, 2**63)

@@ -18,7 +18,7 @@ from jaxfn._torch.operations import resampling as resampling
 from jaxfn._torch.operations import shapes as shapes
 from jaxfn._torch.operations import sorting as sorting
 from jaxfn._torch.operations import special as special
-from jaxfn._torch.operations.promotion import in_single as in_single
+from jaxfn._torch.operations.promotion import single_for_half as single_for_half
 from jaxfn._torch.operations.table import REFUSED as REFUSED
 from jaxfn._torch.operations.table import TABLE as TABLE
 from jaxfn._torch.operations.table import Operation as Operation

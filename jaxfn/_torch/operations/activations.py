@@ -11,11 +11,7 @@ from jax import Array, lax
 
 from jaxfn._torch.operations.table import enter_all, operation
 
-enter_all(
-    {
-        "aten.silu": jax.nn.silu,
-    }
-)
+enter_all({"aten.silu": jax.nn.silu})
 
 
 @operation("aten.relu")

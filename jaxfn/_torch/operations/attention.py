@@ -66,15 +66,13 @@ def attention_backward(
     value: Array,
     output: Array,
     sums: Array,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Array | None = None,
-    scale: float | None = None,
+    *given: Any,
+    **options: Any,
 ) -> tuple[Array, ...]:
+    """The gradients of query, key and value; the options are those of `attention`."""
+
     def forward(query: Array, key: Array, value: Array) -> Array:
-        found = attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
-        return found.astype(gradient.dtype)
+        return attention(query, key, value, *given, **options).astype(gradient.dtype)
 
     pull: Callable[[Array], Any] = jax.vjp(forward, query, key, value)[1]
     return tuple(pull(gradient))

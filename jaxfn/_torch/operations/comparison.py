@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxfn._torch.operations.promotion import promoted, result_type
 from jaxfn._torch.operations.table import enter_all, operation
@@ -26,6 +26,10 @@ enter_all(
         "aten.bitwise_or": promoted(jnp.bitwise_or),
         "aten.bitwise_xor": promoted(jnp.bitwise_xor),
         "aten.bitwise_not": jnp.bitwise_not,
+        "aten.bitwise_left_shift": promoted(jnp.left_shift),
+        "aten.__lshift__": promoted(jnp.left_shift),
+        "aten.bitwise_right_shift": promoted(jnp.right_shift),
+        "aten.__rshift__": promoted(jnp.right_shift),
         "aten.isnan": jnp.isnan,
         "aten.isinf": jnp.isinf,
         "aten.isposinf": jnp.isposinf,
@@ -33,18 +37,6 @@ enter_all(
     },
     takes_half=True,
 )
-
-
-@operation("aten.bitwise_left_shift", "aten.__lshift__")
-@promoted
-def left_shift(x: Array, bits: Array) -> Array:
-    return lax.shift_left(*jnp.broadcast_arrays(x, bits))
-
-
-@operation("aten.bitwise_right_shift", "aten.__rshift__")
-@promoted
-def right_shift(x: Array, bits: Array) -> Array:
-    return jnp.right_shift(x, bits)
 
 
 @operation("aten.where.self")

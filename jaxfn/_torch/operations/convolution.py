@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,16 +55,13 @@ def convolution_backward(
     x: Array,
     weight: Array,
     bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
+    *options: Any,
 ) -> tuple[Array | None, ...]:
+    """What the last of the options asks for; the others are those of `convolution`."""
+    *given, output_mask = options
+
     def forward(x: Array, weight: Array) -> Array:
-        return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
+        return convolution(x, weight, None, *given)
 
     grad_x, grad_weight = jax.vjp(forward, x, weight)[1](gradient)
     grad_bias = jnp.sum(gradient, (0, *range(2, gradient.ndim)))

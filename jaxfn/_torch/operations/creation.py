@@ -9,7 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.table import operation
+from jaxfn._torch.operations.table import enter_all, operation
+
+enter_all(
+    {
+        "aten.empty": jnp.zeros,
+        "aten.empty_like": jnp.zeros_like,
+        "aten.eye": jnp.eye,
+        "aten.fill": jnp.full_like,
+        "aten.full_like": jnp.full_like,
+        "aten.ones": jnp.ones,
+        "aten.ones_like": jnp.ones_like,
+        "aten.zero": jnp.zeros_like,
+        "aten.zeros": jnp.zeros,
+        "aten.zeros_like": jnp.zeros_like,
+    }
+)
 
 
 @operation("aten.full", "aten.new_full")
@@ -18,27 +33,7 @@ def full(*arguments: Any, dtype: Any = None) -> Array:
     return jnp.full(tuple(size), value, dtype)
 
 
-@operation("aten.full_like")
-def full_like(x: Array, value: Any, dtype: Any = None) -> Array:
-    return jnp.full(x.shape, value, dtype or x.dtype)
-
-
-@operation("aten.fill")
-def fill(x: Array, value: Any) -> Array:
-    return jnp.full(x.shape, value, x.dtype)
-
-
-@operation("aten.zeros_like", "aten.empty_like", "aten.zero")
-def zeros_like(x: Array, dtype: Any = None) -> Array:
-    return jnp.zeros(x.shape, dtype or x.dtype)
-
-
-@operation("aten.ones_like")
-def ones_like(x: Array, dtype: Any = None) -> Array:
-    return jnp.ones(x.shape, dtype or x.dtype)
-
-
-@operation("aten.zeros", "aten.empty", "aten.empty_strided", "aten.empty_permuted")
+@operation("aten.empty_strided", "aten.empty_permuted")
 def zeros(size: Sequence[int], *_: Any, dtype: Any = None) -> Array:
     return jnp.zeros(tuple(size), dtype or np.float32)
 
@@ -48,34 +43,15 @@ def new_zeros(x: Array, size: Sequence[int], *_: Any, dtype: Any = None) -> Arra
     return jnp.zeros(tuple(size), dtype or x.dtype)
 
 
-@operation("aten.ones")
-def ones(size: Sequence[int], *_: Any, dtype: Any = None) -> Array:
-    return jnp.ones(tuple(size), dtype or np.float32)
-
-
 @operation("aten.new_ones")
 def new_ones(x: Array, size: Sequence[int], dtype: Any = None) -> Array:
     return jnp.ones(tuple(size), dtype or x.dtype)
 
 
-@operation("aten.eye")
-def eye(rows: int, columns: int | None = None, *, dtype: Any = None) -> Array:
-    return jnp.eye(rows, columns, dtype=dtype or np.float32)
-
-
-@operation("aten.arange.default")
-def arange(end: Any, dtype: Any = None) -> Array:
-    return arange_start_step(0, end, 1, dtype)
-
-
-@operation("aten.arange.start")
-def arange_start(start: Any, end: Any, dtype: Any = None) -> Array:
-    return arange_start_step(start, end, 1, dtype)
-
-
-@operation("aten.arange.start_step")
-def arange_start_step(start: Any, end: Any, step: Any = 1, dtype: Any = None) -> Array:
-    """The bounds are known, so the numbers are made here, in double precision."""
+@operation("aten.arange")
+def arange(*bounds: Any, dtype: Any = None) -> Array:
+    """Of an end; a start and an end; or both and a step: those are known, so the numbers are made here, in double."""
+    start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     if dtype is None and all(isinstance(x, int) for x in (start, end, step)):
         dtype = np.int64
     count = max(int(np.ceil((end - start) / step)), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jax import Array
 
@@ -13,6 +14,11 @@ def axes(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
     if not dims or x.ndim == 0:
         return tuple(range(x.ndim))
     return tuple(d % x.ndim for d in dims)
+
+
+def along(x: Array, dim: int, index: Any) -> tuple[Any, ...]:
+    """What indexes `x` by `index` along one axis."""
+    return (slice(None),) * (dim % x.ndim) + (index,)
 
 
 def vector(x: Array) -> Array:

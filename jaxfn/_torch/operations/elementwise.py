@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,11 +29,13 @@ enter_all(
         "aten.asinh": jnp.arcsinh,
         "aten.atan": jnp.arctan,
         "aten.atanh": jnp.arctanh,
+        "aten.ceil": jnp.ceil,
         "aten.cos": jnp.cos,
         "aten.cosh": jnp.cosh,
         "aten.exp": jnp.exp,
         "aten.exp2": jnp.exp2,
         "aten.expm1": jnp.expm1,
+        "aten.floor": jnp.floor,
         "aten.log": jnp.log,
         "aten.log10": jnp.log10,
         "aten.log1p": jnp.log1p,
@@ -45,7 +46,13 @@ enter_all(
         "aten.sqrt": jnp.sqrt,
         "aten.tan": jnp.tan,
         "aten.tanh": jnp.tanh,
+        "aten.trunc": jnp.trunc,
         "aten.mul": promoted(jnp.multiply),
+        "aten.deg2rad": promoted_to_inexact(jnp.deg2rad),
+        "aten.rad2deg": promoted_to_inexact(jnp.rad2deg),
+        "aten.reciprocal": promoted_to_inexact(jnp.reciprocal),
+        "aten.rsqrt": promoted_to_inexact(lax.rsqrt),
+        "aten.sigmoid": promoted_to_inexact(lax.logistic),
         "aten.frexp": jnp.frexp,
         "aten.signbit": jnp.signbit,
     }
@@ -68,11 +75,6 @@ enter_all(
 )
 
 
-@operation("aten.reciprocal")
-def reciprocal(x: Array) -> Array:
-    return 1 / to_inexact(x)
-
-
 @operation("aten.sign", "aten.sgn")
 def sign(x: Array) -> Array:
     """0 of a nan, unless it is complex."""
@@ -87,16 +89,6 @@ def absolute(x: Array) -> Array:
     return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
-@operation("aten.rsqrt")
-def rsqrt(x: Array) -> Array:
-    return lax.rsqrt(to_inexact(x))
-
-
-@operation("aten.sigmoid")
-def sigmoid(x: Array) -> Array:
-    return lax.logistic(to_inexact(x))
-
-
 @operation("aten.add", takes_half=True)
 def add(x: Any, y: Any, alpha: Any = 1) -> Array:
     return _sum(x, y) if alpha == 1 else _scaled_sum(x, y, alpha)
@@ -104,7 +96,7 @@ def add(x: Any, y: Any, alpha: Any = 1) -> Array:
 
 @operation("aten.sub", takes_half=True)
 def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
-    return _difference(x, y) if alpha == 1 else _scaled_difference(x, y, alpha)
+    return _difference(x, y) if alpha == 1 else _scaled_sum(x, y, -alpha)
 
 
 _sum, _difference = promoted(jnp.add), promoted(jnp.subtract)
@@ -113,11 +105,6 @@ _sum, _difference = promoted(jnp.add), promoted(jnp.subtract)
 @promoted
 def _scaled_sum(x: Array, y: Array, alpha: Array) -> Array:
     return x + alpha * y
-
-
-@promoted
-def _scaled_difference(x: Array, y: Array, alpha: Array) -> Array:
-    return x - alpha * y
 
 
 @operation("aten.rsub", takes_half=True)
@@ -194,7 +181,7 @@ def fmin(x: Array, y: Array) -> Array:
 _with_bounds = functools.partial(promoted, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
 
 
-@operation("aten.clamp", takes_half=True)
+@operation("aten.clamp", "aten.clamp_min", takes_half=True)
 def clamp(x: Array, low: Any, high: Any = None) -> Array:
     """The derivative at a bound is a convention, which torch changed in 2.15."""
     if not CLAMP_SPLITS_TIES:
@@ -237,29 +224,9 @@ def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
     return jnp.where(low == high, _clamp_to_x(x, low, high), jnp.minimum(jnp.maximum(x, low), high))
 
 
-@operation("aten.clamp_min", takes_half=True)
-def clamp_min(x: Array, low: Any) -> Array:
-    return clamp(x, low, None)
-
-
 @operation("aten.clamp_max", takes_half=True)
 def clamp_max(x: Array, high: Any) -> Array:
     return clamp(x, None, high)
-
-
-@operation("aten.ceil")
-def ceil(x: Array) -> Array:
-    return jnp.ceil(x) if is_inexact(x) else x
-
-
-@operation("aten.floor")
-def floor(x: Array) -> Array:
-    return jnp.floor(x) if is_inexact(x) else x
-
-
-@operation("aten.trunc")
-def trunc(x: Array) -> Array:
-    return jnp.trunc(x) if is_inexact(x) else x
 
 
 @operation("aten.frac")
@@ -305,13 +272,3 @@ def addcdiv(x: Array, first: Array, second: Array, value: Any = 1) -> Array:
 @operation("aten.nan_to_num")
 def nan_to_num(x: Array, nan: float | None, posinf: float | None, neginf: float | None) -> Array:
     return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf) if is_inexact(x) else x
-
-
-@operation("aten.deg2rad")
-def deg2rad(x: Array) -> Array:
-    return to_inexact(x) * (math.pi / 180)
-
-
-@operation("aten.rad2deg")
-def rad2deg(x: Array) -> Array:
-    return to_inexact(x) * (180 / math.pi)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.dims import vector
-from jaxfn._torch.operations.promotion import in_single, result_type
+from jaxfn._torch.operations.dims import along, vector
+from jaxfn._torch.operations.promotion import result_type, single_for_half
 from jaxfn._torch.operations.shapes import to_dtype
 from jaxfn._torch.operations.table import moving, operation, refuse
 from jaxfn._torch.values.errors import TranslationError
@@ -180,7 +180,7 @@ def combined(x: Array, at: Any, values: Array, how: str) -> Array:
     if x.dtype == np.bool_:
         how = {"add": "max", "multiply": "min"}.get(how, how)
     if how != "set":
-        x, values = in_single((x, values))
+        x, values = single_for_half((x, values))
     return getattr(x.at[at], how)(values)
 
 
@@ -216,21 +216,20 @@ def _neutral(reduce: str, dtype: Any) -> Any:
 @operation("aten.index_add")
 def index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Any = 1) -> Array:
     flat = vector(x)
-    at = (slice(None),) * (dim % flat.ndim) + (vector(indices),)
+    at = along(flat, dim, vector(indices))
     return combined(flat, at, vector(source) * jnp.asarray(alpha, x.dtype), "add").reshape(x.shape)
 
 
 @moving("aten.index_copy")
 def index_copy(x: Array, dim: int, indices: Array, source: Array) -> Array:
     flat = vector(x)
-    return flat.at[(slice(None),) * (dim % flat.ndim) + (vector(indices),)].set(vector(source)).reshape(x.shape)
+    return flat.at[along(flat, dim, vector(indices))].set(vector(source)).reshape(x.shape)
 
 
 @moving("aten.index_fill")
 def index_fill(x: Array, dim: int, indices: Array, value: Any) -> Array:
     flat = vector(x)
-    place = flat.at[(slice(None),) * (dim % flat.ndim) + (vector(indices),)]
-    return place.set(jnp.asarray(value, x.dtype)).reshape(x.shape)
+    return flat.at[along(flat, dim, vector(indices))].set(jnp.asarray(value, x.dtype)).reshape(x.shape)
 
 
 @operation("aten.index_reduce")

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from jaxfn._torch._compat import SOLVE_FACTORS_TRANSPOSE
 from jaxfn._torch.operations.derivative import pulled_back
-from jaxfn._torch.operations.promotion import in_single, widened
+from jaxfn._torch.operations.promotion import single_for_half, widened
 from jaxfn._torch.operations.reductions import vector_norm
 from jaxfn._torch.operations.table import enter_all, operation, refuse
 from jaxfn._torch.values.errors import TranslationError
@@ -27,23 +27,19 @@ enter_all(
     },
     takes_half=True,
 )
+enter_all({"aten.linalg_eig": jnp.linalg.eig, "aten._linalg_eigvals": jnp.linalg.eigvals})
 
 
-@operation("aten.addmm.default", "aten.addmv", takes_half=True)
+@operation("aten.addmm.default", "aten.addmv", "aten.baddbmm.default", takes_half=True)
 def addmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """`beta` 0 leaves `x` out, nan and all; half precision is rounded to once, in the end."""
     product = scaled(jnp.matmul(first, second, preferred_element_type=widened(first.dtype)), alpha)
-    return product if beta == 0 else scaled(in_single(x), beta) + product
+    return product if beta == 0 else scaled(single_for_half(x), beta) + product
 
 
 @operation("aten.addr")
 def addr(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     return addmm(x, first[:, None], second[None], beta=beta, alpha=alpha)
-
-
-@operation("aten.baddbmm.default", takes_half=True)
-def baddbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    return addmm(x, first, second, beta=beta, alpha=alpha)
 
 
 @operation("aten.addbmm")
@@ -81,11 +77,7 @@ def scaled(x: Array, factor: Any) -> Array:
 
 
 def _adjoint(x: Array) -> Array:
-    return jnp.conj(jnp.swapaxes(x, -1, -2))
-
-
-def _transposed(x: Array) -> Array:
-    return jnp.swapaxes(x, -1, -2)
+    return jnp.conj(x.mT)
 
 
 def _from_triangle(x: Array, lower: bool) -> Array:
@@ -106,7 +98,7 @@ def _factored(a: Array) -> tuple[Array, Array, Array]:
 
 def _factored_in_memory_order(a: Array) -> tuple[Array, Array, Array]:
     """`_factored` where torch hands LAPACK a real contiguous matrix as it lies in memory, as its transpose."""
-    return _factored(a if jnp.iscomplexobj(a) else _transposed(a))
+    return _factored(a if jnp.iscomplexobj(a) else a.mT)
 
 
 def _permutation(pivots: Array, rows: int) -> Array:
@@ -145,10 +137,9 @@ def slogdet(a: Array) -> tuple[Array, Array, Array, Array]:
 def _solved(a: Array, b: Array, left: bool) -> Array:
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     columns = b[..., None] if is_vector else b
-    if left:
-        solution = jnp.linalg.solve(*_batched(a, columns))
-    else:
-        solution = _transposed(jnp.linalg.solve(*_batched(_transposed(a), _transposed(columns))))
+    operands = (a, columns) if left else (a.mT, columns.mT)
+    solution = jnp.linalg.solve(*_batched(*operands))
+    solution = solution if left else solution.mT
     return solution[..., 0] if is_vector else solution
 
 
@@ -195,7 +186,7 @@ def lu_unpack(factors: Array, pivots: Array, data: bool = True, permutation: boo
     lower = jnp.tril(factors[..., :rank], -1) + jnp.eye(rows, rank, dtype=factors.dtype) if data else none
     upper = jnp.triu(factors[..., :rank, :]) if data else none
     order = _permutation(pivots, rows) if permutation else None
-    swaps = none if order is None else _transposed(jnp.eye(rows, dtype=factors.dtype)[order])
+    swaps = none if order is None else jnp.eye(rows, dtype=factors.dtype)[order].mT
     return swaps, lower, upper
 
 
@@ -245,15 +236,14 @@ def cholesky_inverse(factor: Array, upper: bool = False) -> Array:
 def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
     if mode == "r":
         return jnp.zeros(0, a.dtype), jnp.linalg.qr(a, mode="r")
-    q, r = jnp.linalg.qr(a, mode=mode)
-    return q, r
+    return tuple(jnp.linalg.qr(a, mode=mode))
 
 
 @operation("aten.geqrf")
 def geqrf(a: Array) -> tuple[Array, Array]:
     """The reflections whose product is the orthogonal factor, below the diagonal of the other, and their factors."""
     reflections, taus = jnp.linalg.qr(a, mode="raw")
-    return _transposed(reflections), taus
+    return reflections.mT, taus
 
 
 refuse(
@@ -278,20 +268,8 @@ def svd(
 def eigh(a: Array, triangle: str = "L", compute_v: bool = True) -> tuple[Array, Array]:
     a = _from_triangle(a, lower=triangle.upper() == "L")
     if compute_v:
-        values, vectors = jnp.linalg.eigh(a, symmetrize_input=False)
-        return values, vectors
+        return tuple(jnp.linalg.eigh(a, symmetrize_input=False))
     return jnp.linalg.eigvalsh(a), jnp.zeros(0, a.dtype)
-
-
-@operation("aten.linalg_eig")
-def eig(a: Array) -> tuple[Array, Array]:
-    values, vectors = jnp.linalg.eig(a)
-    return values, vectors
-
-
-@operation("aten._linalg_eigvals")
-def eigvals(a: Array) -> Array:
-    return jnp.linalg.eigvals(a)
 
 
 @operation("aten.linalg_matrix_exp")
@@ -303,7 +281,7 @@ def matrix_exp(a: Array) -> Array:
 def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, hermitian: bool = False) -> Array:
     """Singular values up to the larger of `atol` and `rtol` times the largest one count as 0."""
     if not a.size:
-        return _transposed(a)
+        return a.mT
     if rtol is None:
         default = jnp.asarray(max(a.shape[-2:]) * jnp.finfo(a.dtype).eps)
         rtol = default if atol is None else jnp.where(atol > 0, 0, default)

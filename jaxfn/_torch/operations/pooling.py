@@ -62,18 +62,18 @@ def _max_over(x: Array, windows: Sequence[Windows]) -> tuple[Array, Array]:
     largest, places = lax.stop_gradient(x), _places(x, len(windows))
     for axis in reversed(range(-len(windows), 0)):
         largest, places = _max_along(largest, places, x.ndim + axis, windows[axis])
-    return (_found(len(windows), x, largest, places) if is_inexact(x) else largest), places
+    return (_largest_elements(len(windows), x, largest, places) if is_inexact(x) else largest), places
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _found(spatial: int, x: Array, largest: Array, places: Array) -> Array:
+def _largest_elements(spatial: int, x: Array, largest: Array, places: Array) -> Array:
     """The largest elements, which lie at these places of `x`: that is all that their derivative needs."""
     return largest
 
 
-@_found.defjvp
-def _found_jvp(spatial: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    return _found(spatial, *primals), _at(tangents[0], primals[2], spatial)
+@_largest_elements.defjvp
+def _largest_elements_jvp(spatial: int, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    return _largest_elements(spatial, *primals), _elements_at(tangents[0], primals[2], spatial)
 
 
 def _places(x: Array, spatial: int) -> Array:
@@ -82,7 +82,7 @@ def _places(x: Array, spatial: int) -> Array:
     return jnp.broadcast_to(lax.iota(np.int32, math.prod(shape)).reshape(shape), x.shape)
 
 
-def _at(x: Array, places: Array, spatial: int) -> Array:
+def _elements_at(x: Array, places: Array, spatial: int) -> Array:
     """The elements of `x` at places among its flat spatial axes."""
     flat, where = (a.reshape(*a.shape[:-spatial], math.prod(a.shape[-spatial:])) for a in (x, places))
     return jnp.take_along_axis(flat, where, -1, mode="clip").reshape(places.shape)
@@ -142,41 +142,22 @@ def max_pool(
     ceil_mode: bool,
 ) -> tuple[Array, Array]:
     options = (_each(option, spatial) for option in (kernel_size, stride or kernel_size, padding, dilation))
-    return _max_over(
-        x,
-        [
-            _sliding(length, k, s, p, d, ceil_mode)
-            for length, k, s, p, d in zip(x.shape[-spatial:], *options, strict=True)
-        ],
-    )
+    axes = zip(x.shape[-spatial:], *options, strict=True)
+    return _max_over(x, [_sliding(length, k, s, p, d, ceil_mode) for length, k, s, p, d in axes])
 
 
 def max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
-    return _scattered(spatial, gradient, x, options[-1])
+    """The gradient of every window added to the element that was the window's largest, by the last of the options."""
+    rows = math.prod(x.shape[:-spatial])
+    flat = jnp.zeros((rows, math.prod(x.shape[-spatial:])), gradient.dtype)
+    at = jnp.arange(rows)[:, None], options[-1].reshape(rows, -1)
+    return flat.at[at].add(gradient.reshape(rows, -1)).reshape(x.shape)
 
 
-enter_all(
-    {
-        "aten.max_pool2d_with_indices": partial(max_pool, 2),
-        "aten.max_pool3d_with_indices": partial(max_pool, 3),
-        "aten.max_pool2d_with_indices_backward": partial(max_pool_backward, 2),
-        "aten.max_pool3d_with_indices_backward": partial(max_pool_backward, 3),
-        "aten.adaptive_max_pool2d_backward": partial(max_pool_backward, 2),
-        "aten.adaptive_max_pool3d_backward": partial(max_pool_backward, 3),
-        "aten.fractional_max_pool2d_backward": partial(max_pool_backward, 2),
-        "aten.fractional_max_pool3d_backward": partial(max_pool_backward, 3),
-    }
-)
-
-
-@operation("aten.adaptive_max_pool2d")
-def adaptive_max_pool2d(x: Array, output_size: Sequence[int]) -> tuple[Array, Array]:
-    return _max_over(x, [_adaptive(*axis) for axis in zip(x.shape[-2:], output_size, strict=True)])
-
-
-@operation("aten.adaptive_max_pool3d")
-def adaptive_max_pool3d(x: Array, output_size: Sequence[int]) -> tuple[Array, Array]:
-    return _max_over(x, [_adaptive(*axis) for axis in zip(x.shape[-3:], output_size, strict=True)])
+@operation("aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
+def adaptive_max_pool(x: Array, output_size: Sequence[int]) -> tuple[Array, Array]:
+    lengths = x.shape[-len(output_size) :]
+    return _max_over(x, [_adaptive(*axis) for axis in zip(lengths, output_size, strict=True)])
 
 
 @operation("aten.fractional_max_pool2d", takes_half=True)
@@ -205,7 +186,7 @@ def _fractional_max_pool(x: Array, kernel: Sequence[int], size: Sequence[int], s
             is_better = _is_larger(seen, best)
             best, place = jnp.where(is_better, seen, best), jnp.where(is_better, seen_place, place)
         largest, places = best, place
-    return _at(x, places, spatial), places
+    return _elements_at(x, places, spatial), places
 
 
 def _fractional_starts(sample: Array, length: int, kernel: int, windows: int) -> Array:
@@ -217,14 +198,6 @@ def _fractional_starts(sample: Array, length: int, kernel: int, windows: int) ->
     first = rounded(sample * step)
     starts = rounded(rounded(number + sample[..., None]) * step).astype(np.int32) - first[..., None].astype(np.int32)
     return jnp.where(number == windows - 1, length - kernel, starts)
-
-
-def _scattered(spatial: int, gradient: Array, x: Array, indices: Array) -> Array:
-    """The gradient of every window added to the element that was the window's largest."""
-    rows = math.prod(x.shape[:-spatial])
-    flat = jnp.zeros((rows, math.prod(x.shape[-spatial:])), gradient.dtype)
-    at = jnp.arange(rows)[:, None], indices.reshape(rows, -1)
-    return flat.at[at].add(gradient.reshape(rows, -1)).reshape(x.shape)
 
 
 def avg_pool(
@@ -249,26 +222,12 @@ def avg_pool(
         divisor = divisor[..., None] * (np.minimum(starts + k, high) - np.maximum(starts, low))
     window, strides = (*[1] * first, *kernel), (*[1] * first, *steps)
     total = lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, strides, config)
-    divisor = divisor if divisor_override is None else divisor_override
-    return (
-        total / jnp.asarray(divisor, x.dtype)
-        if is_inexact(x)
-        else lax.div(total, jnp.broadcast_to(jnp.asarray(divisor, x.dtype), total.shape))
-    )
+    divisor = jnp.asarray(divisor if divisor_override is None else divisor_override, x.dtype)
+    return total / divisor if is_inexact(x) else lax.div(total, jnp.broadcast_to(divisor, total.shape))
 
 
 def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
     return pulled_back(lambda x: avg_pool(spatial, x, *options), gradient, x)
-
-
-enter_all(
-    {
-        "aten.avg_pool2d": partial(avg_pool, 2),
-        "aten.avg_pool3d": partial(avg_pool, 3),
-        "aten.avg_pool2d_backward": partial(avg_pool_backward, 2),
-        "aten.avg_pool3d_backward": partial(avg_pool_backward, 3),
-    }
-)
 
 
 @operation("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
@@ -283,11 +242,19 @@ def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
     return x
 
 
-@operation("aten._adaptive_avg_pool2d_backward")
-def adaptive_avg_pool2d_backward(gradient: Array, x: Array) -> Array:
-    return pulled_back(lambda x: adaptive_avg_pool(x, gradient.shape[-2:]), gradient, x)
+def adaptive_avg_pool_backward(spatial: int, gradient: Array, x: Array) -> Array:
+    return pulled_back(lambda x: adaptive_avg_pool(x, gradient.shape[-spatial:]), gradient, x)
 
 
-@operation("aten._adaptive_avg_pool3d_backward")
-def adaptive_avg_pool3d_backward(gradient: Array, x: Array) -> Array:
-    return pulled_back(lambda x: adaptive_avg_pool(x, gradient.shape[-3:]), gradient, x)
+for _n in (2, 3):
+    enter_all(
+        {
+            f"aten.max_pool{_n}d_with_indices": partial(max_pool, _n),
+            f"aten.max_pool{_n}d_with_indices_backward": partial(max_pool_backward, _n),
+            f"aten.adaptive_max_pool{_n}d_backward": partial(max_pool_backward, _n),
+            f"aten.fractional_max_pool{_n}d_backward": partial(max_pool_backward, _n),
+            f"aten.avg_pool{_n}d": partial(avg_pool, _n),
+            f"aten.avg_pool{_n}d_backward": partial(avg_pool_backward, _n),
+            f"aten._adaptive_avg_pool{_n}d_backward": partial(adaptive_avg_pool_backward, _n),
+        }
+    )

@@ -29,7 +29,7 @@ def result_type(*operands: Any) -> np.dtype[Any]:
         if result is None:
             result = other
         elif _category(other) > _category(result):
-            result = _at_category(result, other, weak=group is numbers)
+            result = _raised_to_category(result, other, weak=group is numbers)
     assert result is not None
     return np.dtype(result)
 
@@ -43,7 +43,7 @@ def _category(dtype: Any) -> int:
     return 1 if jnp.issubdtype(dtype, jnp.integer) else 0
 
 
-def _at_category(result: Any, other: Any, *, weak: bool) -> Any:
+def _raised_to_category(result: Any, other: Any, *, weak: bool) -> Any:
     """`result` raised to `other`'s category; a float keeps its width when it becomes complex."""
     if _category(result) == 2 and _category(other) == 3:
         return jnp.promote_types(result, np.complex64) if weak else jnp.promote_types(result, other)
@@ -85,7 +85,7 @@ def widened(dtype: Any) -> np.dtype[Any]:
     return np.dtype(np.float32) if _is_half(dtype) else np.dtype(dtype)
 
 
-def in_single(arguments: Any) -> Any:
+def single_for_half(arguments: Any) -> Any:
     """The arguments of an operation, with single precision for half precision."""
 
     def widen(x: Any) -> Any:

@@ -1,6 +1,6 @@
 """Random numbers, drawn through JAX: the distributions are torch's, the numbers are not.
 
-Every function gets a key of its own first.
+Every function gets a key of its own first, which `Translation` of `graph/interpreter.py` makes of the call's.
 """
 
 from __future__ import annotations
@@ -51,29 +51,19 @@ def randn_like(key: Array, x: Array, dtype: Any = None) -> Array:
 
 
 @operation("aten.randint", draws=True)
-def randint(key: Array, high: int, size: Sequence[int], dtype: Any = None) -> Array:
-    return randint_low(key, 0, high, size, dtype)
-
-
-@operation("aten.randint.low", draws=True)
-def randint_low(key: Array, low: int, high: int, size: Sequence[int], dtype: Any = None) -> Array:
-    return jax.random.randint(key, tuple(size), low, high, _integer(dtype))
-
-
-def _integer(dtype: Any) -> Any:
-    return (
-        dtype if dtype is not None and jnp.issubdtype(dtype, jnp.integer) else jax.dtypes.canonicalize_dtype(np.int64)
+def randint(key: Array, *arguments: Any, dtype: Any = None) -> Array:
+    """Below a number, or from one up to another; the last argument is the size."""
+    *bounds, size = arguments
+    low, high = (0, *bounds)[-2:]
+    is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    return jax.random.randint(
+        key, tuple(size), low, high, dtype if is_integer else jax.dtypes.canonicalize_dtype(np.int64)
     )
 
 
 @operation("aten.randint_like", draws=True)
-def randint_like(key: Array, x: Array, high: int, dtype: Any = None) -> Array:
-    return randint_low(key, 0, high, x.shape, dtype or x.dtype)
-
-
-@operation("aten.randint_like.low_dtype", draws=True)
-def randint_like_low(key: Array, x: Array, low: int, high: int, dtype: Any = None) -> Array:
-    return randint_low(key, low, high, x.shape, dtype or x.dtype)
+def randint_like(key: Array, x: Array, *bounds: Any, dtype: Any = None) -> Array:
+    return randint(key, *bounds, x.shape, dtype=dtype or x.dtype)
 
 
 @operation("aten.randperm", draws=True)
@@ -81,19 +71,10 @@ def randperm(key: Array, n: int, dtype: Any = None) -> Array:
     return jax.random.permutation(key, n)
 
 
-@operation("aten.bernoulli.default", draws=True)
-def bernoulli(key: Array, probabilities: Array) -> Array:
-    return jax.random.bernoulli(key, probabilities).astype(probabilities.dtype)
-
-
-@operation("aten.bernoulli.p", draws=True)
-def bernoulli_p(key: Array, x: Array, p: float = 0.5) -> Array:
-    return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
-
-
-@operation("aten.bernoulli.Tensor", draws=True)
-def bernoulli_tensor(key: Array, x: Array, probabilities: Array) -> Array:
-    return jax.random.bernoulli(key, probabilities, x.shape).astype(x.dtype)
+@operation("aten.bernoulli", draws=True)
+def bernoulli(key: Array, x: Array, p: Any = None) -> Array:
+    """With the probabilities `x`, or, of the shape of `x`, with `p`."""
+    return jax.random.bernoulli(key, x if p is None else p, x.shape).astype(x.dtype)
 
 
 @operation("aten.native_dropout", draws=True)
@@ -138,7 +119,7 @@ def cauchy(key: Array, x: Array, median: float = 0.0, sigma: float = 1.0) -> Arr
 
 @operation("aten.log_normal", draws=True)
 def log_normal(key: Array, x: Array, mean: float = 1.0, std: float = 2.0) -> Array:
-    return jnp.exp(mean + std * _normal(key, x.shape, x.dtype))
+    return jnp.exp(normal_functional(key, x, mean, std))
 
 
 @operation("aten.geometric", draws=True)

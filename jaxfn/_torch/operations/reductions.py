@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax import Array
 from jaxfn._torch.operations.dims import axes
 from jaxfn._torch.operations.elementwise import absolute
 from jaxfn._torch.operations.promotion import is_inexact, to_inexact
-from jaxfn._torch.operations.table import operation
+from jaxfn._torch.operations.table import enter_all, operation
 
 Dim = int | Sequence[int] | None
 
@@ -25,19 +26,47 @@ def accumulated(x: Array, dtype: Any) -> Array:
     return x.astype(dtype)
 
 
-@operation("aten.sum")
-def sum_over(x: Array, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return jnp.sum(accumulated(x, dtype), axes(x, dim), keepdims=keepdim)
+def reduced(
+    function: Callable[..., Array], x: Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None
+) -> Array:
+    """What a function such as `jnp.sum` gives over some axes."""
+    return function(x if dtype is None else x.astype(dtype), axes(x, dim), keepdims=keepdim)
 
 
-@operation("aten.prod")
-def prod_over(x: Array, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return jnp.prod(accumulated(x, dtype), axes(x, dim), keepdims=keepdim)
+def accumulating(
+    function: Callable[..., Array], x: Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None
+) -> Array:
+    """Likewise, for sums and products."""
+    return reduced(function, accumulated(x, dtype), dim, keepdim)
 
 
-@operation("aten.mean")
-def mean_over(x: Array, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return jnp.mean(x if dtype is None else x.astype(dtype), axes(x, dim), keepdims=keepdim)
+def extreme_place(function: Callable[..., Array], x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
+    """Where the extreme element is."""
+    return function(x, None if x.ndim == 0 else dim, keepdims=keepdim)
+
+
+def extreme(function: Callable[..., Array], x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+    """The extreme element, and where it is: the derivative goes to that one, the first among equals."""
+    return chosen(x, extreme_place(function, x, dim, keepdim=True), dim, keepdim)
+
+
+enter_all(
+    {
+        "aten.sum": partial(accumulating, jnp.sum),
+        "aten.prod": partial(accumulating, jnp.prod),
+        "aten.mean": partial(reduced, jnp.mean),
+        "aten.any": partial(reduced, jnp.any),
+        "aten.all": partial(reduced, jnp.all),
+        "aten.amax": partial(reduced, jnp.max),
+        "aten.amin": partial(reduced, jnp.min),
+        "aten.max.default": jnp.max,
+        "aten.min.default": jnp.min,
+        "aten.argmax": partial(extreme_place, jnp.argmax),
+        "aten.argmin": partial(extreme_place, jnp.argmin),
+        "aten.max.dim": partial(extreme, jnp.argmax),
+        "aten.min.dim": partial(extreme, jnp.argmin),
+    }
+)
 
 
 @operation("aten.var.correction")
@@ -66,50 +95,9 @@ def std_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: b
     return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance))), mean
 
 
-@operation("aten.any")
-def any_over(x: Array, dim: Dim = None, keepdim: bool = False) -> Array:
-    return jnp.any(x, axes(x, dim), keepdims=keepdim)
-
-
-@operation("aten.all")
-def all_over(x: Array, dim: Dim = None, keepdim: bool = False) -> Array:
-    return jnp.all(x, axes(x, dim), keepdims=keepdim)
-
-
-@operation("aten.amax", "aten.max.default")
-def amax(x: Array, dim: Dim = (), keepdim: bool = False) -> Array:
-    return jnp.max(x, axes(x, dim), keepdims=keepdim)
-
-
-@operation("aten.amin", "aten.min.default")
-def amin(x: Array, dim: Dim = (), keepdim: bool = False) -> Array:
-    return jnp.min(x, axes(x, dim), keepdims=keepdim)
-
-
 @operation("aten.aminmax")
 def aminmax(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
-    return amin(x, dim, keepdim), amax(x, dim, keepdim)
-
-
-@operation("aten.argmax")
-def argmax(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    return jnp.argmax(x, None if x.ndim == 0 else dim, keepdims=keepdim)
-
-
-@operation("aten.argmin")
-def argmin(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    return jnp.argmin(x, None if x.ndim == 0 else dim, keepdims=keepdim)
-
-
-@operation("aten.max.dim")
-def max_dim(x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
-    """The derivative goes to the element that the index names, the first among equals."""
-    return chosen(x, argmax(x, dim, keepdim=True), dim, keepdim)
-
-
-@operation("aten.min.dim")
-def min_dim(x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
-    return chosen(x, argmin(x, dim, keepdim=True), dim, keepdim)
+    return reduced(jnp.min, x, dim, keepdim), reduced(jnp.max, x, dim, keepdim)
 
 
 def chosen(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:

@@ -242,17 +242,12 @@ def _inside(point: Array, length: int, *, padding: int, align_corners: bool) -> 
 
 
 @operation("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
-def grid_sample_backward(
-    gradient: Array,
-    x: Array,
-    grid: Array,
-    interpolation: int,
-    padding: int,
-    align_corners: bool,
-    output_mask: Sequence[bool],
-) -> tuple[Array | None, Array | None]:
+def grid_sample_backward(gradient: Array, x: Array, grid: Array, *options: Any) -> tuple[Array | None, Array | None]:
+    """What the last of the options asks for; the others are those of `grid_sample`."""
+    *given, output_mask = options
+
     def forward(x: Array, grid: Array) -> Array:
-        return grid_sample(x, grid, interpolation, padding, align_corners)
+        return grid_sample(x, grid, *given)
 
     grad_x, grad_grid = jax.vjp(forward, x, grid)[1](gradient)
     return grad_x if output_mask[0] else None, grad_grid if output_mask[1] else None

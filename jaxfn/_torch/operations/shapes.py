@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch.operations.dims import axes
+from jaxfn._torch.operations.dims import along, axes
 from jaxfn._torch.operations.promotion import result_type
 from jaxfn._torch.operations.table import enter_all, moving, operation
 
@@ -24,19 +24,16 @@ enter_all(
         "aten.alias": identity,
         "aten.clone": identity,
         "aten.detach": lax.stop_gradient,
+        "aten.permute": jnp.transpose,
         "aten.t": jnp.transpose,
         "aten.tril": jnp.tril,
         "aten.triu": jnp.triu,
         "aten.diagonal": jnp.diagonal,
+        "aten.unsqueeze": jnp.expand_dims,
     },
     takes_half=True,
 )
 enter_all({"aten.repeat": jnp.tile})  # whose derivative is a sum
-
-
-@moving("aten.permute")
-def permute(x: Array, dims: Sequence[int]) -> Array:
-    return jnp.transpose(x, tuple(d % x.ndim for d in dims))
 
 
 @moving("aten.roll")
@@ -109,11 +106,6 @@ def squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
 def _named(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
     # An empty list means no axis here, where it means all of them to a reduction.
     return () if isinstance(dim, Sequence) and not dim else axes(x, dim)
-
-
-@moving("aten.unsqueeze")
-def unsqueeze(x: Array, dim: int) -> Array:
-    return jnp.expand_dims(x, dim)
 
 
 @moving("aten.flip")
@@ -189,12 +181,12 @@ def as_strided_scatter(x: Array, source: Array, elements: np.ndarray[Any, Any]) 
 
 @moving("aten.slice_scatter")
 def slice_scatter(x: Array, source: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
-    return x.at[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].set(to_dtype(source, x.dtype))
+    return x.at[along(x, dim, slice(start, end, step))].set(to_dtype(source, x.dtype))
 
 
 @moving("aten.select_scatter")
 def select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
-    return x.at[(slice(None),) * (dim % x.ndim) + (index,)].set(to_dtype(source, x.dtype))
+    return x.at[along(x, dim, index)].set(to_dtype(source, x.dtype))
 
 
 @moving("aten.diagonal_scatter")

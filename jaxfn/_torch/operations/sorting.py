@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,19 +13,14 @@ from jax import Array, lax
 from jaxfn._torch.operations.dims import vector
 from jaxfn._torch.operations.promotion import is_inexact
 from jaxfn._torch.operations.reductions import accumulated, chosen
-from jaxfn._torch.operations.table import operation
+from jaxfn._torch.operations.table import enter_all, operation
 
 
-@operation("aten.sort.default")
-def sort(x: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
+@operation("aten.sort")
+def sort(x: Array, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple[Array, Array]:
     """Always stable, nan counting as the largest number."""
     order = jnp.argsort(vector(x), dim, stable=True, descending=descending)
     return jnp.take_along_axis(vector(x), order, dim).reshape(x.shape), order.reshape(x.shape)
-
-
-@operation("aten.sort.stable")
-def sort_stable(x: Array, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
-    return sort(x, dim, descending)
 
 
 @operation("aten.topk")
@@ -43,25 +39,9 @@ def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Ar
     return chosen(x, lax.slice_in_dim(order, k - 1, k, axis=dim), dim, keepdim)
 
 
-@operation("aten.median.dim")
-def median_dim(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    """The lower one of two middle elements; nan if there is one."""
-    return _middle(x, dim, keepdim, skip_nan=False)
-
-
-@operation("aten.nanmedian.dim")
-def nanmedian_dim(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    return _middle(x, dim, keepdim, skip_nan=True)
-
-
-@operation("aten.median.default")
-def median(x: Array) -> Array:
-    return _shared(x, median_dim(x.reshape(-1), 0, False)[0])
-
-
-@operation("aten.nanmedian.default")
-def nanmedian(x: Array) -> Array:
-    return _shared(x, nanmedian_dim(x.reshape(-1), 0, False)[0])
+def middle_of_all(skip_nan: bool, x: Array) -> Array:
+    """The lower one of two middle elements of all."""
+    return _shared(x, middle(skip_nan, x.reshape(-1), 0)[0])
 
 
 def _shared(x: Array, chosen: Array) -> Array:
@@ -73,7 +53,8 @@ def _shared(x: Array, chosen: Array) -> Array:
     return chosen + (change.sum() / jnp.maximum(equal.sum(), 1)).astype(x.dtype)
 
 
-def _middle(x: Array, dim: int, keepdim: bool, *, skip_nan: bool) -> tuple[Array, Array]:
+def middle(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """The lower one of two middle elements, and its place; nan if there is one and it is not skipped."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
     order = jnp.argsort(x, dim, stable=True)
@@ -85,6 +66,16 @@ def _middle(x: Array, dim: int, keepdim: bool, *, skip_nan: bool) -> tuple[Array
         position = jnp.where(missing > 0, length - missing, position)
     shape = [1 if axis == dim % x.ndim else size for axis, size in enumerate(x.shape)]
     return chosen(x, jnp.take_along_axis(order, jnp.broadcast_to(position, shape), dim), dim, keepdim)
+
+
+enter_all(
+    {
+        "aten.median.dim": partial(middle, False),
+        "aten.nanmedian.dim": partial(middle, True),
+        "aten.median.default": partial(middle_of_all, False),
+        "aten.nanmedian.default": partial(middle_of_all, True),
+    }
+)
 
 
 @operation("aten.mode")
@@ -100,16 +91,9 @@ def mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     return chosen(x, jnp.take_along_axis(order, last, dim), dim, keepdim)
 
 
-@operation("aten.cumsum")
-def cumsum(x: Array, dim: int, dtype: Any = None) -> Array:
-    x = accumulated(x, dtype)
-    return jnp.cumsum(vector(x), dim).reshape(x.shape)
-
-
-@operation("aten.cumprod")
-def cumprod(x: Array, dim: int, dtype: Any = None) -> Array:
-    x = accumulated(x, dtype)
-    return jnp.cumprod(vector(x), dim).reshape(x.shape)
+def cumulated(function: Callable[..., Array], x: Array, dim: int, *, dtype: Any = None) -> Array:
+    """What a function such as `jnp.cumsum` gives along an axis."""
+    return function(vector(accumulated(x, dtype)), dim).reshape(x.shape)
 
 
 @operation("aten.logcumsumexp")
@@ -120,17 +104,7 @@ def logcumsumexp(x: Array, dim: int) -> Array:
     return lax.cumlogsumexp(flat, dim % flat.ndim).reshape(x.shape)
 
 
-@operation("aten.cummax")
-def cummax(x: Array, dim: int) -> tuple[Array, Array]:
-    return _running(x, dim, jnp.greater_equal)
-
-
-@operation("aten.cummin")
-def cummin(x: Array, dim: int) -> tuple[Array, Array]:
-    return _running(x, dim, jnp.less_equal)
-
-
-def _running(x: Array, dim: int, better: Callable[[Array, Array], Array]) -> tuple[Array, Array]:
+def running(better: Callable[..., Array], x: Array, dim: int) -> tuple[Array, Array]:
     """The best element so far, the last of equals, and its place; from a nan on, nan."""
     flat = vector(x)
 
@@ -143,18 +117,28 @@ def _running(x: Array, dim: int, better: Callable[[Array, Array], Array]) -> tup
     return jnp.take_along_axis(flat, order, dim).reshape(x.shape), order.reshape(x.shape)
 
 
-@operation("aten.histogram.bin_ct")
+enter_all(
+    {
+        "aten.cumsum": partial(cumulated, jnp.cumsum),
+        "aten.cumprod": partial(cumulated, jnp.cumprod),
+        "aten.cummax": partial(running, jnp.greater_equal),
+        "aten.cummin": partial(running, jnp.less_equal),
+    }
+)
+
+
+@operation("aten.histogram")
 def histogram(
     x: Array,
-    bins: int = 100,
+    bins: int | Array = 100,
     *,
     range: Sequence[float] | None = None,
     weight: Array | None = None,
     density: bool = False,
 ) -> tuple[Array, Array]:
-    """How many elements lie in each of `bins` bins, and where those end."""
+    """How many elements lie in each bin, and where those end; `bins` is their number, or where they end."""
     weights = None if weight is None else weight.reshape(-1)
-    edges = _edges(x, bins, range)
+    edges = _edges(x, bins, range) if isinstance(bins, int) else bins
     return jnp.histogram(x.reshape(-1), edges, weights=weights, density=density)[0], edges
 
 
@@ -168,14 +152,6 @@ def _linspace(low: Array, high: Array, count: int) -> Array:
     """Numbers at equal distances, from the nearer end each, as torch has them."""
     step, places = (high - low) / max(count - 1, 1), np.arange(count)
     return jnp.where(places < count // 2, low + step * places, high - step * (count - 1 - places)).astype(low.dtype)
-
-
-@operation("aten.histogram.bins_tensor")
-def histogram_of_bins(
-    x: Array, bins: Array, *, weight: Array | None = None, density: bool = False
-) -> tuple[Array, Array]:
-    weights = None if weight is None else weight.reshape(-1)
-    return jnp.histogram(x.reshape(-1), bins, weights=weights, density=density)[0], bins
 
 
 @operation("aten._histogramdd_bin_edges")
@@ -193,11 +169,6 @@ def histogram_edges(
     return [_edges(column, count, ends) for column, count, ends in zip(columns, bins, bounds, strict=True)]
 
 
-def histogramdd(x: Array, edges: Sequence[Array], weight: Array | None, density: bool) -> Array:
-    weights = None if weight is None else weight.reshape(-1)
-    return jnp.histogramdd(x.reshape(-1, x.shape[-1]), list(edges), weights=weights, density=density)[0]
-
-
 @operation("aten._histogramdd_from_bin_cts")
 def histogramdd_of_counts(
     x: Array,
@@ -207,14 +178,13 @@ def histogramdd_of_counts(
     weight: Array | None = None,
     density: bool = False,
 ) -> Array:
-    return histogramdd(x, histogram_edges(x, bins, range=range), weight, density)
+    return histogramdd(x, histogram_edges(x, bins, range=range), weight=weight, density=density)
 
 
 @operation("aten._histogramdd_from_bin_tensors")
-def histogramdd_of_edges(
-    x: Array, bins: Sequence[Array], *, weight: Array | None = None, density: bool = False
-) -> Array:
-    return histogramdd(x, bins, weight, density)
+def histogramdd(x: Array, bins: Sequence[Array], *, weight: Array | None = None, density: bool = False) -> Array:
+    weights = None if weight is None else weight.reshape(-1)
+    return jnp.histogramdd(x.reshape(-1, x.shape[-1]), list(bins), weights=weights, density=density)[0]
 
 
 @operation("aten.histc")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +46,6 @@ def zeta(x: Array, q: Array) -> Array:
     return jnp.where(is_pole, np.inf, jnp.where((x < 1) | (q < 0), np.nan, jsp.zeta(x, jnp.where(q <= 0, 1, q))))
 
 
-@operation("aten.digamma")
-def digamma(x: Array) -> Array:
-    return polygamma(0, x)
-
-
 @operation("aten.polygamma")
 def polygamma(n: int, x: Array) -> Array:
     """By reflection at 1/2 for arguments below, where JAX's, or its derivative, is not right."""
@@ -85,22 +81,17 @@ def lgamma(x: Array) -> Array:
 @lgamma.defjvp
 def lgamma_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     """JAX's own is the same, but the derivative of that one is wrong below 0."""
-    return lgamma(*primals), tangents[0] * digamma(*primals)
+    return lgamma(*primals), tangents[0] * polygamma(0, *primals)
 
 
-enter_all({"aten.lgamma": lgamma})
+enter_all({"aten.lgamma": lgamma, "aten.digamma": partial(polygamma, 0)})
 
 
 # ---------------------------------------------------------------------------------------------------- error function
 
 
-@operation("aten.special_erfcx")
-def erfcx(x: Array) -> Array:
-    return _erfcx(to_inexact(x))
-
-
 @jax.custom_jvp
-def _erfcx(x: Array) -> Array:
+def erfcx(x: Array) -> Array:
     """exp(x**2) erfc(x): by these where they are not too large or small, by a continued fraction above."""
     is_large = x > 4
     near = jnp.where(is_large, 0, x)
@@ -111,28 +102,22 @@ def _erfcx(x: Array) -> Array:
     return jnp.where(is_large, 1 / (fraction * math.sqrt(math.pi)), jnp.exp(near * near) * jsp.erfc(near))
 
 
-@_erfcx.defjvp
-def _erfcx_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+@erfcx.defjvp
+def erfcx_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,) = primals
-    value = _erfcx(x)
+    value = erfcx(x)
     return value, tangents[0] * (2 * x * value - 2 / math.sqrt(math.pi))
+
+
+enter_all({"aten.special_erfcx": promoted_to_inexact(erfcx)})
 
 
 # ---------------------------------------------------------------------------------------------------- Bessel functions
 
 
-@operation("aten.special_bessel_j0")
-def bessel_j0(x: Array) -> Array:
-    return _bessel_j(0, to_inexact(x))
-
-
-@operation("aten.special_bessel_j1")
-def bessel_j1(x: Array) -> Array:
-    return _bessel_j(1, to_inexact(x))
-
-
-def _bessel_j(order: int, x: Array) -> Array:
+def bessel_j(order: int, x: Array) -> Array:
     """By Bessel's integral up to 25, and by Hankel's expansion above."""
+    x = to_inexact(x)
     size = jnp.abs(x)
     is_large = size > 25
     near = _bessel_integral(order, jnp.where(is_large, 0, size))
@@ -166,18 +151,9 @@ def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
     return total
 
 
-@operation("aten.special_bessel_y0")
-def bessel_y0(x: Array) -> Array:
-    return _bessel_y(0, to_inexact(x))
-
-
-@operation("aten.special_bessel_y1")
-def bessel_y1(x: Array) -> Array:
-    return _bessel_y(1, to_inexact(x))
-
-
-def _bessel_y(order: int, x: Array) -> Array:
+def bessel_y(order: int, x: Array) -> Array:
     """By Neumann's series up to 25, summed under Bessel's integral, and by Hankel's expansion above."""
+    x = to_inexact(x)
     is_large = x > 25
     near = jnp.where(is_large | (x <= 0), 1, x)
     angles = np.pi * (np.arange(96) + 0.5) / 96
@@ -196,28 +172,14 @@ def _bessel_y(order: int, x: Array) -> Array:
     return jnp.where(x < 0, np.nan, jnp.where(x == 0, -np.inf, value))
 
 
-@operation("aten.special_modified_bessel_k0")
-def modified_bessel_k0(x: Array) -> Array:
-    return scaled_modified_bessel_k0(x) * jnp.exp(-to_inexact(x))
+def modified_bessel_k(order: int, x: Array) -> Array:
+    """The scaled one, less the scale."""
+    return scaled_modified_bessel_k(order, x) * jnp.exp(-to_inexact(x))
 
 
-@operation("aten.special_modified_bessel_k1")
-def modified_bessel_k1(x: Array) -> Array:
-    return scaled_modified_bessel_k1(x) * jnp.exp(-to_inexact(x))
-
-
-@operation("aten.special_scaled_modified_bessel_k0")
-def scaled_modified_bessel_k0(x: Array) -> Array:
-    return _scaled_bessel_k(0, to_inexact(x))
-
-
-@operation("aten.special_scaled_modified_bessel_k1")
-def scaled_modified_bessel_k1(x: Array) -> Array:
-    return _scaled_bessel_k(1, to_inexact(x))
-
-
-def _scaled_bessel_k(order: int, x: Array) -> Array:
+def scaled_modified_bessel_k(order: int, x: Array) -> Array:
     """By power series up to 2, and above by the trapezoidal rule for the integral of exp(x - x cosh(t)) cosh(n t)."""
+    x = to_inexact(x)
     is_small = x <= 2
     near = jnp.where(is_small & (x > 0), x, 1)
     series = (_series_k0 if order == 0 else _series_k1)(near) * jnp.exp(near)
@@ -248,6 +210,17 @@ def _series_k1(x: Array) -> Array:
         term, harmonic = term * square / (k * (k + 1)), harmonic + 1 / k
         total = total + term * (logarithm - (2 * harmonic + 1 / (k + 1)) / 2)
     return total
+
+
+for _order in (0, 1):
+    enter_all(
+        {
+            f"aten.special_bessel_j{_order}": partial(bessel_j, _order),
+            f"aten.special_bessel_y{_order}": partial(bessel_y, _order),
+            f"aten.special_modified_bessel_k{_order}": partial(modified_bessel_k, _order),
+            f"aten.special_scaled_modified_bessel_k{_order}": partial(scaled_modified_bessel_k, _order),
+        }
+    )
 
 
 @operation("aten.special_spherical_bessel_j0")

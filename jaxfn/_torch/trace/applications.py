@@ -23,7 +23,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch import _compat
 from jaxfn._torch.trace.inside import Differentiable
-from jaxfn._torch.trace.state import Tracing, current
+from jaxfn._torch.trace.state import THREAD, Tracing
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flat import put_in, take_out
 
@@ -53,9 +53,9 @@ def apply_taken_before(function: Any, name: str) -> Any:
     """An attribute of a Function class, or what compiled `apply` is to find in its place."""
     value = type.__getattribute__(function, name)
     if name == "_backward_cls":
-        _THREAD.applied = function if current() is not None else None
+        _THREAD.applied = function if THREAD.tracing is not None else None
     elif name in ("forward", "setup_context") and getattr(_THREAD, "applied", None) is function:
-        tracing = current()
+        tracing = THREAD.tracing
         if name == "setup_context":
             _THREAD.applied = None
             return _set_up if getattr(_THREAD, "recorded", None) is not None else value
@@ -92,7 +92,7 @@ def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_se
 
 def _keep(ctx: Any, tracing: Tracing, function: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Gives the ctx of a recorded node what autograd inside needs to go back through it."""
-    arguments = take_out((tuple(inputs), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+    arguments = take_out((tuple(inputs), dict(kwargs)))
     ctx.save_for_backward(*arguments.leaves)
     template = arguments.template
     can_repeat = tracing.nested.can_be_repeated(tracing, function, inputs, kwargs)

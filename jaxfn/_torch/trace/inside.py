@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from jaxfn._torch._compat import apply_below
-from jaxfn._torch.graph.jax_call import JaxCall
+from jaxfn._torch.graph.targets import JaxCall
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.flat import put_in, take_out
 from jaxfn._values.arrays import is_array_leaf
@@ -63,14 +63,14 @@ class CalledFunction:
         def gradients(*operands: Any) -> Sequence[Any]:
             arrays, cotangents = operands[:num_tensors], operands[num_tensors:]
 
-            def of_inputs(*values: Any) -> list[Any]:
+            def apply_to_inputs(*values: Any) -> list[Any]:
                 filled = list(arrays)
                 for place, value in zip(inputs, values, strict=True):
                     filled[place] = value
                 results = function(*filled)
                 return [results[i] for i in outputs]
 
-            _, pullback = jax.vjp(of_inputs, *(arrays[i] for i in inputs))
+            _, pullback = jax.vjp(apply_to_inputs, *(arrays[i] for i in inputs))
             # torch's gradients of complex numbers are the conjugates of JAX's.
             return [jnp.conj(g) for g in pullback([jnp.conj(ct) for ct in cotangents])]
 
@@ -122,15 +122,15 @@ def call_replacement(
     tracing: Tracing, function: Any, replacement: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """What a Python function returns that a JAX function stands for."""
-    arguments = take_out((tuple(args), dict(kwargs)), lambda leaf: isinstance(leaf, torch.Tensor))
+    arguments = take_out((tuple(args), dict(kwargs)))
     template = arguments.template  # all that the graph keeps of the arguments
     lowered = put_in(template, [tracing.lower(tensor) for tensor in arguments.leaves])
-    outputs = take_out(tracing.recorder.shapes_of(replacement, *lowered), lambda leaf: isinstance(leaf, torch.Tensor))
+    outputs = take_out(tracing.recorder.shapes_of(replacement, *lowered))
 
-    def of_arrays(*arrays: Any) -> list[Any]:
+    def apply_to_arrays(*arrays: Any) -> list[Any]:
         args, kwargs = put_in(template, arrays)
         return take_out(replacement(*args, **kwargs), is_array_leaf).leaves
 
     shapes = [(tuple(x.shape), x.dtype) for x in outputs.leaves]
-    called = CalledFunction(tracing, of_arrays, function.__name__, shapes)
+    called = CalledFunction(tracing, apply_to_arrays, function.__name__, shapes)
     return put_in(outputs.template, called(*arguments.leaves))

@@ -17,7 +17,6 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._torch._compat import LINEAR_CROSS_ENTROPY, PACK, PAD, FunctionalTensor, plain_torch, without_functions
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
 from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq
-from jaxfn._torch.trace.hooks import register_hook
 from jaxfn._torch.trace.indexing import read, write
 from jaxfn._torch.trace.leftovers import exchange
 from jaxfn._torch.trace.nodes import node_of
@@ -25,7 +24,8 @@ from jaxfn._torch.trace.recurrent import pack, pad, recurrent
 from jaxfn._torch.trace.selecting import call
 from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.silent import detach, exchange_memory
-from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.trace.state import THREAD, Tracing
+from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import NeededValueError, TranslationError
 
 _Handler = Callable[["PythonLevel", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -41,7 +41,7 @@ class PythonLevel(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.tracing.is_current():
+        if THREAD.tracing is not self.tracing:  # another trace, inside of this one
             return func(*args, **kwargs)
         args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(value) for name, value in kwargs.items()}
         if _is_device_name(kwargs.get("device")):
@@ -49,7 +49,8 @@ class PythonLevel(TorchFunctionMode):
         if any(isinstance(x, Selection) for x in (*args, *kwargs.values())) and func is not torch.Tensor.__setitem__:
             return call(self.tracing, func, args, kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor) and not kwargs["out"].numel():
-            return _into(kwargs["out"], self.__torch_function__(func, types, args, {**kwargs, "out": None}))
+            empty = kwargs["out"]  # which gets the result's size
+            return _become(empty, self.__torch_function__(func, types, args, {**kwargs, "out": None}).to(empty.dtype))
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
@@ -182,11 +183,6 @@ def _sparse(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _into(empty: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """An empty tensor given as `out=`, which gets the result's size."""
-    return _become(empty, result.to(empty.dtype))
-
-
 def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """`tensor`, which is from now on what `other` was: writes cannot change the size of a traced tensor."""
     exchange(tensor, other.clone())
@@ -308,10 +304,15 @@ def _requires_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.Tensor.detach_, torch.detach_)
 def _detach_in_place(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    if mode.tracing.recorder.follows_grad_mode:
-        return detach(func(*args, **kwargs))
-    mode.tracing.recorder.stop_gradient(mode.tracing.lower(args[0]))
-    return func(*args, **kwargs)
+    return detach_in_place(mode.tracing, func, *args, **kwargs)
+
+
+def detach_in_place(tracing: Tracing, original: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach_()`, which torch does by `original`."""
+    if tracing.recorder.follows_grad_mode:
+        return detach(original(tensor))
+    tracing.recorder.stop_gradient(tracing.lower(tensor))
+    return original(tensor)
 
 
 @_answers(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # pyright: ignore

@@ -88,20 +88,23 @@ def _release(noted: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
     To find where takes time, by the number of objects that Python has: `is_named` says whether it is wanted.
     """
     tensors = _alive(noted)
-    if any(map(_is_traced, tensors)):
+    if is_named and any(map(_is_traced, tensors)):
         del tensors
         gc.collect()  # cycles of autograd's, and of frames of exceptions, keep tensors for a while
         tensors = _alive(noted)
     noted.clear()  # tensors with weak references are not exchanged
     place: str | None = None
+    held_by_torch: list[FunctionalTensor] = []
     while tensors:
         tensor = tensors.pop()
         if is_named and place is None and _is_traced(tensor):
             place = _place(tensor, tensors)
-        try:
+        if not _exchange(tensor):
+            held_by_torch.append(tensor)
+    if held_by_torch and not is_named:  # by autograd's graph, perhaps, in such a cycle
+        gc.collect()
+        for tensor in held_by_torch:
             _exchange(tensor)
-        except RuntimeError:  # torch holds it itself, in a cache or in autograd's graph, where nobody finds it
-            continue
     return place
 
 
@@ -120,8 +123,11 @@ def _is_traced(tensor: torch.Tensor) -> bool:
     return isinstance(_below(tensor), FakeTensor)
 
 
-def _exchange(tensor: torch.Tensor) -> None:
-    """Makes a plain tensor of one that a trace made, which is the same object."""
+def _exchange(tensor: torch.Tensor) -> bool:
+    """Makes a plain tensor of one that a trace made, which is the same object; not of one that torch itself holds.
+
+    Nobody finds those, in a cache or in autograd's graph.
+    """
     value = _below(tensor)
     with without_modes(), without_functions(), torch.no_grad():
         requires_grad = tensor.requires_grad
@@ -130,7 +136,11 @@ def _exchange(tensor: torch.Tensor) -> None:
         else:
             plain = value.detach().clone()
         plain.requires_grad_(requires_grad)
-        torch.utils.swap_tensors(tensor, plain)
+        try:
+            torch.utils.swap_tensors(tensor, plain)
+        except RuntimeError:
+            return False
+        return True
 
 
 def _place(tensor: torch.Tensor, ours: list[FunctionalTensor]) -> str:

@@ -1,4 +1,4 @@
-"""Backward hooks of modules: what torch calls with the gradients of a module's inputs and of its outputs.
+"""Backward hooks of modules (`register_full_backward_hook`, and its pre-hook): called with the gradients of a module.
 
 # Note: two identities
 
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from jaxfn._torch.trace.hooks import following
 from jaxfn._torch.trace.silent import attach, is_detached, refuse_writes
-from jaxfn._torch.trace.state import Tracing, current
+from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.trace.tensor_hooks import following
 from jaxfn._torch.values.errors import TranslationError
 
 _Gradients = tuple[torch.Tensor | None, ...]
@@ -34,61 +34,44 @@ _Gradients = tuple[torch.Tensor | None, ...]
 _CALL = "jaxfn_call"
 
 
-def setting_up_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+def set_up_inputs(tracing: Tracing, original: Callable[..., Any], hooks: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`BackwardHook.setup_input_hook`: the arguments that a module gets."""
-
-    def setup_input_hook(hooks: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        tracing = _tracing()
-        if tracing is None:
-            return original(hooks, args)
-        given = _for_autograd_inside(tracing, original, hooks, args)
-        call = vars(hooks)[_CALL] = _Call(tracing, hooks, args)
-        return call.entered(args, given)
-
-    return setup_input_hook
+    if not _looks_after_gradients(tracing):
+        return original(hooks, args)
+    given = _set_up_for_autograd(tracing, original, hooks, args)
+    call = vars(hooks)[_CALL] = _ModuleCall(tracing, hooks, args)
+    return call.entered(args, given)
 
 
-def setting_up_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+def set_up_outputs(tracing: Tracing, original: Callable[..., Any], hooks: Any, result: Any) -> Any:
     """`BackwardHook.setup_output_hook`: what a module returns."""
-
-    def setup_output_hook(hooks: Any, result: Any) -> Any:
-        tracing = _tracing()
-        call: _Call | None = vars(hooks).pop(_CALL, None)
-        if tracing is None or call is None:
-            return original(hooks, result)
-        outputs = result if isinstance(result, tuple) else (result,)
-        given = _for_autograd_inside(tracing, original, hooks, outputs)
-        left = call.left(outputs, given)
-        return left if isinstance(result, tuple) else left[0]
-
-    return setup_output_hook
+    call: _ModuleCall | None = vars(hooks).pop(_CALL, None)
+    if call is None or not _looks_after_gradients(tracing):
+        return original(hooks, result)
+    outputs = result if isinstance(result, tuple) else (result,)
+    given = _set_up_for_autograd(tracing, original, hooks, outputs)
+    left = call.left(outputs, given)
+    return left if isinstance(result, tuple) else left[0]
 
 
-def choosing_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
+def choose_hooks(tracing: Tracing, original: Callable[..., Any], module: Any) -> Any:
     """`Module._get_backward_hooks`: the hooks by kind, of which one is torch's autograd's alone."""
-
-    def hooks_of(module: Any) -> Any:
-        full, others = original(module)
-        tracing = _tracing()
-        if tracing is not None and others:
-            raise TranslationError(
-                f"{tracing.owner}: {tracing.part_name(module)} has a backward hook of the old kind, "
-                f"{_name(others[0])}, which gets the gradients of the module's last operation alone. JAX has no such "
-                "operations. Use register_full_backward_hook (of all modules: register_module_full_backward_hook)"
-            )
-        return full, others
-
-    return hooks_of
+    full, others = original(module)
+    if others and _looks_after_gradients(tracing):
+        raise TranslationError(
+            f"{tracing.owner}: {tracing.part_name(module)} has a backward hook of the old kind, "
+            f"{_name(others[0])}, which gets the gradients of the module's last operation alone. JAX has no such "
+            "operations. Use register_full_backward_hook (of all modules: register_module_full_backward_hook)"
+        )
+    return full, others
 
 
-def _tracing() -> Tracing | None:
-    """The trace that looks after gradients, where they are on."""
-    tracing = current()
-    is_followed = tracing is not None and tracing.recorder.follows_grad_mode and torch.is_grad_enabled()
-    return tracing if is_followed else None
+def _looks_after_gradients(tracing: Tracing) -> bool:
+    """Whether the trace does, which is where they are on."""
+    return tracing.recorder.follows_grad_mode and torch.is_grad_enabled()
 
 
-def _for_autograd_inside(
+def _set_up_for_autograd(
     tracing: Tracing, original: Callable[..., Any], hooks: Any, values: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """What torch makes of a module's inputs or outputs, for autograd that the code calls."""
@@ -99,7 +82,7 @@ def _for_autograd_inside(
         tracing.registers_on_nodes = False
 
 
-class _Call:
+class _ModuleCall:
     """One call of a module that has backward hooks.
 
     Args:

@@ -12,8 +12,9 @@ import functools
 import inspect
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -22,43 +23,44 @@ from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users, source_line
 from jaxfn._torch.trace.applications import apply, apply_taken_before
 from jaxfn._torch.trace.composed import cumulative_batch_norm
-from jaxfn._torch.trace.hooks import register_hook
 from jaxfn._torch.trace.inside import call_replacement
-from jaxfn._torch.trace.module_hooks import choosing_hooks, setting_up_inputs, setting_up_outputs
+from jaxfn._torch.trace.interception import detach_in_place
+from jaxfn._torch.trace.module_hooks import choose_hooks, set_up_inputs, set_up_outputs
 from jaxfn._torch.trace.nodes import GradFn
 from jaxfn._torch.trace.silent import detach as mark_detached
-from jaxfn._torch.trace.state import current
+from jaxfn._torch.trace.state import THREAD, Tracing
+from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import TranslationError
 
-
-class _Name(NamedTuple):
-    """An attribute, and what makes the stand-in of its value."""
-
-    owner: Any
-    name: str
-    stand_in: Callable[[Any], Any]
-
-
-class _Replaced:
-    """An attribute that has a stand-in, and how many traces need it."""
-
-    def __init__(self, name: _Name) -> None:
-        self._owner, self._attribute, stand_in = name
-        self._before = vars(self._owner).get(self._attribute, _MISSING)
-        self.num_traces = 0
-        setattr(self._owner, self._attribute, stand_in(getattr(self._owner, self._attribute)))
-
-    def put_back(self) -> None:
-        """Puts what was there before back."""
-        if self._before is _MISSING:
-            delattr(self._owner, self._attribute)
-        else:
-            setattr(self._owner, self._attribute, self._before)
-
-
 _MISSING = object()
+
+
+class _Name:
+    """An attribute, and its stand-in.
+
+    Args:
+      owner: whose attribute.
+      name: what it is called.
+      stand_in_of: what makes the stand-in of its value.
+    """
+
+    def __init__(self, owner: Any, name: str, stand_in_of: Callable[[Any], Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self._stand_in_of = stand_in_of
+        self._original, self._stand_in = _MISSING, None
+
+    def stand_in(self) -> Any:
+        """What stands for its value; the same again in the next trace, unless that has another value."""
+        original = getattr(self.owner, self.name)
+        if original is not self._original:
+            self._original, self._stand_in = original, self._stand_in_of(original)
+        return self._stand_in
+
+
 _LOCK = threading.Lock()
-_REPLACED: dict[tuple[int, str], _Replaced] = {}
+_BEFORE: dict[tuple[int, str], Any] = {}  # what attributes were that have a stand-in, by the owner's identity and name
+_NUM_TRACES = Counter[tuple[int, str]]()  # that need it
 _REFERENCES: dict[int, list[_Name]] = {}  # of Python functions that have a stand-in, by identity
 
 
@@ -74,22 +76,53 @@ def patched(owner: str, functions: Iterable[Any]) -> Generator[None]:
         names = [*_NAMES, *(name for function in functions for name in _references(owner, function))]
         for name in names:
             key = id(name.owner), name.name
-            replaced = _REPLACED.get(key) or _REPLACED.setdefault(key, _Replaced(name))
-            replaced.num_traces += 1
+            _NUM_TRACES[key] += 1
+            if key not in _BEFORE:
+                _BEFORE[key] = vars(name.owner).get(name.name, _MISSING)
+                setattr(name.owner, name.name, name.stand_in())
     try:
         yield
     finally:
         with _LOCK:
             for name in names:
-                replaced = _REPLACED[id(name.owner), name.name]
-                replaced.num_traces -= 1
-                if not replaced.num_traces:
-                    _REPLACED.pop((id(name.owner), name.name)).put_back()
+                key = id(name.owner), name.name
+                _NUM_TRACES[key] -= 1
+                if _NUM_TRACES[key]:
+                    continue
+                before = _BEFORE.pop(key)
+                if before is _MISSING:
+                    delattr(name.owner, name.name)
+                else:
+                    setattr(name.owner, name.name, before)
+
+
+def _answering(answer: Callable[..., Any]) -> Callable[[Any], Any]:
+    """What makes a stand-in, which while a trace is made does what `answer` does, and else what the original does.
+
+    Args:
+      answer: of the trace, the original and the arguments.
+    """
+
+    def stand_in_of(original: Any) -> Any:
+        @functools.wraps(original)
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            tracing = THREAD.tracing
+            return original(*args, **kwargs) if tracing is None else answer(tracing, original, *args, **kwargs)
+
+        return stand_in
+
+    return stand_in_of
+
+
+def _answering_attribute(answer: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The same for an attribute of tensors; `answer` gets the trace, how to get the original one, and the tensor."""
+    stand_in_of = _answering(answer)
+    return lambda original: property(stand_in_of(original.__get__), original.__set__)
 
 
 def _applying(_: Any) -> Any:
     def stand_in(function: Any, *args: Any, **kwargs: Any) -> Any:
-        tracing = current()
+        tracing = THREAD.tracing
         if tracing is None:
             return _compat.apply_below(function)(*args, **kwargs)
         return apply(tracing, function, args, kwargs)
@@ -101,53 +134,25 @@ def _looking_up(_: Any) -> Any:
     return apply_taken_before
 
 
-def _recomputing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _recompute(
+    tracing: Tracing, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """`torch.utils.checkpoint.checkpoint`, which calls the function in autograd's backward once more."""
-
-    @functools.wraps(original)
-    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tracing = current()
-        if tracing is None:
-            return original(function, *args, **kwargs)
-        options = inspect.signature(original).parameters
-        with tracing.recorder.recomputing():
-            return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
-
-    return checkpoint
+    options = inspect.signature(original).parameters
+    with tracing.recorder.recomputing():
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
 
-def _staying(original: Callable[..., Any]) -> Callable[..., Any]:
-    def cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return original(tensor, *args, **kwargs) if current() is None else tensor
-
-    return cuda
+def _stay(tracing: Tracing, original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
 
 
-def _detaching_in_place(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def detach_(tensor: torch.Tensor) -> torch.Tensor:
-        tracing = current()
-        if tracing is not None and tracing.recorder.follows_grad_mode:
-            return mark_detached(original(tensor))
-        if tracing is not None:
-            tracing.recorder.stop_gradient(tracing.lower(tensor))
-        return original(tensor)
-
-    return detach_
-
-
-def _detaching_data(original: Any) -> property:
+def _data(tracing: Tracing, original: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """`.data`, which is to torch's modes what autograd itself does with what it saves."""
-
-    def data(tensor: torch.Tensor) -> torch.Tensor:
-        tracing = current()
-        if tracing is None:
-            return original.__get__(tensor)
-        if tracing.recorder.follows_grad_mode:
-            return mark_detached(original.__get__(tensor), by_data=True)
-        with tracing.recorder.stopping_gradients():
-            return original.__get__(tensor)
-
-    return property(data, original.__set__)
+    if tracing.recorder.follows_grad_mode:
+        return mark_detached(original(tensor), by_data=True)
+    with tracing.recorder.stopping_gradients():
+        return original(tensor)
 
 
 def _as_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
@@ -155,129 +160,82 @@ def _as_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return copy.requires_grad_() if requires_grad and not copy.requires_grad else copy
 
 
-def _batch_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-        is_moving = module.training and module.track_running_stats and module.num_batches_tracked is not None
-        if current() is None or module.momentum is not None or not is_moving:
-            return original(module, x)
-        return cumulative_batch_norm(module, x)
-
-    return forward
+def _batch_norm(tracing: Tracing, original: Callable[..., torch.Tensor], module: Any, x: torch.Tensor) -> torch.Tensor:
+    is_moving = module.training and module.track_running_stats and module.num_batches_tracked is not None
+    return cumulative_batch_norm(module, x) if module.momentum is None and is_moving else original(module, x)
 
 
-def _detecting_causal(original: Callable[..., bool]) -> Callable[..., bool]:
+def _detect_causal(
+    tracing: Tracing, original: Callable[..., bool], mask: Any, is_causal: bool | None = None, size: int | None = None
+) -> bool:
     """Whether a mask is the causal one: without values it is used as any other, which means the same."""
-
-    def detect(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        tracing = current()
-        is_unknown = tracing is not None and is_causal is None and tracing.is_traced(mask)
-        return not is_unknown and original(mask, is_causal, size)
-
-    return detect
+    is_unknown = is_causal is None and tracing.is_traced(mask)
+    return not is_unknown and original(mask, is_causal, size)
 
 
-def _making_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_leaves(
+    tracing: Tracing, original: Callable[..., Any], inputs: Any, create_graph: bool, need_graph: bool
+) -> Any:
     """What `torch.autograd.functional` begins with: it detaches what requires no gradient, as arguments say."""
-
-    def making_leaves(inputs: Any, create_graph: bool, need_graph: bool) -> Any:
-        tracing = current()
-        if tracing is not None and tracing.recorder.follows_grad_mode and create_graph:
-            return tuple(_as_leaf(x, need_graph) for x in inputs)
-        return original(inputs, create_graph, need_graph)
-
-    return making_leaves
+    if tracing.recorder.follows_grad_mode and create_graph:
+        return tuple(_as_leaf(x, need_graph) for x in inputs)
+    return original(inputs, create_graph, need_graph)
 
 
-def _grad_fn(original: Any) -> property:
+def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tensor) -> Any:
     """`.grad_fn`, whose hooks autograd would call."""
-
-    def grad_fn(tensor: torch.Tensor) -> Any:
-        tracing, node = current(), original.__get__(tensor)
-        is_followed = tracing is not None and tracing.recorder.follows_grad_mode
-        if node is None or tracing is None or not is_followed or tracing.registers_on_nodes:
-            return node
-        return GradFn(tracing.owner, node)
-
-    return property(grad_fn)
+    node = original(tensor)
+    if node is None or not tracing.recorder.follows_grad_mode or tracing.registers_on_nodes:
+        return node
+    return GradFn(tracing.owner, node)
 
 
-def _registering_hook(original: Callable[..., Any]) -> Callable[..., Any]:
-    def stand_in(tensor: torch.Tensor, hook: Any) -> Any:
-        tracing = current()
-        return original(tensor, hook) if tracing is None else register_hook(tracing, original, tensor, hook)
-
-    return stand_in
-
-
-def _running_script(original: Callable[..., Any]) -> Callable[..., Any]:
+def _run_script(tracing: Tracing, original: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
     """Compiled TorchScript, whose own derivatives begin with tensors that it detaches."""
-
-    def call(script: Any, *args: Any, **kwargs: Any) -> Any:
-        tracing = current()
-        if tracing is None or tracing.recorder.runs_script:
-            return original(script, *args, **kwargs)
-        if "aten::detach" in str(script.inlined_graph):
-            raise TranslationError(
-                f"{tracing.owner} calls {script.name}, TorchScript that detaches a tensor, which cannot be told from "
-                f"what TorchScript detaches for itself. Detach in Python, or do not script it{source_line()}"
-            )
-        tracing.recorder.runs_script = True
-        try:
-            return original(script, *args, **kwargs)
-        finally:
-            tracing.recorder.runs_script = False
-
-    return call
+    if tracing.recorder.runs_script:
+        return original(script, *args, **kwargs)
+    if "aten::detach" in str(script.inlined_graph):
+        raise TranslationError(
+            f"{tracing.owner} calls {script.name}, TorchScript that detaches a tensor, which cannot be told from "
+            f"what TorchScript detaches for itself. Detach in Python, or do not script it{source_line()}"
+        )
+    tracing.recorder.runs_script = True
+    try:
+        return original(script, *args, **kwargs)
+    finally:
+        tracing.recorder.runs_script = False
 
 
-def _entering_hooks(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _enter_hooks(tracing: Tracing, original: Callable[[Any], Any], hooks: Any) -> Any:
     """Hooks of saved tensors, which change gradients where they change values; torch's own do not."""
-
-    def enter(hooks: Any) -> Any:
-        tracing = current()
-        module: str = getattr(hooks.pack_hook, "__module__", "")
-        if tracing is not None and tracing.recorder.follows_grad_mode and module.partition(".")[0] != "torch":
-            raise TranslationError(
-                f"{tracing.owner} runs under saved_tensors_hooks, which torch's autograd calls and JAX does not. "
-                f"Use jax.checkpoint with a policy around what is differentiated{source_line()}"
-            )
-        return original(hooks)
-
-    return enter
+    module: str = getattr(hooks.pack_hook, "__module__", "")
+    if tracing.recorder.follows_grad_mode and module.partition(".")[0] != "torch":
+        raise TranslationError(
+            f"{tracing.owner} runs under saved_tensors_hooks, which torch's autograd calls and JAX does not. "
+            f"Use jax.checkpoint with a policy around what is differentiated{source_line()}"
+        )
+    return original(hooks)
 
 
-def _enabling(original: Callable[[], bool]) -> Callable[[], bool]:
-    def is_grad_enabled() -> bool:
-        """To the user's code gradients are on in backward, where code asks whether it may be differentiated again."""
-        tracing = current()
-        asks = tracing is not None and tracing.is_differentiated and is_users(sys._getframe(1).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
-        return asks or original()
-
-    return is_grad_enabled
+def _is_users_asking() -> bool:
+    """Whether it is the user's code that has called the stand-in whose answer calls this."""
+    return is_users(sys._getframe(3).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
 
 
-def _compiling(original: Callable[[], bool]) -> Callable[[], bool]:
-    def is_compiling() -> bool:
-        """To the user's code this is what it asks: it leaves out checks that need values, which are not there."""
-        tracing = current()
-        if tracing is None or not is_users(sys._getframe(1).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]
-            return original()
-        return tracing.ask_whether_compiling()
-
-    return is_compiling
+def _is_grad_enabled(tracing: Tracing, original: Callable[[], bool]) -> bool:
+    """To the user's code gradients are on in backward, where code asks whether it may be differentiated again."""
+    return (tracing.is_differentiated and _is_users_asking()) or original()
 
 
-def _seeding(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def seeding(*args: Any, **kwargs: Any) -> Any:
-        tracing = current()
-        if tracing is None:
-            return original(*args, **kwargs)
-        tracing.recorder.is_seeded = True  # and nothing else: what is drawn afterwards is refused
-        name = original.__name__
-        return torch.initial_seed() if name == "seed" else torch.default_generator if name == "manual_seed" else None
+def _is_compiling(tracing: Tracing, original: Callable[[], bool]) -> bool:
+    """To the user's code this is what it asks: it leaves out checks that need values, which are not there."""
+    return tracing.ask_whether_compiling() if _is_users_asking() else original()
 
-    return seeding
+
+def _seed(tracing: Tracing, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tracing.recorder.is_seeded = True  # and nothing else: what is drawn afterwards is refused
+    name = original.__name__
+    return torch.initial_seed() if name == "seed" else torch.default_generator if name == "manual_seed" else None
 
 
 class _Validating:
@@ -287,18 +245,17 @@ class _Validating:
         self._original = original
 
     def __get__(self, instance: Any, owner: Any) -> bool:
-        return self._original and current() is None
+        return self._original and THREAD.tracing is None
 
 
 def _standing_for(function: Any) -> Callable[[Any], Any]:
-    @functools.wraps(function)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        tracing = current()
-        replacement = None if tracing is None else tracing.replacements.functions.get(function)
-        if tracing is None or replacement is None:
+    def call(tracing: Tracing, original: Any, *args: Any, **kwargs: Any) -> Any:
+        replacement = tracing.replacements.functions.get(function)
+        if replacement is None:
             return function(*args, **kwargs)
         return call_replacement(tracing, function, replacement, args, kwargs)
 
+    stand_in = _answering(call)(function)
     return lambda _: stand_in
 
 
@@ -308,7 +265,7 @@ def _static(stand_in: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _references(owner: str, function: Any) -> list[_Name]:
     """Where a Python function is found by name: in modules, and in the class that it was defined in."""
-    in_place = [name for name in _REFERENCES.get(id(function), []) if (id(name.owner), name.name) in _REPLACED]
+    in_place = [name for name in _REFERENCES.get(id(function), []) if (id(name.owner), name.name) in _BEFORE]
     if in_place:
         return in_place
     owners: list[Any] = list(sys.modules.values())
@@ -334,26 +291,26 @@ def _references(owner: str, function: Any) -> list[_Name]:
 
 _NAMES = [
     _Name(_compat.APPLYING_CLASS, "apply", _applying),
-    *(_Name(kind, "__call__", _running_script) for kind in _compat.SCRIPT_TYPES),
-    _Name(_compat.FunctionalTensor, "cuda", _staying),  # torch's asks the driver first
-    _Name(_compat.FunctionalTensor, "detach_", _detaching_in_place),
-    _Name(_compat.FunctionalTensor, "data", _detaching_data),
-    _Name(torch, "detach_", _detaching_in_place),
-    _Name(_compat.FunctionalTensor, "grad_fn", _grad_fn),
-    _Name(*_compat.MAKING_LEAVES, _making_leaves),
-    _Name(*_compat.BATCH_NORM, _batch_norm),
-    _Name(*_compat.DETECTING_CAUSAL, _detecting_causal),
-    _Name(_compat.FunctionalTensor, "register_hook", _registering_hook),
-    _Name(_compat.BackwardHook, "setup_input_hook", setting_up_inputs),
-    _Name(_compat.BackwardHook, "setup_output_hook", setting_up_outputs),
-    _Name(*_compat.HOOKS_OF_MODULE, choosing_hooks),
-    _Name(torch, "is_grad_enabled", _enabling),
-    _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _entering_hooks),
-    _Name(torch.compiler, "is_compiling", _compiling),
-    _Name(torch.utils.checkpoint, "checkpoint", _recomputing),
+    *(_Name(kind, "__call__", _answering(_run_script)) for kind in _compat.SCRIPT_TYPES),
+    _Name(_compat.FunctionalTensor, "cuda", _answering(_stay)),  # torch's asks the driver first
+    _Name(_compat.FunctionalTensor, "detach_", _answering(detach_in_place)),
+    _Name(_compat.FunctionalTensor, "data", _answering_attribute(_data)),
+    _Name(torch, "detach_", _answering(detach_in_place)),
+    _Name(_compat.FunctionalTensor, "grad_fn", _answering_attribute(_grad_fn)),
+    _Name(*_compat.MAKING_LEAVES, _answering(_make_leaves)),
+    _Name(*_compat.BATCH_NORM, _answering(_batch_norm)),
+    _Name(*_compat.DETECTING_CAUSAL, _answering(_detect_causal)),
+    _Name(_compat.FunctionalTensor, "register_hook", _answering(register_hook)),
+    _Name(_compat.BackwardHook, "setup_input_hook", _answering(set_up_inputs)),
+    _Name(_compat.BackwardHook, "setup_output_hook", _answering(set_up_outputs)),
+    _Name(*_compat.HOOKS_OF_MODULE, _answering(choose_hooks)),
+    _Name(torch, "is_grad_enabled", _answering(_is_grad_enabled)),
+    _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _answering(_enter_hooks)),
+    _Name(torch.compiler, "is_compiling", _answering(_is_compiling)),
+    _Name(torch.utils.checkpoint, "checkpoint", _answering(_recompute)),
     _Name(torch.distributions.Distribution, "_validate_args", _Validating),
     *(
-        _Name(module, name, _seeding)
+        _Name(module, name, _answering(_seed))
         for module in (torch, torch.random)
         for name in ("manual_seed", "seed", "set_rng_state")
     ),

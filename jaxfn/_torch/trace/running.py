@@ -31,7 +31,6 @@ from jaxfn._torch._compat import (
     FunctionalTensor,
     FunctionalTensorMode,
     functional,
-    plain_torch,
     without_functions,
     without_modes,
 )
@@ -41,7 +40,7 @@ from jaxfn._torch.trace import silent
 from jaxfn._torch.trace.interception import PythonLevel
 from jaxfn._torch.trace.leftovers import note
 from jaxfn._torch.trace.patches import patched
-from jaxfn._torch.trace.state import Tracing, replace_current
+from jaxfn._torch.trace.state import THREAD, Tracing
 from jaxfn._torch.values.errors import TranslationError
 
 
@@ -50,24 +49,23 @@ def running(tracing: Tracing) -> Generator[None]:
     """Inside, what torch does in this thread is recorded."""
     states = _random_states()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(tracing.owner, tracing.replacements.functions))
         stack.enter_context(without_modes())  # another trace's, where its code applies this Function
         stack.enter_context(torch.no_grad())
+        stack.enter_context(patched(tracing.owner, tracing.replacements.functions))
         stack.enter_context(tracing.recorder)
         stack.enter_context(_Functionalization(tracing.recorder))
         stack.enter_context(PythonLevel(tracing))
-        before = replace_current(tracing)
+        before, THREAD.tracing = THREAD.tracing, tracing
         try:
             yield
         except Exception as error:
-            known = _in_our_words(tracing.owner, error)
+            known = _explained(tracing.owner, error)
             if known is None:
                 raise
             raise known from error
         finally:
-            replace_current(before)
-            with plain_torch():
-                tracing.recorder.restore_gradients()
+            THREAD.tracing = before
+            tracing.recorder.restore_gradients()
             torch.clear_autocast_cache()  # which may hold tensors of the trace
     if _random_states() != states:
         raise TranslationError(
@@ -76,7 +74,7 @@ def running(tracing: Tracing) -> Generator[None]:
         )
 
 
-def _in_our_words(owner: str, error: Exception) -> TranslationError | None:
+def _explained(owner: str, error: Exception) -> TranslationError | None:
     """What an error that torch raised while tracing means, if that is known."""
     text = str(error)
     where = source_line([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])

@@ -35,30 +35,30 @@ from jaxfn._torch.trace.leftovers import made_here, sharing_memory
 from jaxfn._torch.trace.nodes import node_of
 from jaxfn._torch.values.errors import TranslationError
 
-_MARK = "jaxfn_is_detached"
-_DETACHED, _BY_DATA, _UNREADABLE = "detached", "detached by .data", "unreadable"
+DETACHED = "jaxfn_is_detached"  # the attribute of a tensor that says so, and how
+_BY_CALL, _BY_DATA, _UNREADABLE = "by a call", "by .data", "unreadable"
 _SHARED = "jaxfn_shares_memory"
 
 
 def detach(tensor: Any, *, by_data: bool = False) -> Any:
     """Marks a tensor of the code's as detached, if need be so that autograd does not see writes; returns it."""
     if isinstance(tensor, FunctionalTensor):
-        vars(tensor)[_MARK] = _BY_DATA if by_data else _DETACHED
+        vars(tensor)[DETACHED] = _BY_DATA if by_data else _BY_CALL
     return tensor
 
 
 def attach(tensor: torch.Tensor) -> None:
     """Takes the mark off a tensor, which autograd itself made under `torch.no_grad()`."""
-    vars(tensor).pop(_MARK, None)
+    vars(tensor).pop(DETACHED, None)
 
 
 def is_detached(tensor: object) -> bool:
     """Whether a tensor is marked."""
-    return isinstance(tensor, FunctionalTensor) and _MARK in vars(tensor)
+    return isinstance(tensor, FunctionalTensor) and DETACHED in vars(tensor)
 
 
 def _is_by_data(tensor: FunctionalTensor) -> bool:
-    return vars(tensor).get(_MARK) is _BY_DATA
+    return vars(tensor).get(DETACHED) is _BY_DATA
 
 
 def refuse_writes(recorder: Recorder, tensor: torch.Tensor, reason: str) -> None:
@@ -76,9 +76,9 @@ def exchange_memory(recorder: Recorder, tensor: Any, value: torch.Tensor) -> Non
         _refuse_if_saved(recorder, tensor)
     lowered = value
     if isinstance(value, FunctionalTensor):
-        stop_if_detached(recorder, value)
+        stop_detached(recorder, value)
         lowered = value.from_functional()
-    stop_if_detached(recorder, tensor)
+    stop_detached(recorder, tensor)
     tensor.elem = FunctionalTensor.to_functional(recorder.carried(lowered, tensor.from_functional())).elem
     if isinstance(value, FunctionalTensor):
         recorder.exchanged += [(tensor.elem, value.elem), (value.elem, tensor.elem)]
@@ -121,10 +121,10 @@ def _refuse_if_saved(recorder: Recorder, tensor: FunctionalTensor) -> None:
         )
 
 
-def stop_if_detached(recorder: Recorder, tensor: object) -> None:
-    """Takes the derivative off the present value of a tensor, if it is marked."""
-    if isinstance(tensor, FunctionalTensor) and is_detached(tensor):
-        if vars(tensor)[_MARK] is _UNREADABLE:
+def stop_detached(recorder: Recorder, *tensors: FunctionalTensor) -> None:
+    """Takes the derivative off the present values of those tensors that are marked."""
+    for tensor in filter(is_detached, tensors):
+        if vars(tensor)[DETACHED] is _UNREADABLE:
             raise TranslationError(
                 f"{recorder.owner} reads a detached tensor, to which it wrote a value with a gradient, in the memory "
                 f"of another tensor that has a gradient of its own. Write to a copy: `.detach().clone()`{source_line()}"
@@ -149,8 +149,7 @@ def run(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: 
     operands = _tensors((args, kwargs))
     is_silent = not torch.is_grad_enabled()
     if any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
-        for x in operands:
-            stop_if_detached(recorder, x)
+        stop_detached(recorder, *operands)
         value = call()
         if is_detach or is_silent or any(map(is_detached, operands)):
             marking = functools.partial(detach, by_data=any(map(_is_by_data, operands)))
@@ -170,14 +169,13 @@ def run(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: 
         if is_silent or is_detached(x)
         for tensor in (_with_gradient(x) if is_detached(x) else [x])
     ]
-    for x in operands:
-        stop_if_detached(recorder, x)
+    stop_detached(recorder, *operands)
     value = call()
     for tensor, before in kept:
         _write(tensor, recorder.carried(tensor.from_functional(), before))
     for tensor in lost:
         for x in filter(is_detached, sharing_memory(tensor.elem)):
-            vars(x)[_MARK] = _UNREADABLE
+            vars(x)[DETACHED] = _UNREADABLE
     if is_silent and not written:
         for x in _tensors(value):
             _stop(recorder, x)
@@ -200,7 +198,7 @@ def _attach(recorder: Recorder, tensor: FunctionalTensor) -> bool:
         if is_alone and recorder.varies(value):
             _write(x, recorder.without_gradient(value))
         if is_alone:
-            vars(x).pop(_MARK, None)
+            vars(x).pop(DETACHED, None)
     return is_alone
 
 

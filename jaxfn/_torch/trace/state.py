@@ -17,11 +17,11 @@ from jaxfn._torch._compat import (
     plain_torch,
     without_functions,
 )
-from jaxfn._torch.graph.names import name_of
-from jaxfn._torch.graph.recorder import Recorder
+from jaxfn._torch.graph.recorder import NONE_STOOD_IN, Recorder, StandIns
+from jaxfn._torch.graph.targets import name_of, named_operations
 from jaxfn._torch.trace.leftovers import note
 from jaxfn._torch.trace.selection import Selection, refuse
-from jaxfn._torch.trace.silent import stop_if_detached
+from jaxfn._torch.trace.silent import DETACHED, stop_detached
 
 
 class Replacements(NamedTuple):
@@ -29,12 +29,12 @@ class Replacements(NamedTuple):
 
     Attributes:
       all: everything, as the user gave it.
-      operations: of torch's: overloads, packets, `torch.library` definitions, names.
+      operations: of torch's, given as overloads, packets, `torch.library` definitions or names, by name.
       functions: of Python's.
     """
 
     all: Mapping[Any, Callable[..., Any]]
-    operations: Mapping[Any, Callable[..., Any]]
+    operations: Mapping[str, Callable[..., Any]]
     functions: Mapping[Any, Callable[..., Any]]
 
     @classmethod
@@ -48,7 +48,8 @@ class Replacements(NamedTuple):
                 "torch.nn.functional.linear), or the operations that explain() shows."
             )
         operations = {op: replacement for op, replacement in ops.items() if _is_operation(op)}
-        return cls(ops, operations, {op: replacement for op, replacement in ops.items() if op not in operations})
+        functions = {op: replacement for op, replacement in ops.items() if op not in operations}
+        return cls(ops, named_operations(operations), functions)
 
 
 def _is_operation(op: object) -> bool:
@@ -90,6 +91,7 @@ class Tracing:
       owner: whose code it is, for messages.
       replacements: see there.
       nested: see there.
+      stood_in: what stands for things made outside.
       is_differentiated: whether what the code computes may be differentiated again, as in `backward`.
       says_compiling: what the code hears when it asks whether it is being compiled.
 
@@ -109,6 +111,7 @@ class Tracing:
         owner: str,
         replacements: Replacements,
         nested: Nested,
+        stood_in: StandIns = NONE_STOOD_IN,
         *,
         is_differentiated: bool = False,
         says_compiling: bool = True,
@@ -117,7 +120,7 @@ class Tracing:
         self.replacements = replacements
         self.nested = nested
         self.is_differentiated = is_differentiated
-        self.recorder = Recorder(owner, replacements.operations)
+        self.recorder = Recorder(owner, replacements.operations, stood_in)
         self.reads_flags = False
         self.asks_compiling = False
         self._says_compiling = says_compiling
@@ -133,11 +136,12 @@ class Tracing:
 
     def input(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool | None = None) -> torch.Tensor:
         """A new input of the trace; `requires_grad` is what it says when asked, if it is one of the Function's."""
-        tensor = self.lift(self.recorder.input(shape, dtype))
-        if requires_grad is not None:
-            if dtype.is_floating_point or dtype.is_complex:
-                tensor.requires_grad_()  # whatever it says, so that autograd inside works for any input
-            self._requires_grad[id(tensor)] = requires_grad
+        with without_functions():
+            tensor = self.lift(self.recorder.input(shape, dtype))
+            if requires_grad is not None:
+                if dtype.is_floating_point or dtype.is_complex:
+                    tensor.requires_grad_()  # whatever it says, so that autograd inside works for any input
+                self._requires_grad[id(tensor)] = requires_grad
         self._inputs.append(tensor)
         return tensor
 
@@ -145,10 +149,6 @@ class Tracing:
         """A tensor made in another trace that depended on no input."""
         self.recorder.own(tensor)
         return self.lift(tensor)
-
-    def is_current(self) -> bool:
-        """Whether it is this trace that is being made in this thread."""
-        return current() is self
 
     def read_flags(self) -> None:
         """Notes that the code looks at which inputs need a gradient."""
@@ -180,7 +180,8 @@ class Tracing:
         if not isinstance(tensor, FunctionalTensor):
             return tensor
         with without_functions():
-            stop_if_detached(self.recorder, tensor)
+            if DETACHED in vars(tensor):
+                stop_detached(self.recorder, tensor)
             return tensor.from_functional()
 
     def is_traced(self, value: object) -> bool:
@@ -206,16 +207,20 @@ class Tracing:
             return self.recorder.finish(outputs)
 
 
-_THREAD = threading.local()
+class _Thread(threading.local):
+    """What a thread is doing.
+
+    Attributes:
+      tracing: the innermost trace that it is making.
+    """
+
+    tracing: Tracing | None = None
 
 
-def current() -> Tracing | None:
-    """The innermost trace that this thread is making."""
-    return getattr(_THREAD, "tracing", None)
+THREAD = _Thread()
 
 
-def replace_current(tracing: Tracing | None) -> Tracing | None:
-    """Makes another trace the innermost one; returns what it was before."""
-    before = current()
-    _THREAD.tracing = tracing
-    return before
+def current() -> Tracing:
+    """The innermost trace that this thread is making, for code that runs in traces alone."""
+    assert THREAD.tracing is not None
+    return THREAD.tracing

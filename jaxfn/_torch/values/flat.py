@@ -29,12 +29,17 @@ class Flat(NamedTuple):
     template: Any
 
 
-def take_out(value: Any, is_leaf: Callable[[Any], bool], *, each_once: bool = False) -> Flat:
+def is_tensor(value: object) -> bool:
+    """Whether it is a tensor of torch's."""
+    return isinstance(value, torch.Tensor)
+
+
+def take_out(value: Any, is_leaf: Callable[[Any], bool] = is_tensor, *, each_once: bool = False) -> Flat:
     """Takes leaves out of a value, however deep they are in lists, tuples and dicts.
 
     Args:
       value: the value.
-      is_leaf: which leaves.
+      is_leaf: which leaves; none of them a container.
       each_once: whether an object that is found again gets the slot that it has.
     """
     leaves: list[Any] = []
@@ -48,7 +53,7 @@ def take_out(value: Any, is_leaf: Callable[[Any], bool], *, each_once: bool = Fa
         leaves.append(leaf)
         return places.setdefault(id(leaf), Slot(len(leaves) - 1)) if each_once else Slot(len(leaves) - 1)
 
-    return Flat(leaves, torch_tree.tree_map(slot, value, is_leaf=lambda x: is_leaf(x) or _is_size(x)))
+    return Flat(leaves, torch_tree.tree_map(slot, value, is_leaf=_is_size))
 
 
 def put_in(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:

@@ -10,8 +10,8 @@ import torch
 
 from jaxfn._primitives.follow import follow
 from jaxfn._torch._compat import OPERATION_TYPES, plain_torch, saved_by, without_functions
-from jaxfn._torch.graph.jax_call import JaxCall
 from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.graph.targets import JaxCall
 from jaxfn._torch.trace.nodes import HOOKED
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
