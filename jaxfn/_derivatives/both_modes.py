@@ -46,7 +46,9 @@ def both_modes(rule: Rule) -> Differentiable:
             [t if p else None for t, p in zip(tangents_of_operands, perturbed, strict=True)]
         )
         tangents_of_outputs = _output_tangents(site, run, residuals, tangents_of_inputs, outputs)
-        if any(batches_of(tangents_of_outputs[i]) - batches_of(outputs.arrays[i]) for _, i in site.unbatched):
+        if any(
+            batch in batches_of(tangents_of_outputs[i]) - batches_of(outputs.arrays[i]) for batch, i in site.unbatched
+        ):
             raise NotImplementedError(NOT_MAPPED.format(name=rule.call.name))
         return outputs, Outputs(outputs.layout, tangents_of_outputs)
 

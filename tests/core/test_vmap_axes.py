@@ -518,7 +518,11 @@ def test_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the_bat
 @pytest.mark.parametrize("function", [ConstantWithJvp, ConstantWithGeneratedJvp])
 @pytest.mark.parametrize("inside", INSIDE)
 def test_such_an_output_with_forward_mode(inside, function):
-    """By hand JAX 0.10.0 to 0.12.0 gives a tangent of another shape than its primal, or the sum, or a bare error."""
+    """By hand JAX 0.10.0 to 0.12.0 gives a tangent of another shape than its primal, or the sum, or a bare error.
+
+    Each program is right after each other one: JAX's coming implementations trace a call once for all of them.
+    """
+    jax.clear_caches()
     weights = jnp.arange(1.0, ROWS + 1)
     example = INSIDE[inside](lambda x: function.apply(x, jnp.float32(0.3)) * weights)
     x = jnp.ones((BATCH, ROWS, COLUMNS))
