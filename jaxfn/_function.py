@@ -123,7 +123,7 @@ class Function:
         super().__init_subclass__(**kwargs)
         cls._jaxfn_entrance = _Entrance(cls)
         cls._jaxfn_apply = staticmethod(_make_apply(cls, cls._jaxfn_entrance))
-        show_signature(cls)
+        show_signature(cls._jaxfn_apply)
 
     @staticmethod
     @undefined
@@ -176,14 +176,17 @@ def _make_apply(function: type[Function], entrance: _Entrance) -> Callable[..., 
     apply.__name__ = function.__name__
     apply.__qualname__ = f"{function.__qualname__}.apply"
     apply.__doc__ = function.__doc__
+    vars(apply)["_jaxfn_entrance"] = entrance
     return apply
 
 
-def show_signature(function: Any) -> None:
-    """Lets `inspect.signature` say what `apply` takes: what `forward` does, less the ctx."""
-    with suppress(RuntimeError, TypeError, ValueError):  # no forward yet, or one that a call will refuse
-        methods, _ = function._jaxfn_entrance.prepared()
-        vars(function.apply)["__signature__"] = methods.parameters.signature
+def show_signature(apply: Callable[..., Any]) -> None:
+    """Lets `inspect.signature` say what a Function's `apply` takes: what `forward` does now, less the ctx."""
+    entrance: _Entrance | None = getattr(apply, "_jaxfn_entrance", None)
+    if entrance is not None:  # None of an `apply` that the user wrote
+        with suppress(RuntimeError, TypeError, ValueError):  # no forward yet, or one that a call will refuse
+            methods, _ = entrance.prepared()
+            vars(apply)["__signature__"] = methods.parameters.signature
 
 
 class _Entrance(Opaque):

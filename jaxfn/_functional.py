@@ -89,7 +89,7 @@ class CallableFunction(Generic[P, R_co]):
 
     def _register(self, method: str, rule: _F) -> _F:
         setattr(self.Function, method, staticmethod(rule))
-        show_signature(self.Function)
+        show_signature(self.Function.apply)
         return rule
 
 

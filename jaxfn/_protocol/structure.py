@@ -60,13 +60,13 @@ def paired_leaves(value: Any, skeleton: Any, layout: Layout) -> Iterator[tuple[s
         got = dict(tree_flatten_with_path(value, is_leaf=_is_one_array)[0])
     used: set[Any] = set()
     for path, leaf in wanted:
-        known_path = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
-        if known_path is None:
+        returned_path = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
+        if returned_path is None:
             raise StructureError(f"nothing was returned for {_path_text(path)}")
-        if len(known_path) < len(path) and got[known_path] is not None:
-            raise StructureError(f"one value was returned at {_path_text(known_path)}, where several leaves belong")
-        used.add(known_path)
-        piece = got[known_path]
+        if len(returned_path) < len(path) and got[returned_path] is not None:
+            raise StructureError(f"one value was returned at {_path_text(returned_path)}, where several leaves belong")
+        used.add(returned_path)
+        piece = got[returned_path]
         if is_boxed_array(leaf):  # by what the boxes hold; what JAX takes them for may be a function of that
             (leaf,) = tree_leaves(leaf)
             piece = tree_leaves(piece)[0] if is_boxed_array(piece) else piece

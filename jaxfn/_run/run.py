@@ -255,7 +255,7 @@ class Site:
     A closure would not do: JAX keeps the trace, and calls no function again to make one. So a Site is the static part
     of a pytree node without leaves. It is the first operand, the primal's and fwd's alike, and it is in the residuals.
 
-    A pytree node without leaves. Sites are equal where what a call there means is: JAX's coming custom_vjp keeps its
+    Sites are equal where what a call there means is: JAX's coming custom_vjp keeps its
     traces by that, and would trace every call anew.
 
     Attributes:
@@ -264,7 +264,7 @@ class Site:
         itself, so that its derivative is of the mapped call.
       outputs: the structure of what the primal returned, where it ran.
       unbatched: where the call was mapped as part of a program, the outputs that did not depend on which batch.
-      runs: the runs of `forward` there; see `reverse`.
+      runs: the runs of `forward` there; see `_derivatives/reverse.py`.
     """
 
     def __init__(self, hooks: Hooks | None) -> None:

@@ -1,6 +1,7 @@
 """Contract rows A: calling a Function."""
 
 import functools
+import inspect
 import pickle
 import re
 import threading
@@ -479,3 +480,44 @@ def test_apply_may_be_overridden():
 
     assert WithDefault.apply(jnp.float32(3)) == 6.0
     assert jax.grad(WithDefault.apply)(3.0) == 2.0
+
+
+@row("A1")
+def test_the_signature_of_apply_is_that_of_the_forward_it_calls():
+    """An `apply` of the user's own keeps its own, also that of a base class."""
+
+    class Scaled(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            return x * scale
+
+    class Doubled(Scaled):
+        @classmethod
+        def apply(cls, x, *, factor=2):
+            return super().apply(x, factor)
+
+    class Renamed(Doubled):
+        @staticmethod
+        def forward(ctx, a, b):
+            return a * b
+
+    assert str(inspect.signature(Scaled.apply)) == "(x, scale)"
+    assert str(inspect.signature(Doubled.apply)) == str(inspect.signature(Renamed.apply)) == "(x, *, factor=2)"
+    assert str(inspect.signature(super(Doubled, Doubled).apply)) == "(x, scale)"
+    assert jax.jit(Doubled.apply, static_argnames="factor")(2.0, factor=3) == 6
+
+
+@row("G1")
+def test_a_report_names_the_inputs_of_a_forward_that_was_replaced():
+    class Wrong(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            return a * 2 + b
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output, grad_output
+
+    Wrong.forward = staticmethod(lambda ctx, first, second: first * 2 + second)
+    with pytest.raises(jaxfn.GradcheckError, match="input 0 .'first'."):
+        jaxfn.gradcheck(Wrong.apply, (np.ones(2), np.ones(2)))

@@ -702,6 +702,16 @@ def test_explain():
 
 
 @row("H10")
+def test_explain_names_the_functions_of_JAX():
+    """Also those that are wrapped, or handed to another: with their module, and never by an address."""
+    function = function_of(lambda x: torch.sigmoid(x).cumsum(0) + x.reciprocal() + x.amax(0))
+    text = str(jaxfn.from_torch(function).explain(np.ones((2, 3)))).partition("def translated")[2]
+    for call in ("lax.logistic(", "sorting.cumulated(jnp.cumsum, ", "jnp.reciprocal(", "reductions.reduced(jnp.max, "):
+        assert f" = {call}" in text
+    assert " at 0x" not in text
+
+
+@row("H10")
 def test_explain_does_not_raise():
     for function, ops in ((UsesOperations, {}), (UsesOperations, {shapeless: lambda x: x}), (UsesKernel, {})):
         explanation = jaxfn.from_torch(function, ops=ops).explain(np.ones(3))

@@ -1788,3 +1788,130 @@ def test_an_order_of_memory_that_changes_is_seen():
         net(x)
     module.w.data = module.w.data.contiguous()
     assert net(x) == 12
+
+
+class ReturnsTransposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (2 * x).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad.t()
+
+
+class KeepsTransposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.t())
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * y.as_strided((3, 4), (4, 1))
+
+
+# What is read, from which memory.
+IN_ANOTHER_ORDER = {
+    "a transposed argument": lambda x: Every2nd.apply(x.t()),
+    "an argument in channels_last": lambda x: Every2nd.apply(
+        x.reshape(1, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    ),
+    "a part of a tensor": lambda x: Every2nd.apply(x[1:]),
+    "what a Function returns": lambda x: ReturnsTransposed.apply(x).as_strided((4,), (2,)),
+    "what depends on that": lambda x: (ReturnsTransposed.apply(x) + 1).as_strided((4,), (2,)),
+    "what a Function keeps": KeepsTransposed.apply,
+}
+
+
+@row("I2")
+@pytest.mark.parametrize("read", IN_ANOTHER_ORDER.values(), ids=IN_ANOTHER_ORDER)
+def test_memory_in_another_order_is_not_read_across_a_Function(read):
+    """The arrays that go into and come out of a Function have no order of their own."""
+    net = jaxfn.from_torch(lambda x: read(x).sum())
+    with pytest.raises(TranslationError, match=r"as_strided.*tensor.*transposed, or a part.*contiguous"):
+        jax.grad(net)(np.arange(12, dtype=np.float32).reshape(3, 4))
+
+
+class ReadsMemoryOfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.as_strided((4, 3), (3, 1))
+
+
+@row("I2")
+def test_memory_is_read_that_does_not_depend_on_what_is_in_another_order():
+    """The first two Functions are not applied to the weight; that order comes to the last one with its gradient."""
+
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+
+        def forward(self, x):
+            y = (ReadsMemoryOfSaved.apply(x) * self.w).sum() + Every2nd.apply(x).sum()
+            return y if self.training else y + (ReadsMemoryOfGradient.apply(x) * self.w).sum()
+
+    module, x = Beside(), np.arange(12, dtype=np.float32).reshape(4, 3)
+    tensor = torch.tensor(x, requires_grad=True)
+    expected = module(tensor)
+    net = jaxfn.from_torch(module)
+    expected.backward()
+    np.testing.assert_allclose(net(x), expected.item())
+    np.testing.assert_allclose(jax.grad(net)(x), tensor.grad)
+    module.eval()
+    with pytest.raises(TranslationError, match="depends on a gradient, which may have its order from 'w'"):
+        jax.grad(net)(x)
+
+
+@row("I2")
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_the_tensor_in_another_order_is_named(name):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.arange(12.0).reshape(3, 4).t()) for _ in range(2))
+
+        def forward(self, x):
+            return Every2nd.apply(getattr(self, name) * x).sum()
+
+    with pytest.raises(TranslationError, match=f"Every2nd reads memory .as_strided. that depends on '{name}'"):
+        jaxfn.from_torch(Two())(np.float32(2))
+
+
+def total(x, original):
+    return x + original
+
+
+def blend(x, original, tracing=1.0):
+    return x * tracing + original
+
+
+@functools.cache
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(total)
+
+
+@row("I2")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.utils.checkpoint.checkpoint(blend, x, original=x, tracing=3.0, use_reentrant=False),
+        lambda x: blend(x, original=x, tracing=3.0),
+        lambda x: scripted()(x, original=3 * x),
+        lambda x: torch.nn.BatchNorm1d(3, affine=False)(input=x),
+        lambda x: torch.detach_(input=2 * x),
+    ],
+    ids=["checkpoint", "ops", "TorchScript", "BatchNorm", "detach_"],
+)
+def test_arguments_may_have_any_name(call):
+    """Also those that jaxfn's own functions have, which stand in for what is called."""
+    net = jaxfn.from_torch(call, ops={blend: lambda x, original, tracing: x * tracing + original})
+    np.testing.assert_allclose(net(X.numpy()), call(X), rtol=1e-5, atol=1e-6)

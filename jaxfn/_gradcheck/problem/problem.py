@@ -15,6 +15,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from jaxfn._compat import is_ref
+from jaxfn._function import show_signature
 from jaxfn._values.arrays import double, is_array_leaf, is_inexact, is_none
 
 # A function of arrays that returns a list of arrays.
@@ -230,6 +231,7 @@ def _require_differentiable(argnums: int | Sequence[int] | None, chosen: frozens
 
 def _argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
     """`input 0 ('x')` and so on, by the function's signature where it says."""
+    show_signature(func)
     try:
         signature = inspect.signature(func)
         bound = signature.bind(*args).arguments

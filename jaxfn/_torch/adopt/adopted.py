@@ -218,8 +218,8 @@ class Adapter:
     def preview(self, arguments: Flat) -> tuple[Forward, bool]:
         """`forward` traced for torch tensors, and whether it or its backward draws random numbers."""
         args, kwargs = arguments.template
-        flags = (True,) * (len(args) + len(kwargs))
-        program = self.traced(arguments.template, [spec_of(x) for x in arguments.leaves], flags)
+        specs = [spec_of(x, self.definition.stood_in.permuted) for x in arguments.leaves]
+        program = self.traced(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
         return program, program.traced.draws or self._draws_in_backward(program)
 
     def _draws_in_backward(self, program: Forward) -> bool:
@@ -282,7 +282,7 @@ class Adapter:
                 f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one "
                 "shape at a time. Export with fixed shapes"
             )
-        return Spec(tuple(array.shape), torch_dtype(array.dtype))
+        return Spec(tuple(array.shape), torch_dtype(array.dtype), self.definition.stood_in.permuted)
 
     def _warn(self, program: Forward) -> None:
         name = self.definition.name

@@ -58,38 +58,42 @@ class Snippet(NamedTuple):
     expected: Any
 
 
-def _functions_of_parts(parts: Mapping[str, Snippet]) -> dict[str, Any]:
+def _results(snippets: Mapping[str, Snippet]) -> dict[str, Any]:
     """What each of them gives, in one Function for outputs and one for derivatives: many would take thrice as long."""
-    outputs = {name: part for name, part in parts.items() if part.place == "output"}
-    slopes = {name: part for name, part in parts.items() if part.place != "output"}
+    outputs = {name: snippet for name, snippet in snippets.items() if snippet.place == "output"}
+    slopes = {name: snippet for name, snippet in snippets.items() if snippet.place != "output"}
     return (_outputs(outputs) if outputs else {}) | (_slopes(slopes) if slopes else {})
 
 
-def _outputs(parts: Mapping[str, Snippet]) -> dict[str, Any]:
-    at, lengths = _arrays(parts)
+def _outputs(snippets: Mapping[str, Snippet]) -> dict[str, Any]:
+    at, lengths = _arrays(snippets)
 
     def forward(ctx: Any, x: Any) -> Any:
-        return (*(part.of_tensor(piece) for part, piece in zip(parts.values(), x.split(lengths), strict=True)),)
+        return (
+            *(snippet.of_tensor(piece) for snippet, piece in zip(snippets.values(), x.split(lengths), strict=True)),
+        )
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         return torch.cat(grad_outputs)
 
-    return dict(zip(parts, _function(forward, backward)(at), strict=True))
+    return dict(zip(snippets, _function(forward, backward)(at), strict=True))
 
 
-def _slopes(parts: Mapping[str, Snippet]) -> dict[str, Any]:
+def _slopes(snippets: Mapping[str, Snippet]) -> dict[str, Any]:
     """Of the identity, with a backward of these."""
-    at, lengths = _arrays(parts)
+    at, lengths = _arrays(snippets)
 
     def forward(ctx: Any, x: Any) -> Any:
-        pieces = zip(parts.values(), x.split(lengths), strict=True)
-        ctx.save_for_backward(x, *(part.of_tensor(piece) for part, piece in pieces if part.place == "saved"))
+        pieces = zip(snippets.values(), x.split(lengths), strict=True)
+        ctx.save_for_backward(x, *(snippet.of_tensor(piece) for snippet, piece in pieces if snippet.place == "saved"))
         return x.clone()
 
     def backward(ctx: Any, g: Any) -> Any:
         x, *saved = ctx.saved_tensors
-        kept, pieces = iter(saved), zip(parts.values(), x.split(lengths), strict=True)
-        return g * torch.cat([next(kept) if part.place == "saved" else part.of_tensor(y) for part, y in pieces])
+        kept, pieces = iter(saved), zip(snippets.values(), x.split(lengths), strict=True)
+        return g * torch.cat(
+            [next(kept) if snippet.place == "saved" else snippet.of_tensor(y) for snippet, y in pieces]
+        )
 
     function = _function(forward, backward)
 
@@ -100,12 +104,12 @@ def _slopes(parts: Mapping[str, Snippet]) -> dict[str, Any]:
         return jax.grad(total)(x).sum()
 
     derivatives = jnp.split(jax.grad(total_slope)(at), np.cumsum(lengths)[:-1])
-    return dict(zip(parts, derivatives, strict=True))
+    return dict(zip(snippets, derivatives, strict=True))
 
 
-def _arrays(parts: Mapping[str, Snippet]) -> tuple[Any, list[int]]:
+def _arrays(snippets: Mapping[str, Snippet]) -> tuple[Any, list[int]]:
     """All arrays one after the other, and how long each is."""
-    arrays = [np.asarray(part.at, np.float32) for part in parts.values()]
+    arrays = [np.asarray(snippet.at, np.float32) for snippet in snippets.values()]
     return jnp.array(np.concatenate(arrays)), [len(array) for array in arrays]
 
 
@@ -259,7 +263,7 @@ def _differences() -> dict[str, str]:
 
 def _tried(asked: Mapping[str, Answer | Snippet]) -> dict[str, str]:
     """Which of these differ, and how."""
-    parts = {name: answer for name, answer in asked.items() if isinstance(answer, Snippet)}
+    snippets = {name: answer for name, answer in asked.items() if isinstance(answer, Snippet)}
     failures: dict[str, str] = {}
 
     def program() -> dict[str, Any]:
@@ -268,9 +272,9 @@ def _tried(asked: Mapping[str, Answer | Snippet]) -> dict[str, str]:
             if isinstance(answer, Answer):
                 with _noted(name, failures):
                     found[name] = answer.found(jnp.array(answer.at))
-        if parts:
-            with _noted(", ".join(parts), failures):
-                found |= _functions_of_parts(parts)
+        if snippets:
+            with _noted(", ".join(snippets), failures):
+                found |= _results(snippets)
         return found
 
     # The arrays are constants of the program, which XLA computes with instead of making machine code.

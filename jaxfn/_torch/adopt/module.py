@@ -22,7 +22,7 @@ from jaxfn._torch._compat import (
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation
 from jaxfn._torch.adopt.whole import Whole, WholeProgram
-from jaxfn._torch.graph.recorder import Recorder, StandIns
+from jaxfn._torch.graph.recorder import Recorder, StandIns, is_permuted
 from jaxfn._torch.trace.silent import refuse_writes
 from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, Tracing, current
 from jaxfn._torch.trace.tensor_hooks import hooked
@@ -185,12 +185,13 @@ class AdoptedModule(NoArrays):
         for name, own in _tensors(module).items():
             for hook in reversed(gradient_hooks(own)):  # the outermost one is called first
                 tensors[name] = hooked(tracing, tensors[name], hook)
-        permuted = [name for name, own in _tensors(module).items() if _is_permuted(own)]
+        permuted = [name for name, own in _tensors(module).items() if is_permuted(own)]
         for name in permuted:
-            tracing.recorder.permuted[tracing.recorder.node(tracing.lower(tensors[name]))] = name
+            tracing.recorder.permuted[tracing.recorder.node(tracing.lower(tensors[name]))] = repr(name)
         names = {memory(own): name for name, own in _tensors(module).items() if memory(own) is not None}
         guarding = functools.partial(_writing_nothing, module)
-        tracing.recorder.stood_in = StandIns(names, permuted[0] if permuted else None, guarding)
+        order = f"a gradient, which may have its order from {permuted[0]!r}," if permuted else None
+        tracing.recorder.stood_in = StandIns(names, permuted_gradients=order, guarding=guarding)
         _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
         tracing.part_names = {id(part): name for name, part in module.named_modules()}
         tracing.held = HeldTensors(tensors, functools.partial(_held_by_turns, module))
@@ -264,12 +265,6 @@ def _refuse_lost(owner: str, written: Sequence[str]) -> None:
 
 def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-
-
-def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in memory in another order than its axes say, as in channels_last."""
-    is_dense = tensor.layout is torch.strided and not torch.nn.parameter.is_lazy(tensor)
-    return is_dense and not tensor.is_contiguous()
 
 
 def _is_made_later(tensor: torch.Tensor, array: Any) -> bool:
@@ -420,4 +415,4 @@ def _attribute_key(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return Same(value)
     # One that was computed, as by a hook that makes a weight, is computed anew by every forward.
-    return (id(value), _is_permuted(value)) if value.grad_fn is None else ("computed", value.shape)
+    return (id(value), is_permuted(value)) if value.grad_fn is None else ("computed", value.shape)

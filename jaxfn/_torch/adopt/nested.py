@@ -25,8 +25,9 @@ class _Previewed(NamedTuple):
 
 
 def _previewed(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Previewed:
-    adopted = adopt(function, tracing.replacements.all, __name__, NESTED, tracing.recorder.stood_in)
     arguments = take_out((tuple(args), dict(kwargs)))
+    stood_in = tracing.recorder.stood_in_inside([*map(tracing.lower, arguments.leaves)], function.__name__)
+    adopted = adopt(function, tracing.replacements.all, __name__, NESTED, stood_in)
     return _Previewed(adopted, arguments, *adopted.adapter.preview(arguments))
 
 
@@ -90,10 +91,14 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
         args, kwargs = put_in(template, arrays)
         return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
-    called = CalledFunction(tracing, apply_to_arrays, adapter.definition.name, [program.specs[slot] for slot in places])
+    specs = [program.specs[slot] for slot in places]
+    called = CalledFunction(tracing, apply_to_arrays, adapter.definition.name, [(x.shape, x.dtype) for x in specs])
     # What it writes to is to have the old value still where autograd goes back through the call.
     given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
     made = called(*given, *([new_key(tracing)] if draws else []))
+    for tensor, spec in zip(made, specs, strict=True):
+        if spec.permuted is not None:
+            tracing.recorder.permuted[tracing.recorder.node(tracing.lower(tensor))] = spec.permuted
     outputs = dict(zip(places, made, strict=True))
     for index, slot in program.dirty.items():
         if slot is None:

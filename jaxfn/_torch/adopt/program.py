@@ -29,15 +29,22 @@ _DERIVATIVES_KEPT = 32
 
 
 class Spec(NamedTuple):
-    """What a tensor is while tracing."""
+    """What a tensor is while tracing.
+
+    Attributes:
+      shape: its shape.
+      dtype: its type.
+      permuted: what it has the order of its elements in memory from, where that may be another than its axes say.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    permuted: str | None = None
 
 
-def spec_of(tensor: torch.Tensor) -> Spec:
+def spec_of(tensor: torch.Tensor, permuted: str | None = None) -> Spec:
     """The `Spec` of a tensor."""
-    return Spec(tuple(tensor.shape), tensor.dtype)
+    return Spec(tuple(tensor.shape), tensor.dtype, permuted)
 
 
 class TracedGraph(NoArrays):
@@ -246,7 +253,8 @@ class Forward(Trace):
         self.refusal: TranslationError | None = None  # why backward is not traced
         self.output, to_save, for_forward, self._attributes = made.template
         self._saved = {"backward": to_save, "jvp": for_forward}
-        self.specs = [spec_of(value) for value in values]
+        kept = f"a tensor that {definition.name}.forward keeps or returns"
+        self.specs = [spec_of(value, tracing.recorder.order_of(value, kept)) for value in values]
         self.reads_flags = tracing.reads_flags
         self.materialize_grads = ctx.materialize_grads
         self.non_differentiable = [i for i, x in enumerate(made.leaves) if _is_among(x, ctx.non_differentiable)]
@@ -403,7 +411,8 @@ class Derivative(Trace):
         )
         with running(tracing):
             ctx = forward.ctx(method, tracing, needs_input_grad)
-            arguments = put_in(given, [tracing.input(*spec) for spec in specs])
+            order = definition.stood_in.permuted_gradients
+            arguments = put_in(given, [tracing.input(x.shape, x.dtype, x.permuted or order) for x in specs])
             with definition.stood_in.guarding(f"{definition.name}.{method}"):
                 if method == "backward" and takes_boxed_gradients(definition.function):
                     returned = function(ctx, list(arguments))

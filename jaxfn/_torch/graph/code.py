@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -66,10 +65,12 @@ def _function_text(function: Callable[..., Any]) -> tuple[str, list[str]]:
     if isinstance(function, partial):
         name, bound = _function_text(function.func)
         return name, bound + [_text(argument) for argument in function.args]
-    plain = getattr(function, "__wrapped__", function)
     name = getattr(function, "__name__", None) or repr(function)
+    wrapped = [function]  # as to promote its operands
+    while hasattr(wrapped[-1], "__wrapped__"):
+        wrapped.append(wrapped[-1].__wrapped__)
     for prefix, module in _MODULES.items():
-        if getattr(module, name, None) in (function, plain):
+        if getattr(module, name, None) in wrapped:
             return f"{prefix}.{name}", []
     module_name = getattr(function, "__module__", None) or ""
     if module_name.startswith("jaxfn._torch.operations."):
@@ -82,7 +83,7 @@ def _text(value: Any) -> str:
         return value.name
     if isinstance(value, torch.dtype):
         return f"jnp.{jax_dtype(value).name}"
-    if isinstance(value, types.FunctionType | partial):
+    if callable(value):
         return _function_text(value)[0]
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"

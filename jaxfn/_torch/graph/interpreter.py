@@ -84,7 +84,7 @@ class Translation:
             operation = find(step.node, replacements) if step.node.op == "call_function" else None
             calls.append(_StepCall(step, operation, num_drawn))
             num_drawn += isinstance(operation, Operation) and operation.draws
-        self._parts = _parts(calls)
+        self._stretches = _stretches(calls)
         self._constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
         limits = {node: _limit(graph_module, node) for node in self._constants}
         known = {node: limit for node, limit in limits.items() if limit is not None}
@@ -117,11 +117,12 @@ class Translation:
         constants = self.constants() if constants is None else constants
         values: dict[Node, Any] = dict(zip(self._constants, constants, strict=True))
         remaining = iter(inputs)
-        for part in self._parts:
-            if part.is_recomputed and not self._may_be_wide(part.results):
-                values |= zip(part.results, jax.checkpoint(partial(self._results_of, part, values, key))(), strict=True)
+        for stretch in self._stretches:
+            if stretch.is_recomputed and not self._may_be_wide(stretch.results):
+                recomputed = jax.checkpoint(partial(self._results_of, stretch, values, key))
+                values |= zip(stretch.results, recomputed(), strict=True)
                 continue
-            for call in part.calls:
+            for call in stretch.calls:
                 node = call.step.node
                 if node.op == "placeholder":
                     values[node] = _recorded(next(remaining), node)
@@ -131,12 +132,12 @@ class Translation:
                     values[node] = self._value(call, values, key)
         raise TranslationError("the graph has no output")
 
-    def _results_of(self, part: _Stretch, known: Mapping[Node, Any], key: Any) -> list[Any]:
+    def _results_of(self, stretch: _Stretch, known: Mapping[Node, Any], key: Any) -> list[Any]:
         values = dict(known)
-        for call in part.calls:
+        for call in stretch.calls:
             if call.step.node.op == "call_function":
                 values[call.step.node] = self._value(call, values, key)
-        return [values[node] for node in part.results]
+        return [values[node] for node in stretch.results]
 
     def _value(self, call: _StepCall, values: Mapping[Node, Any], key: Any) -> Any:
         """What an operation returns."""
@@ -221,14 +222,14 @@ class _Stretch(NamedTuple):
     results: list[Node]
 
 
-def _parts(calls: Sequence[_StepCall]) -> list[_Stretch]:
+def _stretches(calls: Sequence[_StepCall]) -> list[_Stretch]:
     groups = [(key, list(group)) for key, group in groupby(calls, lambda call: call.step.node.meta.get("recomputed"))]
-    parts: list[_Stretch] = []
+    stretches: list[_Stretch] = []
     for key, group in groups:
         own = {call.step.node for call in group}
         results = [x.step.node for x in group if key is not None and not own.issuperset(x.step.node.users)]
-        parts.append(_Stretch(key is not None, group, results))
-    return parts
+        stretches.append(_Stretch(key is not None, group, results))
+    return stretches
 
 
 def explain(entries: Sequence[Unsupported]) -> str:

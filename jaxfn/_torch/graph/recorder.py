@@ -82,12 +82,14 @@ class StandIns(NamedTuple):
 
     Attributes:
       names: of tensors that have a stand-in, parameters and buffers, by their memory.
-      permuted: the name of one whose elements lie in another order than its axes say, where there is one.
+      permuted: what an input has the order of its elements in memory from, where that may be another than its axes say.
+      permuted_gradients: likewise of gradients.
       guarding: a context in which backward runs, whose name it is given, for messages.
     """
 
     names: Mapping[int | None, str] = {}
     permuted: str | None = None
+    permuted_gradients: str | None = None
     guarding: Callable[[str], AbstractContextManager[None]] = lambda who: contextlib.nullcontext()
 
 
@@ -149,7 +151,8 @@ class Recorder(TorchDispatchMode):
         self._outside: set[int] = set()  # the constants that depend on a tensor made outside
         self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
-        self.permuted: dict[torch.fx.Node, str] = {}  # what stands for tensors whose elements lie in another order
+        self.permuted: dict[torch.fx.Node, str] = {}  # of inputs, what their elements have another order in memory from
+        self._stood_in_of: dict[str | None, StandIns] = {}
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
         self._recomputed: int | None = None  # which part is being recorded that is computed again; see `recomputing`
@@ -157,12 +160,18 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------------------------ tensors and nodes
 
-    def input(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A new input of the graph: a traced tensor."""
+    def input(self, shape: Sequence[int], dtype: torch.dtype, permuted: str | None = None) -> torch.Tensor:
+        """A new input of the graph: a traced tensor.
+
+        Args:
+          shape: its shape.
+          dtype: its type.
+          permuted: what it has the order of its elements in memory from, where that may be another than its axes say.
+        """
         node = self.graph.placeholder(f"input_{len(self._inputs)}")
         self._inputs.append(node)
-        if self.stood_in.permuted:  # of a Function, whose inputs may depend on that one
-            self.permuted[node] = self.stood_in.permuted
+        if permuted is not None:
+            self.permuted[node] = permuted
         return self._name(self.fake(shape, dtype), node)
 
     def fake(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -448,22 +457,48 @@ class Recorder(TorchDispatchMode):
             if decomposed is not NotImplemented:
                 return decomposed
         if func in _BY_MEMORY:
-            self._refuse_permuted(args[0])
+            self._refuse_unknown_order(args[0])
         return self._record(func, (args, kwargs), self._faked(func, args, kwargs))
 
-    def _refuse_permuted(self, tensor: torch.Tensor) -> None:
-        """Raises where a tensor's memory may be in another order in torch, as results take it over from operands."""
-        waiting, seen = [self.node(tensor)] if self.permuted else [], set[torch.fx.Node]()
+    def stood_in_inside(self, tensors: Sequence[torch.Tensor], function: str) -> StandIns:
+        """What stands for things made outside, in a Function that is applied to these tensors."""
+        permuted = None
+        for i, tensor in enumerate(tensors):
+            permuted = permuted or self.order_of(tensor, f"tensor {i} of those that {function} is applied to")
+        if permuted == self.stood_in.permuted:
+            return self.stood_in
+        return self._stood_in_of.setdefault(permuted, self.stood_in._replace(permuted=permuted))
+
+    def order_of(self, tensor: torch.Tensor, name: str) -> str | None:
+        """What a tensor has the order of its elements in memory from, where that may be another than its axes say.
+
+        Args:
+          tensor: the tensor, from below functionalization.
+          name: what it is called where it has that order by itself: a view of a part, or transposed.
+        """
+        source = self._permuted_source(tensor)
+        return name if source is None and is_permuted(tensor) else source
+
+    def _permuted_source(self, tensor: torch.Tensor) -> str | None:
+        """What a tensor depends on of which not even torch's order in memory is known here, as results take it over."""
+        node = self._nodes.get(id(tensor))
+        waiting, seen = [node] if self.permuted and node else [], set[torch.fx.Node]()
         while waiting:
             node = waiting.pop()
-            if name := self.permuted.get(node):
-                raise TranslationError(
-                    f"{self.owner} reads memory (as_strided) that depends on {name!r}, whose elements torch has in "
-                    "another order than its axes (channels_last, or transposed); arrays of JAX have none. Make it "
-                    f"contiguous first: `parameter.data = parameter.data.contiguous()`{source_line()}"
-                )
+            if source := self.permuted.get(node):
+                return source
             waiting += [other for other in node.all_input_nodes if other not in seen]
             seen.update(node.all_input_nodes)
+        return None
+
+    def _refuse_unknown_order(self, tensor: torch.Tensor) -> None:
+        if source := self._permuted_source(tensor):
+            raise TranslationError(
+                f"{self.owner} reads memory (as_strided) that depends on {source}, whose elements torch has, or may "
+                "have, in another order than its axes (channels_last, transposed, or a part of another tensor); arrays "
+                "of JAX have none. Make it contiguous first: `tensor.contiguous()`, of a parameter "
+                f"`parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)`{source_line()}"
+            )
 
     def _record(self, target: Any, arguments: tuple[Any, Any], value: Any) -> Any:
         args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.node, arguments)
@@ -613,6 +648,13 @@ class Recorder(TorchDispatchMode):
         shapes = [jax.ShapeDtypeStruct(tuple(x.shape), jax_dtype(x.dtype)) for x in arguments.leaves]
         avals = jax.eval_shape(apply_to_arrays, *shapes)
         return put_in(templates[-1], [self.fake(aval.shape, torch_dtype(aval.dtype)) for aval in avals])
+
+
+def is_permuted(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in memory otherwise than its axes say, as in channels_last, or in a part of another."""
+    if tensor.layout is not torch.strided or torch.nn.parameter.is_lazy(tensor):
+        return False
+    return not (tensor.is_contiguous() and tensor.storage_offset() == 0)
 
 
 WRITES_OUTSIDE = (

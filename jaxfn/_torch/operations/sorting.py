@@ -104,7 +104,7 @@ def logcumsumexp(x: Array, dim: int) -> Array:
     return lax.cumlogsumexp(flat, dim % flat.ndim).reshape(x.shape)
 
 
-def running(better: Callable[..., Array], x: Array, dim: int) -> tuple[Array, Array]:
+def cumulative_extreme(better: Callable[..., Array], x: Array, dim: int) -> tuple[Array, Array]:
     """The best element so far, the last of equals, and its place; from a nan on, nan."""
     flat = vector(x)
 
@@ -121,8 +121,8 @@ enter_all(
     {
         "aten.cumsum": partial(cumulated, jnp.cumsum),
         "aten.cumprod": partial(cumulated, jnp.cumprod),
-        "aten.cummax": partial(running, jnp.greater_equal),
-        "aten.cummin": partial(running, jnp.less_equal),
+        "aten.cummax": partial(cumulative_extreme, jnp.greater_equal),
+        "aten.cummin": partial(cumulative_extreme, jnp.less_equal),
     }
 )
 

@@ -27,7 +27,7 @@ from jaxfn._torch.trace.state import THREAD, Tracing
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flat import put_in, take_out
 
-_THREAD = threading.local()
+_APPLYING = threading.local()
 
 # What is for autograd inside alone, and no node.
 _AUTOGRADS = Differentiable, _compat.BackwardHookFunction
@@ -53,21 +53,21 @@ def apply_taken_before(function: Any, name: str) -> Any:
     """An attribute of a Function class, or what compiled `apply` is to find in its place."""
     value = type.__getattribute__(function, name)
     if name == "_backward_cls":
-        _THREAD.applied = function if THREAD.tracing is not None else None
-    elif name in ("forward", "setup_context") and getattr(_THREAD, "applied", None) is function:
+        _APPLYING.applied = function if THREAD.tracing is not None else None
+    elif name in ("forward", "setup_context") and getattr(_APPLYING, "applied", None) is function:
         tracing = THREAD.tracing
         if name == "setup_context":
-            _THREAD.applied = None
-            return _set_up if getattr(_THREAD, "recorded", None) is not None else value
+            _APPLYING.applied = None
+            return _set_up if getattr(_APPLYING, "recorded", None) is not None else value
         is_separate = type.__getattribute__(function, "setup_context") is not torch.autograd.Function.setup_context
-        _THREAD.applied = None
+        _APPLYING.applied = None
         if tracing is not None and not issubclass(function, _AUTOGRADS):
             return _forward(tracing, function, value, is_separate)
     return value
 
 
 def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
-    recorded, _THREAD.recorded = _THREAD.recorded, None
+    recorded, _APPLYING.recorded = _APPLYING.recorded, None
     _keep(ctx, *recorded)
 
 
@@ -82,7 +82,7 @@ def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_se
             returned = tracing.nested.apply(tracing, function, inputs, kwargs)
             node = tracing, function, inputs, kwargs
         if is_separate:  # for `_set_up`
-            _THREAD.applied, _THREAD.recorded = function, node
+            _APPLYING.applied, _APPLYING.recorded = function, node
         elif node is not None:
             _keep(ctx, *node)
         return returned

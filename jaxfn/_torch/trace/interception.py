@@ -307,12 +307,12 @@ def _detach_in_place(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> An
     return detach_in_place(mode.tracing, func, *args, **kwargs)
 
 
-def detach_in_place(tracing: Tracing, original: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+def detach_in_place(tracing: Tracing, original: Callable[..., torch.Tensor], input: torch.Tensor) -> torch.Tensor:
     """`tensor.detach_()`, which torch does by `original`."""
     if tracing.recorder.follows_grad_mode:
-        return detach(original(tensor))
-    tracing.recorder.stop_gradient(tracing.lower(tensor))
-    return original(tensor)
+        return detach(original(input))
+    tracing.recorder.stop_gradient(tracing.lower(input))
+    return original(input)
 
 
 @_answers(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # pyright: ignore

@@ -100,7 +100,7 @@ def _answering(answer: Callable[..., Any]) -> Callable[[Any], Any]:
     """What makes a stand-in, which while a trace is made does what `answer` does, and else what the original does.
 
     Args:
-      answer: of the trace, the original and the arguments.
+      answer: of the trace, the original and the arguments, whose names are torch's, or the user's.
     """
 
     def stand_in_of(original: Any) -> Any:
@@ -135,7 +135,7 @@ def _looking_up(_: Any) -> Any:
 
 
 def _recompute(
-    tracing: Tracing, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+    tracing: Tracing, original: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """`torch.utils.checkpoint.checkpoint`, which calls the function in autograd's backward once more."""
     options = inspect.signature(original).parameters
@@ -143,7 +143,7 @@ def _recompute(
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
 
-def _stay(tracing: Tracing, original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _stay(tracing: Tracing, original: Any, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor
 
 
@@ -160,9 +160,11 @@ def _as_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return copy.requires_grad_() if requires_grad and not copy.requires_grad else copy
 
 
-def _batch_norm(tracing: Tracing, original: Callable[..., torch.Tensor], module: Any, x: torch.Tensor) -> torch.Tensor:
+def _batch_norm(
+    tracing: Tracing, original: Callable[..., torch.Tensor], module: Any, input: torch.Tensor
+) -> torch.Tensor:
     is_moving = module.training and module.track_running_stats and module.num_batches_tracked is not None
-    return cumulative_batch_norm(module, x) if module.momentum is None and is_moving else original(module, x)
+    return cumulative_batch_norm(module, input) if module.momentum is None and is_moving else original(module, input)
 
 
 def _detect_causal(
@@ -190,7 +192,7 @@ def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tenso
     return GradFn(tracing.owner, node)
 
 
-def _run_script(tracing: Tracing, original: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_script(tracing: Tracing, original: Callable[..., Any], script: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Compiled TorchScript, whose own derivatives begin with tensors that it detaches."""
     if tracing.recorder.runs_script:
         return original(script, *args, **kwargs)
@@ -232,7 +234,7 @@ def _is_compiling(tracing: Tracing, original: Callable[[], bool]) -> bool:
     return tracing.ask_whether_compiling() if _is_users_asking() else original()
 
 
-def _seed(tracing: Tracing, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _seed(tracing: Tracing, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     tracing.recorder.is_seeded = True  # and nothing else: what is drawn afterwards is refused
     name = original.__name__
     return torch.initial_seed() if name == "seed" else torch.default_generator if name == "manual_seed" else None
@@ -249,7 +251,7 @@ class _Validating:
 
 
 def _standing_for(function: Any) -> Callable[[Any], Any]:
-    def call(tracing: Tracing, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(tracing: Tracing, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         replacement = tracing.replacements.functions.get(function)
         if replacement is None:
             return function(*args, **kwargs)

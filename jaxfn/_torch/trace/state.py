@@ -134,10 +134,23 @@ class Tracing:
         self._requires_grad: dict[int, bool] = {}
         self._inputs: list[torch.Tensor] = []
 
-    def input(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool | None = None) -> torch.Tensor:
-        """A new input of the trace; `requires_grad` is what it says when asked, if it is one of the Function's."""
+    def input(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        permuted: str | None = None,
+        requires_grad: bool | None = None,
+    ) -> torch.Tensor:
+        """A new input of the trace.
+
+        Args:
+          shape: its shape.
+          dtype: its type.
+          permuted: what it has the order of its elements in memory from, where that may be another than its axes say.
+          requires_grad: what it says when asked, if it is one of the Function's.
+        """
         with without_functions():
-            tensor = self.lift(self.recorder.input(shape, dtype))
+            tensor = self.lift(self.recorder.input(shape, dtype, permuted))
             if requires_grad is not None:
                 if dtype.is_floating_point or dtype.is_complex:
                     tensor.requires_grad_()  # whatever it says, so that autograd inside works for any input
