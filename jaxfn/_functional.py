@@ -64,6 +64,7 @@ class CallableFunction(Generic[P, R_co]):
 
     @property
     def __signature__(self) -> inspect.Signature:
+        show_signature(self.apply)
         return inspect.signature(self.apply)
 
     @property
@@ -89,7 +90,6 @@ class CallableFunction(Generic[P, R_co]):
 
     def _register(self, method: str, rule: _F) -> _F:
         setattr(self.Function, method, staticmethod(rule))
-        show_signature(self.Function.apply)
         return rule
 
 

@@ -43,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = 0
-    if jax.config.jax_compilation_cache_dir is None:  # what is compiled is kept, for other workers and the next run
+    if config.pluginmanager.hasplugin("cacheprovider") and jax.config.jax_compilation_cache_dir is None:
+        # What is compiled is kept, for other workers and the next run.
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -437,10 +437,12 @@ def keep_with_a_graph(x):
 
 
 def keep_with_a_graph_in_a_cycle(x):
-    made = keep_with_a_graph(x)
-    cycle = [made[1] * 2]
+    """The graph is garbage, and holds what it multiplied by, as torch's own that Python does not see."""
+    leaf, made = torch.ones(3), x * 2
+    with torch.enable_grad():
+        cycle = [(torch.ones(3, requires_grad=True) * made).grad_fn]
     cycle.append(cycle)
-    return made
+    return [leaf, made]
 
 
 @row("H12")

@@ -14,7 +14,7 @@ def quick_lane(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         if not item.get_closest_marker("sampled") and not item.get_closest_marker("thorough"):
             yield item
     for cases in _sampled(items):
-        yield from _showing(cases, 1, [])
+        yield from _showing([item for item in cases if not item.get_closest_marker("thorough")], 1, [])
 
 
 def all_lanes(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
@@ -24,7 +24,7 @@ def all_lanes(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         if not item.get_closest_marker("sampled"):
             yield item
     for cases in _sampled(items):
-        quick = list(_showing(cases, 1, []))
+        quick = list(_showing([item for item in cases if not item.get_closest_marker("thorough")], 1, []))
         yield from quick
         yield from _showing(cases, 2, quick)
 

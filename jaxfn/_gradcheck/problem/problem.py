@@ -252,7 +252,7 @@ def _warn_of_precision(name: str, leaf: Any) -> None:
         warnings.warn(
             f"{name} is {dtype}, which is not double precision. gradcheck converts it and computes in double "
             "precision; a function that converts it back will likely fail the check.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -61,7 +61,7 @@ class Traced:
         """Whether both recorded the same operations on the same constants, as far as that is seen."""
         if str(self.jaxpr) != str(other.jaxpr):
             return False
-        first, second = ([*trace.constants, *_not_in_text(trace.equations)] for trace in (self, other))
+        first, second = ([*traced.constants, *_not_in_text(traced.equations)] for traced in (self, other))
         return len(first) == len(second) and all(map(_equal, first, second))
 
     def dtypes_from_inputs(self) -> set[Any]:
