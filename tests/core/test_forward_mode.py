@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support.both_modes import CASES, Case
 from tests.support.derivatives import ALL, DERIVATIVES, JACOBIANS, check, jit, taken
-from tests.support.marks import row, sampled
+from tests.support.marks import row, sampled, thorough
 
 ROWS = 8
 
@@ -76,6 +76,7 @@ def test_each_mode_has_its_own_rule(case, how, expected):
 
 
 @row("D4", "D7")
+@thorough
 @sampled
 @pytest.mark.parametrize("how", MAPPED)
 @pytest.mark.parametrize("case", CASES, ids=str)

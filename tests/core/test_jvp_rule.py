@@ -312,7 +312,11 @@ def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
 @row("D5b")
 @sampled
 @pytest.mark.parametrize("name", jvp_only())
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "checkpoint", "of_jit"])
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(lambda f: f, marks=thorough), pytest.param(jax.checkpoint, marks=thorough), jax.jit],
+    ids=["plain", "checkpoint", "of_jit"],
+)
 def test_jvp_alone_gives_reverse_mode_too(name, wrap):
     f, plain, args = jvp_only()[name]
     check(jit(taken(wrap(f), ALL))(*args), jit(taken(plain, ALL))(*args))

@@ -18,7 +18,7 @@ import pytest
 from jax.lax import stop_gradient
 
 import jaxfn
-from tests.support.marks import COMING, row, sampled
+from tests.support.marks import COMING, row, sampled, thorough
 
 MODES = ("reverse", "both", "generated", "jvp")
 SAVES = ("input", "output", "intermediate", "attribute")
@@ -289,6 +289,7 @@ def test_axes_beside_an_unbatched_argument(context, name, mode):
 
 
 @row("E1c")
+@thorough
 @sampled
 @pytest.mark.parametrize("name", ["pair", "product"])
 @EVERY_MODE
@@ -306,6 +307,7 @@ def test_axes_whatever_is_saved(save, mode, name):
 
 
 @row("E1c")
+@thorough
 @sampled
 @EVERY_FUNCTION
 @EVERY_MODE
@@ -396,8 +398,9 @@ def computing_otherwise(has_jvp):
 @row("E1c")
 @pytest.mark.parametrize(
     ("context", "has_jvp"),
-    [(context, False) for context in CONTEXTS]
-    + [(context, True) for context in ("none", "jit_outside", "scan_inside")],
+    [pytest.param(context, False, marks=[thorough] if "jit" in context else []) for context in CONTEXTS]
+    + [pytest.param(context, True, marks=[thorough]) for context in ("none", "jit_outside")]
+    + [("scan_inside", True)],
 )
 def test_a_forward_that_computes_otherwise_where_it_is_differentiated(context, has_jvp):
     inside, outside = CONTEXTS[context]

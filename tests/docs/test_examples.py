@@ -176,6 +176,7 @@ def test_second_order():
     assert results.accuracy > 0.7
 
 
+@pytest.mark.thorough
 def test_second_order_products_are_products_with_the_matrices():
     example = load("second_order")
     images, labels = jnp.eye(64)[:3], jnp.array([3, 1, 4])

@@ -13,7 +13,7 @@ import jaxfn
 from jaxfn import gradcheck, gradgradcheck
 from tests.support.cases import Linear
 from tests.support.checking import failure, normal, passes, scaled_sine
-from tests.support.marks import row
+from tests.support.marks import row, thorough
 
 MODES = pytest.mark.parametrize("fast_mode", [False, True], ids=["full", "fast"])
 
@@ -490,7 +490,7 @@ def test_pytrees(fast_mode):
 
 
 @row("G5")
-@MODES
+@pytest.mark.parametrize("fast_mode", [pytest.param(False, marks=thorough), True], ids=["full", "fast"])
 def test_layouts_and_sizes(fast_mode):
     x = normal(4, 6)
     for array in (x.T, x[::2, ::-1], np.broadcast_to(x[0], (3, 6)), np.float64(0.3), normal(1, 1)):
@@ -509,9 +509,10 @@ def test_non_finite_derivatives_are_failures():
 
 
 # Large problems: in blocks of bounded size.
+REFERENCES = ["finite_differences", "autodiff"]
 
 
-@pytest.mark.parametrize("reference", ["both", "finite_differences", "autodiff"])
+@pytest.mark.parametrize("reference", ["both", *(pytest.param(r, marks=thorough) for r in REFERENCES)])
 def test_blocks_give_the_same_verdict(reference):
     inputs = normal(40, 9), normal(30, 9)
 
