@@ -66,9 +66,9 @@ def _function_text(function: Callable[..., Any]) -> tuple[str, list[str]]:
         name, bound = _function_text(function.func)
         return name, bound + [_text(argument) for argument in function.args]
     name = getattr(function, "__name__", None) or repr(function)
-    wrapped = [function]  # as to promote its operands
-    while hasattr(wrapped[-1], "__wrapped__"):
-        wrapped.append(wrapped[-1].__wrapped__)
+    wrapped: list[Any] = [function]  # as to promote its operands
+    while (inner := getattr(wrapped[-1], "__wrapped__", None)) is not None:
+        wrapped.append(inner)
     for prefix, module in _MODULES.items():
         if getattr(module, name, None) in wrapped:
             return f"{prefix}.{name}", []
