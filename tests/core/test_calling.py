@@ -508,16 +508,17 @@ def test_the_signature_of_apply_is_that_of_the_forward_it_calls():
 
 
 @row("G1")
-def test_a_report_names_the_inputs_of_a_forward_that_was_replaced():
-    class Wrong(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, a, b):
-            return a * 2 + b
+@pytest.mark.parametrize("how", ["apply", "decorated"])
+def test_a_report_names_the_inputs_of_a_forward_that_was_replaced(how):
+    @jaxfn.function
+    def wrong(ctx, a, b):
+        return a * 2 + b
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output, grad_output
+    @wrong.backward
+    def _(ctx, grad_output):
+        return grad_output, grad_output
 
-    Wrong.forward = staticmethod(lambda ctx, first, second: first * 2 + second)
+    wrong.Function.forward = staticmethod(lambda ctx, first, second: first * 2 + second)
+    checked = wrong if how == "decorated" else wrong.Function.apply
     with pytest.raises(jaxfn.GradcheckError, match="input 0 .'first'."):
-        jaxfn.gradcheck(Wrong.apply, (np.ones(2), np.ones(2)))
+        jaxfn.gradcheck(checked, (np.ones(2), np.ones(2)))

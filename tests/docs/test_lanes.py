@@ -60,3 +60,11 @@ def test_with_all_every_case_runs_where_there_are_two_parameters():
 def test_a_thorough_test_is_left_out():
     items = [Item(nodeid=f"test.py::test_{i}", marks=marks) for i, marks in enumerate([{"row"}, {"row", "thorough"}])]
     assert list(quick_lane(items)) == items[:1]
+
+
+def test_a_thorough_value_of_a_sampled_test_is_left_out():
+    given = cases(x=range(3), y="ab")
+    for item in given:
+        item.marks |= {"thorough"} if item.callspec.params["x"] == 1 else set()
+    assert {item.callspec.params["x"] for item in quick_lane(given)} == {0, 2}
+    assert {*map(id, all_lanes(given))} == {*map(id, given)}
