@@ -496,7 +496,8 @@ class Recorder(TorchDispatchMode):
             raise TranslationError(
                 f"{self.owner} reads memory (as_strided) that depends on {source}, whose elements torch has, or may "
                 "have, in another order than its axes (channels_last, transposed, or a part of another tensor); arrays "
-                "of JAX have none. Make it contiguous first: `tensor.contiguous()`, of a parameter "
+                "of JAX have none. Make it contiguous where it comes from: by `tensor.contiguous()` before a Function "
+                "gets, keeps or returns it, and for a parameter by "
                 f"`parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)`{source_line()}"
             )
 
