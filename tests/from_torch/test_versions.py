@@ -249,6 +249,61 @@ def test_a_function_that_another_one_applies_keeps_its_rule(where, how):
     np.testing.assert_allclose(second(at), curvature.numpy(), rtol=1e-5)
 
 
+def under_no_grad(apply, x):
+    with torch.no_grad():
+        return apply(x)
+
+
+def with_gradients_again(apply, x):
+    with torch.no_grad(), torch.enable_grad():
+        return apply(x)
+
+
+IN_A_MODULE = {
+    "plainly": lambda apply, x: apply(x),
+    "under no_grad": lambda apply, x: under_no_grad(apply, x) * x,
+    "with gradients again": with_gradients_again,
+    "in a checkpoint": lambda apply, x: torch.utils.checkpoint.checkpoint(apply, x, use_reentrant=False),
+    "after what is detached": lambda apply, x: apply(x.detach()) * x,
+    "in autograd": lambda apply, x: torch.autograd.grad(apply(x).sum(), x, create_graph=True)[0] * x + 0 * apply(x),
+}
+
+
+@row("H11", "I2", "I3")
+@pytest.mark.parametrize("how", APPLIED)
+@pytest.mark.parametrize("where", IN_A_MODULE)
+def test_a_function_that_a_module_applies_keeps_its_rule(where, how):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor([1.7, 0.6]))
+
+        def forward(self, x):
+            return (IN_A_MODULE[where](APPLIED[how], self.w * x) * x).sum() + x.sum()
+
+    module = Scaled()
+    x = torch.tensor([2.3, -0.8], requires_grad=True)
+    value = module(x)
+    slopes = torch.autograd.grad(value, (x, module.w), create_graph=True)
+    curvature = torch.autograd.grad(slopes[0].sum() + slopes[1].sum(), x)[0]
+    net = jaxfn.from_torch(module)
+
+    def ours(at, parameters):
+        return net.apply(parameters, {}, at)[0]
+
+    at = jnp.array([2.3, -0.8])
+    of_x, of_parameters = jax.grad(ours, (0, 1))(at, net.parameters)
+    np.testing.assert_allclose(ours(at, net.parameters), value.detach().numpy(), rtol=1e-5)
+    np.testing.assert_allclose(of_x, slopes[0].detach().numpy(), rtol=1e-5)
+    np.testing.assert_allclose(of_parameters["w"], slopes[1].detach().numpy(), rtol=1e-5)
+
+    def total(at):
+        of_x, of_parameters = jax.grad(ours, (0, 1))(at, net.parameters)
+        return of_x.sum() + of_parameters["w"].sum()
+
+    np.testing.assert_allclose(jax.grad(total)(at), curvature.numpy(), rtol=1e-5)
+
+
 class Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

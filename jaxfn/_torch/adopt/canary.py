@@ -218,6 +218,13 @@ def _hook_of_a_module(at: Any) -> Any:
     return jax.grad(adopted_function(called, Replacements.of({}), NESTED))(jnp.array(at))
 
 
+def _taken_before_in_a_module(at: Any) -> Any:
+    def called(x: Any) -> Any:
+        return _round_taken_before(x).sum()
+
+    return jax.grad(adopted_function(called, Replacements.of({}), NESTED))(jnp.array(at))
+
+
 def _torchs_slope_at_ties() -> Any:
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.tensor(TIES, requires_grad=True)
@@ -246,6 +253,7 @@ def answers() -> dict[str, Answer | Snippet]:
         "a draw": Answer(_drawn, X, [True, True, True]),
         "ctx.needs_input_grad": Answer(_flags, X, [3 * X, 2 * X]),
         "a backward hook of a module": Answer(_hook_of_a_module, X, 3 * (1 - np.tanh(X) ** 2)),
+        "in a module, a Function applied by a name taken before": Answer(_taken_before_in_a_module, X, three),
         "derivatives at ties": slope(lambda x: _ties(x).expand(6) / 6, TIES, _torchs_slope_at_ties()),
         "a derivative of a derivative": slope(lambda x: x.sin(), X, np.cos(X)),
     }

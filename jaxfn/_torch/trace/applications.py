@@ -7,7 +7,8 @@
 too: torch's own looks the next one up. Since 2.15 `apply` is compiled code, and what was taken is that code itself. But
 it asks the class for its parts, by names, and a metaclass sees that:
 
-    round_(x)    asks Inner for _backward_cls    which only this code asks for: Inner is being applied
+    round_(x)    asks Inner for _backward_cls    which only this code asks for: Inner is being applied, and what it
+                                                 gives has a derivative if gradients are on (in forward they never are)
                  asks Inner for forward          gets one that records the node
                  asks Inner for setup_context    gets one that does nothing, where Inner has one
 """
@@ -54,6 +55,7 @@ def apply_taken_before(function: Any, name: str) -> Any:
     value = type.__getattribute__(function, name)
     if name == "_backward_cls":
         _APPLYING.applied = function if THREAD.tracing is not None else None
+        _APPLYING.has_gradients = torch.is_grad_enabled()
     elif name in ("forward", "setup_context") and getattr(_APPLYING, "applied", None) is function:
         tracing = THREAD.tracing
         if name == "setup_context":
@@ -74,12 +76,15 @@ def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
 def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_separate: bool) -> Callable[..., Any]:
     """A `forward` for compiled `apply` to call."""
 
+    has_gradients = _APPLYING.has_gradients
+
     def recorded(*args: Any, **kwargs: Any) -> Any:
         ctx, *inputs = (None, *args) if is_separate else args
         if not _is_one_node(tracing, function, inputs, kwargs):
             returned, node = forward(*args, **kwargs), None
         else:
-            returned = tracing.nested.apply(tracing, function, inputs, kwargs)
+            with torch.set_grad_enabled(has_gradients):
+                returned = tracing.nested.apply(tracing, function, inputs, kwargs)
             node = tracing, function, inputs, kwargs
         if is_separate:  # for `_set_up`
             _APPLYING.applied, _APPLYING.recorded = function, node
