@@ -269,6 +269,132 @@ IN_A_MODULE = {
 }
 
 
+class InPlace(torch.autograd.Function):
+    """As published ones are, for memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        x.clamp_(min=0).mul_(2)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (y,) = ctx.saved_tensors
+        return 5 * y * grad_output
+
+
+class SeparateInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(x, scale):
+        return x.mul_(scale), x * 3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_dirty(inputs[0])
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx, of_written, of_other):
+        return 5 * ctx.scale * of_written + 7 * of_other, None
+
+
+class Marking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        rounded = x.round()
+        ctx.mark_non_differentiable(rounded)
+        return 2 * x, rounded
+
+    @staticmethod
+    def backward(ctx, grad_output, _):
+        return 3 * grad_output
+
+
+class Closing(torch.autograd.Function):
+    """Uses a tensor of a module without taking it."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return x * module.w
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            torch.autograd.backward(x.detach() * ctx.module.w, grad_output)
+        return 3 * grad_output, None
+
+
+in_place_taken, separate_in_place_taken = InPlace.apply, SeparateInPlace.apply
+marking_taken, closing_taken = Marking.apply, Closing.apply
+
+
+def scale_by_flag(outputs, x):
+    y, rounded = outputs
+    return y * (1.0 if rounded.requires_grad else 10.0) + rounded * x
+
+
+def written_and_used(apply, x):
+    y = x * 3
+    return apply(y) * y
+
+
+def written_without_gradients(apply, x):
+    y = x * 3
+    with torch.no_grad():
+        z = apply(y)
+    return z * x + y
+
+
+# What is done in a module to a tensor that depends on a parameter, by `apply` and by one that was taken before.
+BY_BOTH = {
+    "in place": (lambda apply, x, _: apply(x) * 3, InPlace, in_place_taken),
+    "in place, and used": (lambda apply, x, _: written_and_used(apply, x), InPlace, in_place_taken),
+    "in place, no gradients": (lambda apply, x, _: written_without_gradients(apply, x), InPlace, in_place_taken),
+    "in place, in a checkpoint": (
+        lambda apply, x, _: torch.utils.checkpoint.checkpoint(lambda y: apply(y * 2), x, use_reentrant=False),
+        InPlace,
+        in_place_taken,
+    ),
+    "in place, two outputs": (lambda apply, x, _: sum(apply(1 * x, 2)) * x, SeparateInPlace, separate_in_place_taken),
+    "a mark": (lambda apply, x, _: scale_by_flag(apply(x), x), Marking, marking_taken),
+    "a tensor of the module": (lambda apply, x, module: apply(x, module) * x, Closing, closing_taken),
+}
+
+
+@row("H11", "I2", "I5")
+@pytest.mark.parametrize("is_taken", [False, True], ids=["by attribute", "taken before"])
+@pytest.mark.parametrize("name", BY_BOTH)
+def test_marks_and_tensors_of_a_module_are_seen_however_it_is_applied(name, is_taken):
+    code, function, taken = BY_BOTH[name]
+
+    class Applies(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor([1.7, 0.6, -0.4]))
+
+        def forward(self, x):
+            return code(taken if is_taken else function.apply, self.w * x, self).sum()
+
+    module = Applies()
+    x = torch.tensor([1.3, -0.7, 0.4], requires_grad=True)
+    value = module(x)
+    value.backward()
+    net = jaxfn.from_torch(module)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*mark_dirty on a JAX array")
+        ours, (of_x, of_parameters) = jax.value_and_grad(lambda x, p: net.apply(p, {}, x)[0], (0, 1))(
+            jnp.array([1.3, -0.7, 0.4]), net.parameters
+        )
+    np.testing.assert_allclose(ours, value.item(), rtol=1e-5)
+    np.testing.assert_allclose(of_x, x.grad, rtol=1e-5)
+    np.testing.assert_allclose(of_parameters["w"], module.w.grad, rtol=1e-5)
+
+
 @row("H11", "I2", "I3")
 @pytest.mark.parametrize("how", APPLIED)
 @pytest.mark.parametrize("where", IN_A_MODULE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from jaxfn._torch.adopt.adopted import Adopted, adopt
 from jaxfn._torch.adopt.captured import TakingTensors
 from jaxfn._torch.adopt.program import Forward
@@ -33,7 +35,10 @@ def _previewed(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Map
 
 def can_be_repeated(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the same call once more gives the same again: it draws nothing, and writes to no argument."""
-    _, _, program, draws = _previewed(tracing, function, args, kwargs)
+    try:
+        _, _, program, draws = _previewed(tracing, function, args, kwargs)
+    except OtherTraceError:  # it uses tensors of a module, and may write to them
+        return False
     return not draws and not program.dirty
 
 
@@ -92,7 +97,9 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
         return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
     specs = [program.specs[slot] for slot in places]
-    called = CalledFunction(tracing, apply_to_arrays, adapter.definition.name, [(x.shape, x.dtype) for x in specs])
+    marked = [i for i, slot in enumerate(places) if slot in program.non_differentiable]
+    shapes = [(x.shape, x.dtype) for x in specs]
+    called = CalledFunction(tracing, apply_to_arrays, adapter.definition.name, shapes, marked)
     # What it writes to is to have the old value still where autograd goes back through the call.
     given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
     made = called(*given, *([new_key(tracing)] if draws else []))
@@ -107,6 +114,8 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
                 "return it"
             )
         outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
+        if not torch.is_grad_enabled():  # it is another tensor then, and what was written to keeps its derivative
+            outputs[slot] = outputs[slot].detach()
     return put_in(program.output, outputs)
 
 

@@ -85,7 +85,7 @@ def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_se
         else:
             with torch.set_grad_enabled(has_gradients):
                 returned = tracing.nested.apply(tracing, function, inputs, kwargs)
-            node = tracing, function, inputs, kwargs
+            node = tracing, function, inputs, kwargs, returned
         if is_separate:  # for `_set_up`
             _APPLYING.applied, _APPLYING.recorded = function, node
         elif node is not None:
@@ -95,19 +95,28 @@ def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_se
     return recorded
 
 
-def _keep(ctx: Any, tracing: Tracing, function: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Gives the ctx of a recorded node what autograd inside needs to go back through it."""
+def _keep(
+    ctx: Any, tracing: Tracing, function: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], returned: Any
+) -> None:
+    """Gives the ctx of a recorded node what torch makes its outputs by, and autograd inside goes back through it by."""
     arguments = take_out((tuple(inputs), dict(kwargs)))
-    ctx.save_for_backward(*arguments.leaves)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    # An output that is an input was written to. If it were not marked, torch would return a view of it instead, without
+    # a derivative, for here gradients are off.
+    written = [x for x in arguments.leaves if any(x is y for y in outputs)]
+    ctx.mark_dirty(*written)
+    ctx.mark_non_differentiable(*(y for y in outputs if isinstance(y, torch.Tensor) and not y.requires_grad))
     template = arguments.template
-    can_repeat = tracing.nested.can_be_repeated(tracing, function, inputs, kwargs)
+    can_repeat = not written and tracing.nested.can_be_repeated(tracing, function, inputs, kwargs)
+    if can_repeat:
+        ctx.save_for_backward(*arguments.leaves)
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         if not can_repeat:
             raise TranslationError(
-                f"{tracing.owner} differentiates through {function.__name__}, which draws random numbers or writes to "
-                "an argument, by an `apply` that was taken before. torch 2.15 and later do not show that call, and it "
-                f"cannot be made again. Write {function.__name__}.apply(...) where it is called."
+                f"{tracing.owner} differentiates through {function.__name__}, which draws random numbers, writes to an "
+                "argument or uses a module's tensors, by an `apply` that was taken before. torch 2.15 and later do not "
+                f"show that call, and it cannot be made again. Write {function.__name__}.apply(...) where it is called."
             )
         gradients = [*grad_outputs[0]] if isinstance(grad_outputs[0], list) else grad_outputs
         creates_graph = torch.is_grad_enabled()

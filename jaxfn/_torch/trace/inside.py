@@ -31,6 +31,7 @@ class CalledFunction:
       function: takes arrays and returns a sequence of arrays.
       name: for the graph.
       outputs: shape and dtype of each output.
+      non_differentiable: the places of those that have no derivative, of whatever dtype.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class CalledFunction:
         function: _JaxFunction,
         name: str,
         outputs: Sequence[tuple[Sequence[int], torch.dtype]],
+        non_differentiable: Sequence[int] = (),
     ) -> None:
         self.tracing = tracing
         self.function = function
         self.name = name
         self.outputs = outputs
+        self.non_differentiable = non_differentiable
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Records the call."""
@@ -89,7 +92,10 @@ class Differentiable(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         with torch.set_grad_enabled(has_gradients):  # as at the call: in here they are always off
             outputs = called.record(tensors)
-        ctx.mark_non_differentiable(*(x for x in outputs if not _is_differentiable(x.dtype)))
+        marked = called.non_differentiable
+        ctx.mark_non_differentiable(
+            *(x for i, x in enumerate(outputs) if i in marked or not _is_differentiable(x.dtype))
+        )
         return outputs
 
     @staticmethod
