@@ -1884,19 +1884,13 @@ def test_the_tensor_in_another_order_is_named(name):
         jaxfn.from_torch(Two())(np.float32(2))
 
 
-def total(x, original):
+@torch_functions.scripted
+def total(x: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     return x + original
 
 
 def blend(x, original, tracing=1.0):
     return x * tracing + original
-
-
-@functools.cache
-def total_in_script():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(total)
 
 
 @row("I2")
@@ -1905,7 +1899,7 @@ def total_in_script():
     [
         lambda x: torch.utils.checkpoint.checkpoint(blend, x, original=x, tracing=3.0, use_reentrant=False),
         lambda x: blend(x, original=x, tracing=3.0),
-        lambda x: total_in_script()(x, original=3 * x),
+        lambda x: total(x, original=3 * x),
         lambda x: torch.nn.BatchNorm1d(3, affine=False)(input=x),
         lambda x: torch.detach_(input=2 * x),
     ],
