@@ -104,7 +104,8 @@ def _release(noted: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
     if held_by_torch and not is_named:  # by autograd's graph, perhaps, in such a cycle
         gc.collect()
         for tensor in held_by_torch:
-            _exchange(tensor)
+            if type(tensor) is FunctionalTensor:  # torch 2.8 may change the class before it refuses
+                _exchange(tensor)
     return place
 
 
