@@ -90,6 +90,7 @@ class CallableFunction(Generic[P, R_co]):
 
     def _register(self, method: str, rule: _F) -> _F:
         setattr(self.Function, method, staticmethod(rule))
+        show_signature(self.apply)
         return rule
 
 
