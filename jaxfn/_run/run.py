@@ -255,8 +255,8 @@ class Site:
     A closure would not do: JAX keeps the trace, and calls no function again to make one. So a Site is the static part
     of a pytree node without leaves. It is the first operand, the primal's and fwd's alike, and it is in the residuals.
 
-    Sites are equal where what a call there means is: JAX's coming custom_vjp keeps its
-    traces by that, and would trace every call anew.
+    Sites are equal where what a call there means is: JAX's coming custom_vjp keeps its traces by that, and would trace
+    every call anew.
 
     Attributes:
       hooks: the saved-tensor hooks in force at the call. (JAX may run what differentiates it later, out of the block.)

@@ -14,7 +14,7 @@ def quick_lane(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         if not item.get_closest_marker("sampled") and not item.get_closest_marker("thorough"):
             yield item
     for cases in _sampled(items):
-        yield from _showing([item for item in cases if not item.get_closest_marker("thorough")], 1, [])
+        yield from _quick_cases(cases)
 
 
 def all_lanes(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
@@ -24,7 +24,7 @@ def all_lanes(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         if not item.get_closest_marker("sampled"):
             yield item
     for cases in _sampled(items):
-        quick = list(_showing([item for item in cases if not item.get_closest_marker("thorough")], 1, []))
+        quick = list(_quick_cases(cases))
         yield from quick
         yield from _showing(cases, 2, quick)
 
@@ -36,6 +36,11 @@ def _sampled(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
         if item.get_closest_marker("sampled"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return list(cases.values())
+
+
+def _quick_cases(cases: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of the cases of one sampled test, those of the quick lane."""
+    return _showing([item for item in cases if not item.get_closest_marker("thorough")], 1, [])
 
 
 def _showing(cases: list[pytest.Item], size: int, shown: list[pytest.Item]) -> Iterator[pytest.Item]:

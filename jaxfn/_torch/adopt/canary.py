@@ -208,21 +208,19 @@ def _ties(x: Any) -> Any:
     return (values * torch.arange(1.0, len(values) + 1)).sum()
 
 
+def _slope_of_whole(code: Callable[[Any], Any], at: Any) -> Any:
+    return jax.grad(adopted_function(code, Replacements.of({}), NESTED))(jnp.array(at))
+
+
 def _hook_of_a_module(at: Any) -> Any:
     part = torch.nn.Tanh()
     part.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: (grad_inputs[0] * 3,))  # pyright: ignore
 
-    def called(x: Any) -> Any:
-        return part(x).sum()
-
-    return jax.grad(adopted_function(called, Replacements.of({}), NESTED))(jnp.array(at))
+    return _slope_of_whole(lambda x: part(x).sum(), at)
 
 
 def _taken_before_in_a_module(at: Any) -> Any:
-    def called(x: Any) -> Any:
-        return _round_taken_before(x).sum()
-
-    return jax.grad(adopted_function(called, Replacements.of({}), NESTED))(jnp.array(at))
+    return _slope_of_whole(lambda x: _round_taken_before(x).sum(), at)
 
 
 def _torchs_slope_at_ties() -> Any:

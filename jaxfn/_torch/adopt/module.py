@@ -187,7 +187,7 @@ class AdoptedModule(NoArrays):
                 tensors[name] = hooked(tracing, tensors[name], hook)
         permuted = [name for name, own in _tensors(module).items() if is_permuted(own)]
         for name in permuted:
-            tracing.recorder.permuted[tracing.recorder.node(tracing.lower(tensors[name]))] = repr(name)
+            tracing.recorder.note_order(tracing.lower(tensors[name]), repr(name))
         names = {memory(own): name for name, own in _tensors(module).items() if memory(own) is not None}
         guarding = functools.partial(_writing_nothing, module)
         order = f"a gradient, which may have its order from {permuted[0]!r}," if permuted else None

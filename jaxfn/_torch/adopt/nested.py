@@ -105,7 +105,7 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     made = called(*given, *([new_key(tracing)] if draws else []))
     for tensor, spec in zip(made, specs, strict=True):
         if spec.permuted is not None:
-            tracing.recorder.permuted[tracing.recorder.node(tracing.lower(tensor))] = spec.permuted
+            tracing.recorder.note_order(tracing.lower(tensor), spec.permuted)
     outputs = dict(zip(places, made, strict=True))
     for index, slot in program.dirty.items():
         if slot is None:

@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):
         self._outside: set[int] = set()  # the constants that depend on a tensor made outside
         self._foreign: set[int] = set()  # the constants that lie in memory of a tensor made outside
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
-        self.permuted: dict[torch.fx.Node, str] = {}  # of inputs, what their elements have another order in memory from
+        self._permuted: dict[torch.fx.Node, str] = {}  # what a node has its order in memory from
         self._stood_in_of: dict[str | None, StandIns] = {}
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
@@ -170,9 +170,10 @@ class Recorder(TorchDispatchMode):
         """
         node = self.graph.placeholder(f"input_{len(self._inputs)}")
         self._inputs.append(node)
+        tensor = self._name(self.fake(shape, dtype), node)
         if permuted is not None:
-            self.permuted[node] = permuted
-        return self._name(self.fake(shape, dtype), node)
+            self.note_order(tensor, permuted)
+        return tensor
 
     def fake(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor without values."""
@@ -469,6 +470,10 @@ class Recorder(TorchDispatchMode):
             return self.stood_in
         return self._stood_in_of.setdefault(permuted, self.stood_in._replace(permuted=permuted))
 
+    def note_order(self, tensor: torch.Tensor, source: str) -> None:
+        """Notes what a tensor has the order of its elements in memory from; see `order_of`."""
+        self._permuted[self.node(tensor)] = source
+
     def order_of(self, tensor: torch.Tensor, name: str) -> str | None:
         """What a tensor has the order of its elements in memory from, where that may be another than its axes say.
 
@@ -482,10 +487,10 @@ class Recorder(TorchDispatchMode):
     def _permuted_source(self, tensor: torch.Tensor) -> str | None:
         """What a tensor depends on of which not even torch's order in memory is known here, as results take it over."""
         node = self._nodes.get(id(tensor))
-        waiting, seen = [node] if self.permuted and node else [], set[torch.fx.Node]()
+        waiting, seen = [node] if self._permuted and node else [], set[torch.fx.Node]()
         while waiting:
             node = waiting.pop()
-            if source := self.permuted.get(node):
+            if source := self._permuted.get(node):
                 return source
             waiting += [other for other in node.all_input_nodes if other not in seen]
             seen.update(node.all_input_nodes)

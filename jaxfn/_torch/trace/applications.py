@@ -75,7 +75,6 @@ def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_separate: bool) -> Callable[..., Any]:
     """A `forward` for compiled `apply` to call."""
-
     has_gradients = _APPLYING.has_gradients
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
