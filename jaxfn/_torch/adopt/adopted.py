@@ -166,7 +166,8 @@ class Adapter:
             ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
         vars(ctx).update(program=program, key=call.key)
         non_differentiable = [values[slot] for slot in program.non_differentiable]
-        dirty = [call.arrays[i] for i in program.dirty]
+        # Inside other code, what was written is there afterwards, and nobody is to be warned; see `nested`.
+        dirty = [] if self.definition.is_applied_inside else [call.arrays[i] for i in program.dirty]
         ctx.save_for_backward(*program.to_keep("backward", call.arrays, values))
         if self.definition.has_jvp:
             ctx.save_for_forward(*program.to_keep("jvp", call.arrays, values))
@@ -286,7 +287,7 @@ class Adapter:
 
     def _warn(self, program: Forward) -> None:
         name = self.definition.name
-        if program.unmarked:
+        if not set(program.written) <= {*program.dirty, *program.handed_on}:
             self._say(
                 f"{name} writes to one of its inputs. JAX arrays are immutable: the caller's array keeps its value, "
                 "and only what forward returns is new."
@@ -343,7 +344,7 @@ def adopt(
     ops: Mapping[Any, Callable[..., Any]],
     module: str,
     nested: Nested,
-    stood_in: StandIns = NONE_STOOD_IN,
+    stood_in: StandIns | None = None,
 ) -> type[Adopted]:
     """The jaxfn Function of a torch one; the same one again for the same class and replacements.
 
@@ -352,7 +353,7 @@ def adopt(
       ops: what stands for torch operations and functions in it.
       module: the `__module__` of the new class.
       nested: what becomes of Functions that it applies.
-      stood_in: what stands for things made outside, in the code that applies it.
+      stood_in: what stands for things made outside, in the code that applies it; `None` where the user does.
     """
     key = id(function), id(stood_in), frozenset((id(op), id(replacement)) for op, replacement in ops.items())
     found = _ADOPTED.get(key)
@@ -366,7 +367,7 @@ _ADOPTED: weakref.WeakValueDictionary[Any, type[Adopted]] = weakref.WeakValueDic
 
 
 def _make(
-    function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested, stood_in: StandIns
+    function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested, stood_in: StandIns | None
 ) -> type[Adopted]:
     definition = Definition(function, Replacements.of(ops), nested, stood_in)
     adapter = Adapter(definition)

@@ -11,8 +11,9 @@ are known by name, so that the Function becomes one that takes them too:
     forward(ctx, x, f, *parameters)    has the module hold these while the Function's own forward runs
     backward                           has it hold them again, and returns what lies in their `.grad` afterwards
 
-Buffers that forward writes to (batch statistics) are outputs of it. What backward writes to them, and to attributes of
-the module, would be lost. It is refused, but for what forward writes too, as where backward computes it again.
+Buffers that forward writes to (batch statistics) are inputs that it writes to. What backward writes to them, and to
+attributes of the module, would be lost. It is refused, but for what forward writes too, as where backward computes it
+again.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class TakingTensors:
       args: what it is applied to.
       held: what the module holds, in whose place it is to hold what this one is given.
       names: the tensors that it takes.
-      moved: those of them that it writes to; `None` where that is to be found out.
+      moved: those of them that forward writes to, and backward may; `None` where that is to be found out.
 
     Attributes:
       written: where it is to be found out, those that backward has written to.
-      function: the Function, whose outputs are the given one's, then new values of the tensors that it writes to.
+      function: the Function.
       args: what it is applied to.
     """
 
@@ -67,17 +68,6 @@ class TakingTensors:
         self.function = _taking_tensors(
             function, len(args), held.holding, self.places, trained, moved or (), self.written
         )
-        self._moved = [held.tensors[name] for name in moved or ()]
-
-    def outputs(self, returned: Any) -> Any:
-        """What the given Function returns; the tensors that it writes to get their new values."""
-        if not self._moved:
-            return returned
-        output, *values = returned
-        with torch.no_grad():
-            for tensor, value in zip(self._moved, values, strict=True):
-                tensor.copy_(value)
-        return output
 
 
 def _taking_tensors(
@@ -92,34 +82,27 @@ def _taking_tensors(
     def forward(ctx: Any, *args: Any) -> Any:
         tensors = {name: args[place] for name, place in places.items()}
         setattr(ctx, _KEPT, tensors)
-        own, used = args[:num_args], _used(tensors)
-        with _held(holding, used):
+        own = args[:num_args]
+        with _held(holding, _used(tensors)):
             if function.setup_context is torch.autograd.Function.setup_context:
-                output = function.forward(ctx, *own)
-            else:
-                output = function.forward(*own)
-                function.setup_context(ctx, own, output)
-        if not moved:
+                return function.forward(ctx, *own)
+            output = function.forward(*own)
+            function.setup_context(ctx, own, output)
             return output
-        values = [used[name] for name in moved]
-        ctx.mark_non_differentiable(*values)
-        return output, *values
 
     def _used(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors as the module has them: buffers need no gradient, and are not the caller's where written to."""
-        buffers = {name: x.detach() for name, x in tensors.items() if name not in trained}
-        return {**tensors, **buffers, **{name: buffers[name].clone() for name in moved}}
+        """The tensors as the module has them: buffers need no gradient."""
+        return {name: x if name in trained else x.detach() for name, x in tensors.items()}
 
     given = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         tensors: dict[str, torch.Tensor] = getattr(ctx, _KEPT)
-        own = grad_outputs[: len(grad_outputs) - len(moved)]
         used = _used(tensors)
         before = {name: _node(x) for name, x in used.items()}
         name = function.__name__
         with _held(holding, used), current().recorder.stood_in.guarding(f"{name}.backward"):
-            returned = given(ctx, list(own)) if takes_boxed_gradients(function) else given(ctx, *own)
+            returned = given(ctx, list(grad_outputs)) if takes_boxed_gradients(function) else given(ctx, *grad_outputs)
         written = [name for name, x in used.items() if _node(x) is not before[name]]
         if found is not None:
             found.update(written)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from jaxfn._torch.graph.recorder import StandIns
+from jaxfn._torch.graph.recorder import NONE_STOOD_IN, StandIns
 from jaxfn._torch.trace.state import Nested, Replacements
 
 _BASE: Any = torch.autograd.Function
@@ -40,9 +40,10 @@ class Definition(TorchCode):
       function: the class.
       replacements: what stands for torch operations and functions in it.
       nested: what becomes of Functions that it applies.
-      stood_in: what stands for things made outside, in the code that applies it.
+      stood_in: what stands for things made outside, in the code that applies it; `None` where the user does.
 
     Attributes:
+      is_applied_inside: whether it is other torch code that applies it.
       is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
       stays_separate: whether the jaxfn Function has one, too.
       signature: of the jaxfn Function's `forward`: the torch one's, with the key, and with a ctx or without.
@@ -52,8 +53,9 @@ class Definition(TorchCode):
       takes_any_keyword: whether `forward` has `**kwargs`.
     """
 
-    def __init__(self, function: Any, replacements: Replacements, nested: Nested, stood_in: StandIns) -> None:
-        self.stood_in = stood_in
+    def __init__(self, function: Any, replacements: Replacements, nested: Nested, stood_in: StandIns | None) -> None:
+        self.is_applied_inside = stood_in is not None
+        self.stood_in = NONE_STOOD_IN if stood_in is None else stood_in
         parameters = inspect.signature(function.forward).parameters
         super().__init__(function.__name__, replacements, nested, parameters, f"{function.__name__}.apply")
         self.function = function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,9 @@ import torch
 from jaxfn._torch.adopt.adopted import Adopted, adopt
 from jaxfn._torch.adopt.captured import TakingTensors
 from jaxfn._torch.adopt.program import Forward
+from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.inside import CalledFunction, as_key, new_key
+from jaxfn._torch.trace.leftovers import may_share_elements
 from jaxfn._torch.trace.state import HeldTensors, Nested, Tracing
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import Flat, put_in, slots, take_out
@@ -39,24 +41,26 @@ def can_be_repeated(tracing: Tracing, function: Any, args: Sequence[Any], kwargs
         _, _, program, draws = _previewed(tracing, function, args, kwargs)
     except OtherTraceError:  # it uses tensors of a module, and may write to them
         return False
-    return not draws and not program.dirty
+    return not draws and not program.dirty and not program.written
 
 
-def _taking_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any, args: Sequence[Any]) -> TakingTensors:
-    """The call, of a Function that takes what this one uses of a module's tensors."""
+def _applied_to_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any, args: Sequence[Any]) -> Any:
+    """What a Function returns that uses a module's tensors: a call of one that takes them."""
     taking_all = TakingTensors(function, args, held, [*held.tensors])
     _, arguments, program, _ = _previewed(tracing, taking_all.function, taking_all.args, {})
     places = {id(x): i for i, x in enumerate(arguments.leaves)}
     used, written = program.used_inputs(), set(program.written)
     names = [name for name, x in held.tensors.items() if places[id(x)] in used or name in (taking_all.written or ())]
     moved = [name for name in names if places[id(held.tensors[name])] in written]
+    taking = TakingTensors(function, args, held, names, moved)
+    returned = _recorded(tracing, _previewed(tracing, taking.function, taking.args, {}))
     read = program.read_by_backward()
     tracing.read_in_backward += [
         (f"{function.__name__}.backward", name, tracing.recorder.node(tracing.lower(x)))
         for name, x in held.tensors.items()
         if places[id(x)] in read and name not in (taking_all.written or ())  # those it reads to write them anew
     ]
-    return TakingTensors(function, args, held, names, moved)
+    return returned
 
 
 def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -78,11 +82,6 @@ def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs:
     return _recorded(tracing, previewed)
 
 
-def _applied_to_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any, args: Sequence[Any]) -> Any:
-    taking = _taking_tensors_of_module(tracing, held, function, args)
-    return taking.outputs(_recorded(tracing, _previewed(tracing, taking.function, taking.args, {})))
-
-
 def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     """Records the call; what it returns."""
     adopted, arguments, program, draws = previewed
@@ -100,8 +99,10 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     marked = [i for i, slot in enumerate(places) if slot in program.non_differentiable]
     shapes = [(x.shape, x.dtype) for x in specs]
     called = CalledFunction(tracing, apply_to_arrays, adapter.definition.name, shapes, marked)
+    written = {*program.dirty, *program.written}
+    _refuse_shared(tracing, adapter.definition.name, arguments.leaves, written)
     # What it writes to is to have the old value still where autograd goes back through the call.
-    given = [x.clone() if i in program.dirty else x for i, x in enumerate(arguments.leaves)]
+    given = [x.clone() if i in written else x for i, x in enumerate(arguments.leaves)]
     made = called(*given, *([new_key(tracing)] if draws else []))
     for tensor, spec in zip(made, specs, strict=True):
         if spec.permuted is not None:
@@ -116,7 +117,26 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
         outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
         if not torch.is_grad_enabled():  # it is another tensor then, and what was written to keeps its derivative
             outputs[slot] = outputs[slot].detach()
-    return put_in(program.output, outputs)
+    returned = put_in(program.output, outputs)
+    if not program.handed_on:
+        return returned
+    own, new_values = returned[: -len(program.handed_on)], returned[-len(program.handed_on) :]
+    with torch.no_grad():  # as `forward` wrote it: what is written to keeps its derivative
+        for index, value in zip(program.handed_on, new_values, strict=True):
+            arguments.leaves[index].copy_(value)
+    return own[0] if program.returns_one else own
+
+
+def _refuse_shared(tracing: Tracing, name: str, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
+    """Raises where what a Function writes to one of its tensors is seen in another one that it was given."""
+    for i in written:
+        for j, other in enumerate(tensors):
+            if i != j and may_share_elements(tensors[i], other):
+                raise TranslationError(
+                    f"{name}, applied inside {tracing.owner}, writes to tensor {i} of those that it is applied to, "
+                    f"and tensor {j} lies in the same memory. JAX's arrays share none. Pass a copy: `.clone()`"
+                    f"{source_line()}"
+                )
 
 
 NESTED = Nested(applied_inside, can_be_repeated)

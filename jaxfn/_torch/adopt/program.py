@@ -215,7 +215,10 @@ class Forward(Trace):
       kept: the slots of what it kept for "backward" and for "jvp", in the order in which those get their values.
       non_differentiable: the slots marked so.
       dirty: the inputs marked so, and the slot of each that was returned.
-      unmarked: whether it wrote to an input without marking it.
+      written: the inputs that it wrote to.
+      handed_on: those of them that it did not mark, where the code that applies it is to have what was written: the
+        last outputs, which the user's code knows nothing of.
+      returns_one: whether the user's code returned an output by itself, and not in a tuple.
       materialize_grads: as it set it.
       runs_again: whether `backward` and `jvp` run it again, on its inputs: it kept tensors with autograd's graph of how
         they were computed, for autograd to go back through.
@@ -241,6 +244,14 @@ class Forward(Trace):
         with running(tracing):
             inputs = self._new_inputs(tracing, needs_input_grad)
             output = self._run_code(ctx, inputs)
+            self.written = [i for i, x in enumerate(inputs) if tracing.recorder.input_index(tracing.lower(x)) != i]
+            dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
+            self.handed_on = [i for i in self.written if definition.is_applied_inside and i not in dirty]
+            self.returns_one = not isinstance(output, tuple)
+            if self.handed_on:
+                new_values = [inputs[i].clone() for i in self.handed_on]
+                ctx.non_differentiable = (*ctx.non_differentiable, *new_values)
+                output = (*((output,) if self.returns_one else output), *new_values)
             for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
             made = take_out((output, ctx.to_save, for_forward, ctx.attributes), each_once=True)
             with without_functions():
@@ -249,7 +260,6 @@ class Forward(Trace):
             places = {id(x): i for i, x in enumerate(inputs)}
             self._input_of = {slot: places[id(x)] for slot, x in enumerate(made.leaves) if id(x) in places}
             values = [tracing.lower(tensor) for tensor in made.leaves]
-            written = [i for i, x in enumerate(inputs) if tracing.recorder.input_index(tracing.lower(x)) != i]
         self.refusal: TranslationError | None = None  # why backward is not traced
         self.output, to_save, for_forward, self._attributes = made.template
         self._saved = {"backward": to_save, "jvp": for_forward}
@@ -259,10 +269,7 @@ class Forward(Trace):
         self.materialize_grads = ctx.materialize_grads
         self.non_differentiable = [i for i, x in enumerate(made.leaves) if _is_among(x, ctx.non_differentiable)]
         returned = {id(x): i for i, x in enumerate(made.leaves)}
-        dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
         self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
-        self.written = written
-        self.unmarked = any(i not in self.dirty for i in written)
 
         in_output = set(slots(self.output))
         self._constants: dict[int, torch.Tensor] = {}
@@ -309,10 +316,17 @@ class Forward(Trace):
 
     def run(self, inputs: Sequence[Any], key: Any) -> dict[int, Any]:
         """The value of each slot that has one on JAX."""
-        # A result that is an input itself would count as that input where it is saved, and it is an output.
-        results = [_distinct(value, inputs) for value in self.traced.run(inputs, key)]
-        values = {"input": inputs, "result": results}
-        return {i: values[s.kind][s.place] for i, s in enumerate(self.sources) if s.kind != "constant"}
+        # What JAX gives for a clone is the array itself. A result that is an input would count as that input where it
+        # is saved, and one that is an output would be marked, or differentiated twice, where that one is.
+        results, others = self.traced.run(inputs, key), [*inputs]
+        values: dict[int, Any] = {}
+        for slot, source in enumerate(self.sources):  # those of the outputs come first
+            if source.kind == "input":
+                values[slot] = inputs[source.place]
+            elif source.kind == "result":
+                values[slot] = _distinct(results[source.place], others)
+                others += [values[slot]] if slot in self._outputs else []
+        return values
 
     def to_keep(self, method: str, inputs: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
         """The arrays that "backward" or "jvp" needs, of the inputs and the slots' values."""
@@ -413,12 +427,16 @@ class Derivative(Trace):
             ctx = forward.ctx(method, tracing, needs_input_grad)
             order = definition.stood_in.permuted_gradients
             arguments = put_in(given, [tracing.input(x.shape, x.dtype, x.permuted or order) for x in specs])
+            num_added = len(forward.handed_on)
+            if method == "backward":
+                arguments = arguments[: len(arguments) - num_added]
             with definition.stood_in.guarding(f"{definition.name}.{method}"):
                 if method == "backward" and takes_boxed_gradients(definition.function):
                     returned = function(ctx, list(arguments))
                 else:
                     returned = function(ctx, *arguments)
-            made = take_out(returned if isinstance(returned, tuple) else (returned,))
+            returned = returned if isinstance(returned, tuple) else (returned,)
+            made = take_out((*returned, *[None] * num_added) if method == "jvp" else returned)
             values = [tracing.lower(tensor) for tensor in made.leaves]
         self.returned: Any = made.template
         self.reads_flags = tracing.reads_flags

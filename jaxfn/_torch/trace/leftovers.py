@@ -55,6 +55,21 @@ def sharing_memory(elem: torch.Tensor) -> list[FunctionalTensor]:
     return [x for x in made_here() if memory(x.elem) == place]
 
 
+def may_share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether what is written to one tensor may be seen in another: in the same memory, their ranges meet."""
+    if not isinstance(a, FunctionalTensor) or not isinstance(b, FunctionalTensor):
+        return a is b
+    with without_functions():
+        ranges = [(x.storage_offset(), x.storage_offset() + _extent(x)) for x in (a, b)]
+        return memory(a.elem) == memory(b.elem) and max(ranges)[0] < min(end for _, end in ranges)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements of its memory a tensor reaches over."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((length - 1) * step for length, step in steps) + 1 if tensor.numel() else 0
+
+
 @contextlib.contextmanager
 def cleaned_up(owner: str) -> Generator[None]:
     """Looks after the tensors of the traces made inside, of which nothing in jaxfn may be held any more at the end.
