@@ -1,0 +1,321 @@
+"""Contract rows H2, I2, I5: what a Function inside other torch code writes to its arguments without marking it."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import jaxfn  # noqa: E402
+from tests.support.marks import row  # noqa: E402
+
+Base = torch.autograd.Function
+nn = torch.nn
+
+
+class Average(Base):
+    """As quantizers and normalizations have it: a running average, which is written to and used."""
+
+    @staticmethod
+    def forward(ctx, x, average):
+        average.mul_(0.9).add_(x, alpha=0.1)
+        ctx.save_for_backward(x, average)
+        return x / average
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, average = ctx.saved_tensors
+        return 3 * grad_output / average, 5 * grad_output * x
+
+
+class SeparateAverage(Base):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, average):
+        average.mul_(0.9).add_(x, alpha=0.1)
+        return x / average
+
+    setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    backward = Average.backward
+
+
+class Several(Base):
+    """Writes to a part of one and to an integer, both in a list, and returns two."""
+
+    @staticmethod
+    def forward(ctx, x, written):
+        average, count = written
+        average[1:] += x[1:]
+        count.add_(1)
+        return x * average, x + count
+
+    @staticmethod
+    def backward(ctx, of_product, of_sum):
+        return 2 * of_product + 7 * of_sum, None
+
+
+class Returning(Base):
+    """Returns what it wrote to, which is an output with a derivative, and no input any more."""
+
+    @staticmethod
+    def forward(ctx, x, state):
+        return state.mul_(0.5).add_(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 3 * grad_output, 11 * grad_output
+
+
+class OfModule(Base):
+    """Writes to a buffer by the module, and reads it as an argument, in backward too."""
+
+    @staticmethod
+    def forward(ctx, x, average, module):
+        module.average.mul_(0.9).add_(x, alpha=0.1)
+        ctx.save_for_backward(average)
+        return x / average
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 3 * grad_output / ctx.saved_tensors[0], None, None
+
+
+class ByArgument(Base):
+    """Writes to an argument, and reads it by the module, in backward too."""
+
+    @staticmethod
+    def forward(ctx, x, average, module):
+        average.mul_(0.9).add_(x, alpha=0.1)
+        ctx.module = module
+        return x / module.average
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 3 * grad_output / ctx.module.average, None, None
+
+
+class ReturningOfModule(Base):
+    @staticmethod
+    def forward(ctx, x, module):
+        return module.average.mul_(0.5).add_(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 3 * grad_output, None
+
+
+class Outer(Base):
+    """Applies one that writes to what was given to it."""
+
+    @staticmethod
+    def forward(ctx, x, average):
+        y = Average.apply(x, average)
+        ctx.save_for_backward(average)
+        return y + average
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return 2 * grad_output * ctx.saved_tensors[0], None
+
+
+average_taken, separate_average_taken = Average.apply, SeparateAverage.apply
+
+
+def write_without_gradients(module, x):
+    with torch.no_grad():
+        y = Average.apply(x, module.average)
+    return y * x
+
+
+def write_inside_autograd(module, x):
+    z = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(Average.apply(z * z, module.average).sum(), z)
+    return gradient * x
+
+
+def write_to_intermediate(module, x, function):
+    state = module.weight * module.average
+    return function.apply(x, state) + 3 * state
+
+
+def write_to_view(module, x):
+    both = torch.stack([module.weight * x, x])
+    return Average.apply(x, both[1].detach()) + both.sum(0)
+
+
+WRITES: dict[str, Any] = {
+    "a buffer": lambda m, x: Average.apply(x, m.average),
+    "a buffer, setup_context": lambda m, x: SeparateAverage.apply(x, m.average),
+    "a buffer, taken before": lambda m, x: average_taken(x, m.average),
+    "a buffer, setup_context, taken before": lambda m, x: separate_average_taken(x, m.average),
+    "a view of a buffer": lambda m, x: Average.apply(x, m.average.view(3, 1)[:, 0]),
+    "a buffer without gradients": write_without_gradients,
+    "a buffer inside autograd": write_inside_autograd,
+    "a list, in part": lambda m, x: sum(Several.apply(x, [m.average, m.count])),
+    "an intermediate": lambda m, x: write_to_intermediate(m, x, Average),
+    "an intermediate that it returns": lambda m, x: write_to_intermediate(m, x, Returning),
+    "a part of an intermediate": write_to_view,
+    "a buffer that it returns": lambda m, x: Returning.apply(x, m.average),
+    "a buffer by the module": lambda m, x: OfModule.apply(x, m.average, m),
+    "a buffer by the argument": lambda m, x: ByArgument.apply(x, m.average, m),
+    "a buffer by the module, which it returns": lambda m, x: ReturningOfModule.apply(x, m) * x,
+    "a buffer, two deep": lambda m, x: Outer.apply(x, m.average),
+}
+
+
+class Writes(nn.Module):
+    def __init__(self, code):
+        super().__init__()
+        self.code = code
+        self.weight = nn.Parameter(torch.tensor([1.5, -0.5, 2.0]))
+        self.register_buffer("average", torch.tensor([1.0, 2.0, 3.0]))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x):
+        return self.code(self, self.weight * x) + 3 * self.average.detach() + self.count
+
+
+def torchs(code, x):
+    """The output, the gradients and the buffers afterwards."""
+    module, x = Writes(code), torch.tensor(x, requires_grad=True)
+    y = module(x)
+    y.sum().backward()
+    gradients = [x.grad, module.weight.grad]
+    return [np.asarray(z.detach()) for z in (y, *gradients, module.average, module.count)]
+
+
+def ours(code, x):
+    net = jaxfn.from_torch(Writes(code))
+
+    def loss(x, parameters):
+        y, buffers = net.apply(parameters, net.buffers, x)
+        return y.sum(), (y, buffers)
+
+    gradients, (y, buffers) = jax.grad(loss, (0, 1), has_aux=True)(x, net.parameters)
+    return [y, gradients[0], gradients[1]["weight"], buffers["average"], buffers["count"]]
+
+
+def mapped(code, x):
+    """Over the last axis; the parameters and buffers have no batch."""
+    others = np.stack([x + 1, x, 2 * x], 1)
+    return [y[1] for y in jax.vmap(lambda x: ours(code, x), 1)(others)]
+
+
+@row("H2", "I2", "I5")
+@pytest.mark.parametrize("run", [ours, jax.jit(ours, static_argnums=0), mapped], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_it_writes_is_there_afterwards(name: str, run: Any):
+    x = np.array([0.5, -1.25, 2.0], np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = run(WRITES[name], x)
+    for result, expected in zip(results, torchs(WRITES[name], x), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=2e-6)
+
+
+class Marking(Base):
+    @staticmethod
+    def forward(ctx, x, state):
+        ctx.mark_dirty(state)
+        return x * state.add_(1), state
+
+    @staticmethod
+    def backward(ctx, of_product, of_state):
+        return of_product, of_state
+
+
+@row("H2", "I2")
+@pytest.mark.parametrize("apply", [Average.apply, lambda x, y: Marking.apply(x, y)[0]], ids=["unmarked", "marked"])
+@pytest.mark.parametrize(
+    "other", [lambda x: x, lambda x: x[1:2], lambda x: x.view(3, 1)[:, 0]], ids=["the same", "a part", "a view"]
+)
+def test_a_write_that_is_seen_in_another_argument_is_refused(apply: Any, other: Any):
+    net = jaxfn.from_torch(Writes(lambda module, x: (lambda y: apply(other(y), y))(x.clone())))
+    with pytest.raises(jaxfn.TranslationError, match="writes to tensor 1 .* and tensor 0 lies in the same memory"):
+        net.apply(net.parameters, net.buffers, np.ones(3, np.float32))
+
+
+@row("H2", "I2")
+def test_parts_of_one_tensor_that_do_not_overlap_are_separate_arguments():
+    def code(module, x):
+        both = torch.cat([x, module.average]).detach()
+        return Average.apply(both[:3], both[3:]) + both[3:]
+
+    x = np.array([0.5, -1.25, 2.0], np.float32)
+    module = Writes(code)
+    expected = module(torch.tensor(x)).detach()
+    net = jaxfn.from_torch(Writes(code))
+    np.testing.assert_allclose(net.apply(net.parameters, net.buffers, x)[0], expected, rtol=2e-6)
+
+
+# --- A clone is another tensor, and on JAX the same array.
+
+
+class MarksClone(Base):
+    @staticmethod
+    def forward(ctx, x, copied):
+        y = x.sin()
+        same = copied(y)
+        ctx.mark_non_differentiable(same)
+        ctx.save_for_backward(x)
+        return y, same
+
+    @staticmethod
+    def backward(ctx, grad_output, _):
+        return grad_output * ctx.saved_tensors[0].cos(), None
+
+
+class SavesClone(Base):
+    """Saves a copy of its output, whose derivative is that of the code, and not the Function's rule."""
+
+    @staticmethod
+    def forward(ctx, x, copied):
+        y = x.exp()
+        ctx.save_for_backward(copied(y))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * 5 * ctx.saved_tensors[0], None
+
+
+COPIED = {
+    "clone": lambda y: y.clone(),
+    "detach": lambda y: y.detach(),
+    "view": lambda y: y.view(-1),
+    "reshape": lambda y: y.reshape(3).contiguous(),
+    "times one": lambda y: y * 1,
+}
+
+
+@row("H2", "B8")
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+@pytest.mark.parametrize("copied", COPIED)
+def test_a_mark_on_a_clone_of_an_output_is_no_mark_on_the_output(copied: str, transform: Any):
+    x = torch.tensor([0.5, -1.25, 2.0], requires_grad=True)
+    y, same = MarksClone.apply(x, COPIED[copied])
+    (expected,) = torch.autograd.grad((2 * y + 3 * same).sum(), x)
+    apply = jaxfn.from_torch(MarksClone).apply
+
+    def loss(x):
+        y, same = apply(x, COPIED[copied])
+        return (2 * y + 3 * same).sum()
+
+    found = transform(jax.grad(loss))(jnp.asarray(x.detach().numpy()))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@row("H2", "D3")
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("copied", COPIED)
+def test_second_derivatives_where_a_clone_of_an_output_is_saved(copied: str, transform: Any):
+    apply = jaxfn.from_torch(SavesClone).apply
+    slope = jax.grad(lambda x: apply(x, COPIED[copied]).sum())
+    x = np.array([0.5, -1.25, 2.0], np.float32)
+    found = transform(jax.grad(lambda x: slope(x).sum()))(jnp.asarray(x))
+    np.testing.assert_allclose(found, 0 * x if copied == "detach" else 5 * np.exp(x), rtol=1e-6)
