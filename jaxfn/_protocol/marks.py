@@ -10,19 +10,40 @@ import jax
 
 from jaxfn._compat import is_ref
 from jaxfn._protocol.context import ContextState
+from jaxfn._values.arrays import is_inexact
 
 
 def non_differentiable_positions(name: str, state: ContextState, outputs: Sequence[Any]) -> frozenset[int]:
-    """Where the marked outputs are among the outputs' array leaves; warns of what is not an output."""
+    """Where the marked outputs are among the outputs' array leaves; warns of what is not an output.
+
+    # Note: two outputs, one array
+
+        y = jnp.sin(x)                      for a vector, `y.ravel()` is another array eagerly; under `jax.jit` it is
+        z = y.ravel()                       y itself, and so it is for many functions that change nothing
+        ctx.mark_non_differentiable(z)      y must not lose its derivative by that
+
+    Raises:
+      ValueError: a marked array is returned more often than it was marked.
+    """
     marked = jax.tree_util.tree_leaves(state.non_differentiable)
+    positions: set[int] = set()
     for mark in marked:
-        if not any(mark is output for output in outputs):
+        places = [i for i, output in enumerate(outputs) if mark is output]
+        if not places:
             warnings.warn(
                 f"{name}: mark_non_differentiable was given a value that forward did not return; it has no effect. "
                 "Pass the very array that is returned.",
                 stacklevel=2,
             )
-    return frozenset(i for i, output in enumerate(outputs) if any(mark is output for mark in marked))
+        elif sum(mark is other for other in marked) < len(places) and is_inexact(jax.dtypes.result_type(mark)):
+            raise ValueError(
+                f"{name}: mark_non_differentiable was given an array that forward returns {len(places)} times, as "
+                f"outputs {', '.join(map(str, places))}, so that it cannot be told which is meant. (A function that "
+                "changes nothing, as `y.ravel()` of a vector, gives the array itself.) Return another array, "
+                "`jnp.array(y, copy=True)`, where there is to be no derivative, and mark that; or mark it once for each."
+            )
+        positions.update(places)
+    return frozenset(positions)
 
 
 def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:

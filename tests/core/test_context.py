@@ -306,6 +306,51 @@ def test_marking_what_is_not_an_output_warns():
         assert f(1.0) == 2.0
 
 
+def same_array(y):
+    return y
+
+
+def same_dtype(y):
+    return y.astype(y.dtype)
+
+
+@row("B8")
+@pytest.mark.parametrize("mode", ["eager", "jit_of_grad", "grad_of_jit", "checkpoint"])
+@pytest.mark.parametrize("copied", [jnp.ravel, jnp.real, same_array, same_dtype])
+def test_a_marked_array_that_is_another_output_too_never_takes_its_derivative(copied, mode):
+    @jaxfn.function
+    def sine(ctx, x):
+        y = jnp.sin(x)
+        same = copied(y)
+        ctx.mark_non_differentiable(same)
+        ctx.save_for_backward(x)
+        return {"y": y}, x, same
+
+    sine.backward(lambda ctx, g, _, g_same: g["y"] * jnp.cos(ctx.saved_tensors[0]))
+    x = jnp.arange(3.0)
+    try:
+        gradient = differentiate(mode, lambda x: (sine(x)[0]["y"] + sine(x)[2]).sum(), (x,), 0)
+    except ValueError as error:
+        assert "sine: mark_non_differentiable was given an array that forward returns 2 times, as outputs 0, 2" in str(
+            error
+        )
+    else:
+        assert copied is not same_array
+        np.testing.assert_allclose(gradient, np.cos(np.arange(3)), rtol=1e-6)
+
+
+@row("B8")
+def test_an_array_that_is_two_outputs_and_marked_for_each_has_no_derivative():
+    @jaxfn.function
+    def sine(ctx, x):
+        y = jnp.sin(x)
+        ctx.mark_non_differentiable(y, y)
+        return y, y, x * 2
+
+    sine.backward(lambda ctx, a, b, g: a + b + 2 * g)
+    assert jax.jit(jax.grad(lambda x: sum(sine(x))))(1.0) == 2.0
+
+
 @row("B9")
 @pytest.mark.parametrize("mode", ["eager", "jit_of_grad", "grad_of_jit", "scan"])
 def test_materialize_grads(mode):

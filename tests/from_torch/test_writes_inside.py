@@ -1,4 +1,4 @@
-"""Contract rows H2, I2, I5: what a Function inside other torch code writes to its arguments without marking it."""
+"""Contract rows H2, H8, I2, I5: what a Function inside other torch code writes to its arguments, and what it copies."""
 
 import warnings
 from typing import Any
@@ -206,7 +206,7 @@ def mapped(code, x):
     return [y[1] for y in jax.vmap(lambda x: ours(code, x), 1)(others)]
 
 
-@row("H2", "I2", "I5")
+@row("H8", "I2", "I5")
 @pytest.mark.parametrize("run", [ours, jax.jit(ours, static_argnums=0), mapped], ids=["eager", "jit", "vmap"])
 @pytest.mark.parametrize("name", WRITES)
 def test_what_it_writes_is_there_afterwards(name: str, run: Any):
@@ -229,7 +229,7 @@ class Marking(Base):
         return of_product, of_state
 
 
-@row("H2", "I2")
+@row("H8", "I2")
 @pytest.mark.parametrize("apply", [Average.apply, lambda x, y: Marking.apply(x, y)[0]], ids=["unmarked", "marked"])
 @pytest.mark.parametrize(
     "other", [lambda x: x, lambda x: x[1:2], lambda x: x.view(3, 1)[:, 0]], ids=["the same", "a part", "a view"]
@@ -240,7 +240,7 @@ def test_a_write_that_is_seen_in_another_argument_is_refused(apply: Any, other: 
         net.apply(net.parameters, net.buffers, np.ones(3, np.float32))
 
 
-@row("H2", "I2")
+@row("H8", "I2")
 def test_parts_of_one_tensor_that_do_not_overlap_are_separate_arguments():
     def code(module, x):
         both = torch.cat([x, module.average]).detach()
@@ -308,6 +308,28 @@ def test_a_mark_on_a_clone_of_an_output_is_no_mark_on_the_output(copied: str, tr
 
     found = transform(jax.grad(loss))(jnp.asarray(x.detach().numpy()))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+class MarksTwoPlaces(Base):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.sin()
+        ctx.mark_non_differentiable(y)
+        return y, 2 * x, y
+
+    @staticmethod
+    def backward(ctx, a, grad_output, b):
+        return 2 * grad_output + 5 * a + 7 * b
+
+
+@row("H2", "B8")
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_mark_is_for_each_place_of_an_output(transform: Any):
+    x = torch.tensor([0.5, -1.25, 2.0], requires_grad=True)
+    sum(MarksTwoPlaces.apply(x)).sum().backward()
+    apply = jaxfn.from_torch(MarksTwoPlaces).apply
+    found = transform(jax.grad(lambda x: sum(apply(x)).sum()))(jnp.asarray(x.detach().numpy()))
+    np.testing.assert_allclose(found, x.grad, rtol=1e-6)
 
 
 @row("H2", "D3")

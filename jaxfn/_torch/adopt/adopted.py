@@ -25,7 +25,7 @@ from jaxfn._torch.graph.recorder import NONE_STOOD_IN, StandIns
 from jaxfn._torch.trace.state import Nested, Replacements
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
-from jaxfn._torch.values.flat import Flat, Slot, put_in, take_out
+from jaxfn._torch.values.flat import Flat, Slot, put_in, slots, take_out
 from jaxfn._torch.values.statics import Recent
 from jaxfn._values.arrays import as_array, is_array_leaf, is_none
 
@@ -165,7 +165,7 @@ class Adapter:
         if program.reads_flags:
             ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
         vars(ctx).update(program=program, key=call.key)
-        non_differentiable = [values[slot] for slot in program.non_differentiable]
+        non_differentiable = [values[slot] for slot in slots(program.output) if slot in program.non_differentiable]
         # Inside other code, what was written is there afterwards, and nobody is to be warned; see `nested`.
         dirty = [] if self.definition.is_applied_inside else [call.arrays[i] for i in program.dirty]
         ctx.save_for_backward(*program.to_keep("backward", call.arrays, values))
