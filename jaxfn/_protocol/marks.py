@@ -39,8 +39,8 @@ def non_differentiable_positions(name: str, state: ContextState, outputs: Sequen
             raise ValueError(
                 f"{name}: mark_non_differentiable was given an array that forward returns {len(places)} times, as "
                 f"outputs {', '.join(map(str, places))}, so that it cannot be told which is meant. (A function that "
-                "changes nothing, as `y.ravel()` of a vector, gives the array itself.) Return another array, "
-                "`jnp.array(y, copy=True)`, where there is to be no derivative, and mark that; or mark it once for each."
+                "changes nothing, as `y.ravel()` of a vector, gives the array itself.) Where there is to be no "
+                "derivative return another array, `jnp.array(y, copy=True)`, and mark that; or mark it once for each."
             )
         positions.update(places)
     return frozenset(positions)
