@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.marks import row, sampled, thorough
+from tests.support.marks import lane_cases, row, sampled, thorough
 
 
 class AddBias(jaxfn.Function):
@@ -158,7 +158,7 @@ AROUND = {
 
 @row("E2b")
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("model", [mlp, attention])
+@pytest.mark.parametrize("model", lane_cases([mlp, attention], [mlp]))
 @pytest.mark.parametrize("around", AROUND)
 @sampled
 def test_megatrons_regions_with_types_that_say_what_varies_are_right(rules, model, around):

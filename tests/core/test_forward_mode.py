@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support.both_modes import CASES, Case
 from tests.support.derivatives import ALL, DERIVATIVES, JACOBIANS, check, jit, taken
-from tests.support.marks import row, sampled, thorough
+from tests.support.marks import lane_cases, row, sampled, thorough
 
 ROWS = 8
+QUICK = [case for case in CASES if case.name in ("output", "two_inputs", "static", "non_differentiable")]
 
 
 def rows_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -70,7 +71,7 @@ MAPPED = {
 @row("D4", "D7")
 @sampled
 @pytest.mark.parametrize("how", SINGLE)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", lane_cases(CASES, QUICK), ids=str)
 def test_each_mode_has_its_own_rule(case, how, expected):
     check(SINGLE[how](case.apply)(*case.args), first(expected(case)))
 

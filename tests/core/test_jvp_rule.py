@@ -15,7 +15,7 @@ from jaxfn._protocol import tangents as _tangents
 from tests.support import cases
 from tests.support.cases import make_args, residual_bytes, with_attributes
 from tests.support.derivatives import ALL, DERIVATIVES, FURTHER, check, jit, taken
-from tests.support.marks import NO_REMAT_TRANSPOSE, row, sampled, thorough
+from tests.support.marks import NO_REMAT_TRANSPOSE, lane_cases, row, sampled, thorough
 
 X = jnp.array([0.3, -1.2])
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -311,7 +311,7 @@ def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
 
 @row("D5b")
 @sampled
-@pytest.mark.parametrize("name", jvp_only())
+@pytest.mark.parametrize("name", lane_cases(jvp_only(), ["intermediate"]))
 @pytest.mark.parametrize(
     "wrap",
     [pytest.param(lambda f: f, marks=thorough), pytest.param(jax.checkpoint, marks=thorough), jax.jit],
@@ -435,6 +435,7 @@ def test_generate_jvp_rule_against_plain_jax(case):
 
 
 @row("D5")
+@thorough
 @sampled
 @pytest.mark.parametrize("case", [c for c in cases.CASES if c.name in ("exp", "rotate", "relu", "dense")], ids=str)
 @pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint], ids=["vmap", "checkpoint"])

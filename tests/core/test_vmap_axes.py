@@ -18,7 +18,7 @@ import pytest
 from jax.lax import stop_gradient
 
 import jaxfn
-from tests.support.marks import COMING, row, sampled, thorough
+from tests.support.marks import COMING, lane_cases, row, sampled, thorough
 
 MODES = ("reverse", "both", "generated", "jvp")
 SAVES = ("input", "output", "intermediate", "attribute")
@@ -281,7 +281,11 @@ def test_axes_inside_and_outside_of_other_transformations(context, mode):
 @sampled
 @EVERY_MODE
 @pytest.mark.parametrize(
-    ("context", "name"), [(context, ("pair", "product")[i % 2]) for i, context in enumerate(CONTEXTS)]
+    ("context", "name"),
+    [
+        pytest.param(context, ("pair", "product")[i % 2], marks=thorough if context.endswith("_inside") else ())
+        for i, context in enumerate(CONTEXTS)
+    ],
 )
 def test_axes_beside_an_unbatched_argument(context, name, mode):
     turn = list(CONTEXTS).index(context) // 2 + MODES.index(mode)
@@ -351,8 +355,8 @@ NESTED = (((0, 0), (1, 1)), ((2, 1), (0, -1)), ((-1, -1), (1, 0)), ((3, 2), (2, 
 @EVERY_MODE
 @pytest.mark.parametrize(
     ("context", "name"),
-    [(context, "sine") for context in ("none", "jit_inside", "checkpoint_outside", "scan_inside")]
-    + [("jit_outside", "product")],
+    [(context, "sine") for context in ("none", "checkpoint_outside", "scan_inside")]
+    + [pytest.param("jit_inside", "sine", marks=thorough), pytest.param("jit_outside", "product", marks=thorough)],
 )
 def test_vmap_of_vmap_along_different_axes(context, name, mode):
     """The outer axes of the argument and of the output, then the inner ones."""
@@ -398,8 +402,8 @@ def computing_otherwise(has_jvp):
 @row("E1c")
 @pytest.mark.parametrize(
     ("context", "has_jvp"),
-    [pytest.param(context, False, marks=[thorough] if "jit" in context else []) for context in CONTEXTS]
-    + [pytest.param(context, True, marks=[thorough]) for context in ("none", "jit_outside")]
+    [pytest.param(context, False, marks=() if "outside" in context else thorough) for context in CONTEXTS]
+    + [pytest.param(context, True, marks=thorough) for context in ("none", "jit_outside")]
     + [("scan_inside", True)],
 )
 def test_a_forward_that_computes_otherwise_where_it_is_differentiated(context, has_jvp):
@@ -580,9 +584,9 @@ class OneForAllWithJvp(OneForAll):
 
 @row("E1c")
 @sampled
-@pytest.mark.parametrize("function", [OneForAll, OneForAllOrNone, OneForAllWithJvp])
-@pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
-@pytest.mark.parametrize("maps", ["vmap", "vmap-vmap over x", "vmap-vmap over u"])
+@pytest.mark.parametrize("function", lane_cases([OneForAll, OneForAllOrNone, OneForAllWithJvp], [OneForAll]))
+@pytest.mark.parametrize("inside", lane_cases(["plain", "jit", "checkpoint"], ["plain"]))
+@pytest.mark.parametrize("maps", lane_cases(["vmap", "vmap-vmap over x", "vmap-vmap over u"], ["vmap-vmap over x"]))
 def test_the_cotangent_of_an_output_without_a_batch_counts_once(maps, inside, function):
     """By hand it counts for each row on JAX 0.10.0, and 0.12.0 raises."""
     xs = jnp.array([0.1, 0.2, 0.3])
@@ -686,7 +690,7 @@ INTERLEAVED = {
 @sampled
 @pytest.mark.parametrize("function", [OneForAll, OneForAllSaving])
 @pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
-@pytest.mark.parametrize("derivative", INTERLEAVED)
+@pytest.mark.parametrize("derivative", lane_cases(INTERLEAVED, [d for d in INTERLEAVED if d.startswith("grad(vmap")]))
 def test_derivatives_on_both_sides_of_vmap_where_an_output_lacks_the_batch(derivative, inside, function):
     xs, u = jnp.array([0.1, 0.2, 0.3, 0.5]), jnp.float32(0.7)
 

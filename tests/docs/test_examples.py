@@ -17,6 +17,7 @@ import jaxfn
 from tests.support.cases import host_memory_is_apart
 from tests.support.kernel_examples import FOLDER
 from tests.support.kernel_examples import load as load_kernel
+from tests.support.marks import lane_cases, thorough
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Packages that are not among the extra requirements of tests.
@@ -120,6 +121,7 @@ def test_functional():
     assert results.mul_constant == 2
 
 
+@thorough
 def test_straight_through_hessian():
     example = load("straight_through_hessian")
     results = example.main()
@@ -151,7 +153,7 @@ def test_from_torch_model_trains_as_torch_does():
     assert {name for name, parts in results.parts.items() if parts == 8} >= {"conv1.weight", "linear.weight"}
 
 
-@pytest.mark.thorough
+@thorough
 def test_digits_trains_as_well_with_bfloat16_residuals(digits):
     def pack(x):
         return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
@@ -168,6 +170,7 @@ def test_digits_trains_as_well_with_bfloat16_residuals(digits):
     assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really in force
 
 
+@thorough
 def test_second_order():
     results = load("second_order").main(num_steps=6)
     assert max(results.differences.values()) < 1e-5
@@ -176,7 +179,7 @@ def test_second_order():
     assert results.accuracy > 0.7
 
 
-@pytest.mark.thorough
+@thorough
 def test_second_order_products_are_products_with_the_matrices():
     example = load("second_order")
     images, labels = jnp.eye(64)[:3], jnp.array([3, 1, 4])
@@ -197,6 +200,7 @@ def test_second_order_products_are_products_with_the_matrices():
         np.testing.assert_allclose(product(problem.start, direction), difference / 2e-2, rtol=0.05, atol=2e-3)
 
 
+@thorough
 def test_residual_hooks():
     example = load("residual_hooks")
     results = example.main()
@@ -211,6 +215,7 @@ def test_residual_hooks():
     assert 0 < results["int8"].gradient_error < 0.02
 
 
+@thorough
 def test_sharded_training():
     """`main` asserts the numbers of one device, and the collectives of a custom_vjp by hand."""
     example = load("sharded_training")
@@ -242,7 +247,7 @@ SMALLER = {
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "layer_norm" else pytest.param(name, marks=pytest.mark.thorough) for name in SMALLER],
+    lane_cases(SMALLER, ()),
 )
 def test_a_kernel_is_what_plain_JAX_is_and_keeps_less(name):
     """`main` asserts what else it claims: that no array has the size of the logits or scores, and what is needed."""
@@ -259,6 +264,7 @@ def test_host_routine():
     assert results.host_calls == [(31,)]
 
 
+@thorough
 def test_a_layer_of_nnx():
     results = load("nnx_layer").main()
     assert results.last_loss < 1e-6 and results.ensemble_shape == (4, 256, 5)

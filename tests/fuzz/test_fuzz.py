@@ -17,14 +17,14 @@ from tests.fuzz.program import TRACED, Argument, Block, Call, Measure, Operation
 from tests.fuzz.report import Disagreement, Report, fuzz
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import write_alone
-from tests.support.marks import COMING, row
+from tests.support.marks import COMING, lane_cases, row, thorough
 
 SQUARE = FunctionSpec("square", "input")
 DROPS = FunctionSpec("drops by numpy", "intermediate")
 
 
 @row("E1", "D1")
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", lane_cases(range(0, 40, 10), [20]))
 def test_programs_agree_with_their_twins(first):
     report = fuzz(range(first, first + 10), shrinking=5)
     assert not report.disagreements, report.text()
@@ -69,6 +69,7 @@ def test_programs_that_are_right_are_found_right():
     assert check(long_program(DROPS, stateful=True)).kind == "agreed"
 
 
+@thorough
 def test_a_wrong_rule_is_found_shrunk_and_printed(monkeypatch):
     wrong = {"input": Saving(("x",), ("g0 * 0.5 * x",), ("dx * 0.6 * x",))}
     monkeypatch.setitem(FORMULAS, "square", replace(FORMULAS["square"], savings=wrong))
@@ -155,7 +156,7 @@ def test_what_numpy_alone_finds_wrong_is_not_reported(monkeypatch):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", lane_cases(range(2), [0]))
 def test_printed_programs_run_by_themselves(seed):
     program = draw(seed)
     ran = outcome_of_running(write_alone(program, 1e-3))

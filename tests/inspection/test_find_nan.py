@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.marks import row, sampled
+from tests.support.marks import lane_cases, row, sampled
 
 OPERATIONS = {"nan": "log", "inf": "exp", "-inf": "log"}
 STEP = 3
@@ -126,7 +126,7 @@ X, WHEN = jnp.array([0.3, 0.5, 0.7]), jnp.int32(STEP)
 
 @row("K4")
 @sampled
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", lane_cases(AROUND, [around for around in AROUND if "shard_map" not in around]))
 @pytest.mark.parametrize("plant", PLANTS, ids=", ".join)
 def test_the_culprit_is_named(plant, around, capsys):
     culprit, place, number, style = plant
@@ -144,7 +144,7 @@ def test_the_culprit_is_named(plant, around, capsys):
 
 @row("K4")
 @sampled
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", lane_cases(AROUND, [around for around in AROUND if "shard_map" not in around]))
 @pytest.mark.parametrize("style", STYLES)
 def test_nothing_is_found_where_there_is_nothing(style, around, capsys):
     assert jaxfn.find_nan(loss_of(AROUND[around](chain(None, "output", "nan", style))), X, WHEN) is None

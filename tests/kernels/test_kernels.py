@@ -22,7 +22,7 @@ from tests.support.kernel_examples import (
     small,
     value_and_gradients,
 )
-from tests.support.marks import COMING, row, sampled, thorough
+from tests.support.marks import COMING, lane_cases, row, sampled, thorough
 
 CLOSED = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed in jaxprs", strict=False)
 
@@ -31,9 +31,7 @@ SIZES = [(1, 1, 1), (15, 17, 3), (16, 32, 16), (33, 31, 5), (50, 20, 17)]
 TOLERANCE = {np.float32: 2e-5, jnp.bfloat16: 0.03}
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(k, marks=[thorough] if k is ATTENTION else []) for k in KERNELS], ids=str
-)
+@pytest.fixture(scope="module", params=lane_cases(KERNELS, [LAYER_NORM, CROSS_ENTROPY]), ids=str)
 def kernel(request) -> Kernel:
     return request.param
 
@@ -138,6 +136,7 @@ def test_eight_devices(kernel, module):
 
 
 @row("E5")
+@thorough
 @sampled
 @pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint], ids=["eager", "checkpoint"])
 def test_other_transformations(kernel, module, transform):
@@ -145,6 +144,7 @@ def test_other_transformations(kernel, module, transform):
 
 
 @row("E5")
+@thorough
 def test_a_second_use_and_a_loop(kernel, module):
     """The gradients of two uses are added, and a scan has a kernel in its body."""
 
@@ -212,7 +212,8 @@ def test_labels_that_are_ignored_and_labels_that_are_wrong():
 
 
 @row("E5")
-@pytest.mark.parametrize("kernel", [CROSS_ENTROPY, pytest.param(ATTENTION, marks=thorough), CAUSAL], ids=str)
+@thorough
+@pytest.mark.parametrize("kernel", [CROSS_ENTROPY, ATTENTION, CAUSAL], ids=str)
 def test_large_scores_do_not_overflow(kernel):
     module = small(kernel.module)
     args = [100 * x if x.dtype == np.float32 else x for x in kernel.args(20, 35, 5)]

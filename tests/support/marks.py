@@ -1,6 +1,8 @@
 """What tests are marked with: rows of the contract, the lane, and what JAX's coming implementations do otherwise."""
 
 import os
+from collections.abc import Container, Iterable
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,12 @@ thorough = pytest.mark.thorough
 # Without `--all`, only as many of its cases run as show each value of each parameter; with it, each pair of values,
 # which where there are two parameters is all cases. `--product` runs all of them.
 sampled = pytest.mark.sampled
+
+
+def lane_cases(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
+    """The values of a parameter, all but these few thorough."""
+    return [pytest.param(value, marks=() if value in quick else thorough) for value in values]
+
 
 # JAX's coming implementations, which are switched on in the environment.
 COMING = bool(int(os.environ.get("JAX_CUSTOM_VJP3", "0")))
