@@ -184,7 +184,23 @@ class Both(torch.autograd.Function):
         return 5 * of_rounded, 7 * of_sum
 
 
+class Undefined(torch.autograd.Function):
+    """Its gradient is another one where an output has none."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return 2 * x, x * x
+
+    @staticmethod
+    def backward(ctx, of_double, of_square):
+        (x,) = ctx.saved_tensors
+        return (7 * x if of_double is None else 3 * of_double) + (11 * x if of_square is None else x * of_square)
+
+
 round_taken, separate_taken, both_taken = Round.apply, SeparateRound.apply, Both.apply
+undefined_taken = Undefined.apply
 
 
 def both(x, apply):
@@ -202,6 +218,8 @@ APPLIED = {
     "taken before, with setup_context and an option": lambda x: separate_taken(x, 2),
     "two outputs": lambda x: both(x, Both.apply),
     "taken before, two outputs": lambda x: both(x, both_taken),
+    "the first of two outputs": lambda x: Undefined.apply(x)[0],
+    "taken before, the second of two outputs": lambda x: undefined_taken(x)[1],
     "taken before, twice": lambda x: round_taken(round_taken(x) * 1.3),
 }
 

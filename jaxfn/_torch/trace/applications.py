@@ -104,6 +104,7 @@ def _keep(
     # a derivative, for here gradients are off.
     written = [x for x in arguments.leaves if any(x is y for y in outputs)]
     ctx.mark_dirty(*written)
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(y for y in outputs if isinstance(y, torch.Tensor) and not y.requires_grad))
     template = arguments.template
     can_repeat = not written and tracing.nested.can_be_repeated(tracing, function, inputs, kwargs)

@@ -57,10 +57,9 @@ class CalledFunction:
         fakes = tuple(self.tracing.recorder.fake(shape, dtype) for shape, dtype in self.outputs)
         return self.tracing.call(JaxCall(self.function, self.name), tensors, fakes)
 
-    def backward(self, tensors: Sequence[torch.Tensor]) -> CalledFunction:
-        """The derivative, a function of these tensors and the gradients of the differentiable outputs."""
+    def backward(self, tensors: Sequence[torch.Tensor], outputs: Sequence[int]) -> CalledFunction:
+        """The derivative, a function of these tensors and the gradients of these outputs; the others have none."""
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
-        outputs = [i for i, (_, dtype) in enumerate(self.outputs) if _is_differentiable(dtype)]
         num_tensors, function = len(tensors), self.function  # all that the graph keeps of this
 
         def gradients(*operands: Any) -> Sequence[Any]:
@@ -90,6 +89,7 @@ class Differentiable(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.called = called
         ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)  # a Function may see which of its outputs have no gradient
         with torch.set_grad_enabled(has_gradients):  # as at the call: in here they are always off
             outputs = called.record(tensors)
         marked = called.non_differentiable
@@ -99,10 +99,10 @@ class Differentiable(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        given = [g for g, (_, dtype) in zip(grad_outputs, ctx.called.outputs, strict=True) if _is_differentiable(dtype)]
-        gradients = iter(ctx.called.backward(tensors)(*tensors, *given))
+        given = {i: g for i, g in enumerate(grad_outputs) if g is not None}
+        gradients = iter(ctx.called.backward(tensors, [*given])(*tensors, *given.values()))
         return None, None, *(next(gradients) if _is_differentiable(x.dtype) else None for x in tensors)
 
 
