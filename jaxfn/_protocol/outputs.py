@@ -66,7 +66,7 @@ class OutputLayout:
           materialize: whether zeros are given as arrays; as `None` otherwise.
         """
         marked = self.non_differentiable
-        zero = [isinstance(ct, SymbolicZero) or i in marked for i, ct in enumerate(cotangents)]
+        zero = [_is_zero(ct) or i in marked for i, ct in enumerate(cotangents)]
         if all(zero):
             return None
         if len(zero) == len(self.layouts) == 1 and self.layouts[0] is ARRAY_LAYOUT:  # by far the most frequent
@@ -81,6 +81,11 @@ class OutputLayout:
             all_none = all(leaf is None for leaf in own)
             gradients.append(None if all_none else layout.merge_or_none(iter(own)))
         return gradients
+
+
+def _is_zero(cotangent: Any) -> bool:
+    """Whether it is a zero by its type: what is no number has no other gradient, and comes as float0 out of loops."""
+    return isinstance(cotangent, SymbolicZero) or cotangent.dtype == jax.dtypes.float0
 
 
 def _zeros(aval: Any) -> Any:

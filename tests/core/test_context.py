@@ -339,6 +339,47 @@ def test_a_marked_array_that_is_another_output_too_never_takes_its_derivative(co
         np.testing.assert_allclose(gradient, np.cos(np.arange(3)), rtol=1e-6)
 
 
+def by_scan(f, x, n):
+    return jax.lax.scan(lambda carry, _: (f(*carry), None), (x, n), length=3)[0][0]
+
+
+def by_fori_loop(f, x, n):
+    return jax.lax.fori_loop(0, 3, lambda _, carry: f(*carry), (x, n))[0]
+
+
+def unrolled(f, x, n):
+    for _ in range(3):
+        x, n = f(x, n)
+    return x
+
+
+@row("B9", "E1")
+@pytest.mark.parametrize("materialize", [True, False])
+@pytest.mark.parametrize("loop", [by_scan, by_fori_loop, unrolled])
+@pytest.mark.parametrize("count", [jnp.int32(2), jnp.array([True, False, True]), jax.random.key(3)], ids=str)
+def test_the_gradient_of_what_is_no_number_is_a_zero_in_loops_too(count, loop, materialize):
+    received = []
+
+    @jaxfn.function
+    def step(ctx, x, n):
+        ctx.set_materialize_grads(materialize)
+        return 2 * x, n
+
+    @step.backward
+    def _(ctx, g, g_count):
+        received.append(g_count)
+        return (3 if g_count is None else 5) * g, None
+
+    is_key = jnp.issubdtype(count.dtype, jax.dtypes.prng_key)
+    factor = 5 if materialize and not is_key else 3
+    gradient = jax.grad(lambda x: loop(step, x, count).sum())(jnp.ones((3, 2)))
+    np.testing.assert_allclose(gradient, np.full((3, 2), factor**3))
+    _, pullback = jax.vjp(lambda x: step(x, count), jnp.ones(2))
+    np.testing.assert_allclose(pullback((jnp.ones(2), np.zeros(count.shape, jax.dtypes.float0)))[0], [factor] * 2)
+    for zero in received:
+        assert zero is None if factor == 3 else (zero.dtype, zero.shape) == (count.dtype, count.shape)
+
+
 @row("B8")
 def test_an_array_that_is_two_outputs_and_marked_for_each_has_no_derivative():
     @jaxfn.function

@@ -158,7 +158,8 @@ def batch_norm_functional(
     y, mean, rstd, variance = _normalized_by_batch(x, weight, bias, eps)
     unbiased = variance * (count / max(count - 1, 1))
     new_mean = momentum * mean + (1 - momentum) * running_mean
-    return y, mean, rstd, new_mean, momentum * unbiased + (1 - momentum) * running_var
+    new_var = momentum * unbiased + (1 - momentum) * running_var
+    return y, mean, rstd, lax.stop_gradient(new_mean), lax.stop_gradient(new_var)
 
 
 @operation("aten._batch_norm_with_update_functional")
