@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
@@ -180,7 +181,7 @@ class Adapter:
         program: Forward = ctx.program
         names = state_of(ctx).form.names
         outputs = program.output if isinstance(program.output, tuple) else (program.output,)
-        template, arrays, specs = _matched(outputs, grad_outputs, program.specs)
+        template, arrays, specs = _matched(outputs, _summed_by_tensor(program, outputs, grad_outputs), program.specs)
         traced = program.derivative("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
         if traced.traced.loses_gradients:
             self._say(
@@ -308,6 +309,17 @@ class Adapter:
 def _identities(template: Any) -> tuple[int, ...]:
     """The values in arguments that are no arrays, by identity."""
     return tuple(id(leaf) for leaf in torch_tree.tree_leaves(template) if not isinstance(leaf, Slot))
+
+
+def _summed_by_tensor(program: Forward, outputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
+    """Gradients of outputs, of which torch knows a tensor that is returned twice by its last place alone."""
+    gradients, last = [*grad_outputs], {place: i for i, place in enumerate(outputs) if isinstance(place, Slot)}
+    for i, place in enumerate(outputs):
+        if isinstance(place, Slot) and last[place] != i and gradients[i] is not None:
+            others = gradients[last[place]]
+            gradients[last[place]] = gradients[i] if others is None else gradients[i] + others
+            gradients[i] = jnp.zeros_like(gradients[i]) if program.materialize_grads else None
+    return gradients
 
 
 def _matched(places: Sequence[Any], given: Sequence[Any], specs: Sequence[Spec]) -> tuple[Any, list[Any], list[Spec]]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from jaxfn._primitives.refusal import Refusal
 from jaxfn._torch.adopt.adopted import Adopted, adopt
-from jaxfn._torch.adopt.captured import TakingTensors
+from jaxfn._torch.adopt.captured import ORIGINAL, TakingTensors
 from jaxfn._torch.adopt.program import Forward
+from jaxfn._torch.adopt.refusing import without_derivative
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace.inside import CalledFunction, as_key, new_key
 from jaxfn._torch.trace.leftovers import may_share_elements
+from jaxfn._torch.trace.silent import share_memory
 from jaxfn._torch.trace.state import HeldTensors, Nested, Tracing
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import Flat, put_in, slots, take_out
-from jaxfn._values.arrays import is_array_leaf
+from jaxfn._values.arrays import is_array_leaf, is_inexact
 
 
 class _Previewed(NamedTuple):
@@ -89,9 +93,12 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     tracing.functions.append(program)
     places = slots(program.output)
     template = arguments.template  # all that the graph keeps of the arguments
+    refusals: list[Refusal] = []
 
     def apply_to_arrays(*arrays: Any) -> list[Any]:
         options = {adapter.definition.key_name: as_key(arrays[-1])} if draws else {}
+        for refusal in refusals:
+            arrays = tuple(without_derivative(refusal, x) if is_inexact(x.dtype) else x for x in arrays)
         args, kwargs = put_in(template, arrays)
         return take_out(adopted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
@@ -118,13 +125,58 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
         if not torch.is_grad_enabled():  # it is another tensor then, and what was written to keeps its derivative
             outputs[slot] = outputs[slot].detach()
     returned = put_in(program.output, outputs)
-    if not program.handed_on:
-        return returned
-    own, new_values = returned[: -len(program.handed_on)], returned[-len(program.handed_on) :]
-    with torch.no_grad():  # as `forward` wrote it: what is written to keeps its derivative
-        for index, value in zip(program.handed_on, new_values, strict=True):
-            arguments.leaves[index].copy_(value)
-    return own[0] if program.returns_one else own
+    if program.handed_on:
+        returned, new_values = returned[: -len(program.handed_on)], returned[-len(program.handed_on) :]
+        with torch.no_grad():  # as `forward` wrote it: what is written to keeps its derivative
+            for index, value in zip(program.handed_on, new_values, strict=True):
+                arguments.leaves[index].copy_(value)
+        returned = returned[0] if program.returns_one else returned
+    tensors = {("input", i): x for i, x in enumerate(arguments.leaves)}
+    tensors |= {("output", slot): x for slot, x in outputs.items()}
+    for slot, kind, i in program.sharing:
+        if slot in outputs and ((kind == "input" and i not in program.dirty) or (kind == "output" and slot < i)):
+            what = "is an argument of it, or a part of one" if kind == "input" else "lies in the memory of another one"
+            reason = f"what {adapter.definition.name} returned {what}"
+            share_memory(tracing.recorder, outputs[slot], tensors[kind, i], reason)
+    _look_after_kept(tracing, program, tensors, refusals)
+    return returned
+
+
+def _look_after_kept(
+    tracing: Tracing, program: Forward, tensors: Mapping[tuple[str, int], torch.Tensor], refusals: list[Refusal]
+) -> None:
+    """Has the call refuse to be differentiated where torch's backward would find, or leave, other values than JAX's.
+
+    # Note: a tensor that is an attribute
+
+        forward    ctx.state = state      backward finds in `ctx.state` what the buffer has by then, and JAX's what it
+                   return x * state       had at the call. What it writes there is the buffer's new value in torch, and
+        later      state.add_(1)          nobody's in JAX. Of `save_for_backward` torch says that it was modified.
+    """
+    if program.refusal is not None:
+        return
+    try:
+        backward, shared = program.whole_backward(), program.shared_with_backward()
+    except Exception:  # it says so itself where it is called
+        return
+    name, owner = program.definition.name, tracing.owner
+
+    def refuse(kind: str, i: int, what: str) -> None:
+        message = (
+            f"{name}.backward {what} {kind} {i} of the call in {owner}, which forward keeps on ctx. In torch that is "
+            "the memory of the caller, and on JAX a value of its own. Keep a copy, `tensor.clone()`"
+        )
+        refusals.append(Refusal(TranslationError, message))
+
+    for _, kind, i in shared:
+        told = functools.partial(refuse, kind, i, "computes with what was written afterwards to")
+        tensor = tensors[kind, i]
+        tracing.kept.append((tensor, tracing.recorder.node(tracing.lower(tensor)), told))
+    held = [*tracing.held.tensors.values()] if tracing.held is not None else []
+    takes_them = hasattr(program.definition.function, ORIGINAL)  # and has refused what would be lost
+    for i in backward.written if backward is not None and not takes_them else ():
+        if any(may_share_elements(tensors["input", i], x) for x in held):
+            refuse("input", i, "writes to")
 
 
 def _refuse_shared(tracing: Tracing, name: str, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:

@@ -16,7 +16,7 @@ from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.adopt.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import Translation, explain
 from jaxfn._torch.graph.targets import draws_random_numbers
-from jaxfn._torch.trace.leftovers import cleaned_up
+from jaxfn._torch.trace.leftovers import cleaned_up, may_share_elements
 from jaxfn._torch.trace.running import running
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
@@ -201,6 +201,20 @@ class SlotSource(NamedTuple):
     place: int
 
 
+class Shared(NamedTuple):
+    """A slot that lies in the memory of an input or output.
+
+    Attributes:
+      slot: the slot.
+      kind: "input" or "output".
+      place: which input, or the slot of the output.
+    """
+
+    slot: int
+    kind: str
+    place: int
+
+
 class Forward(Trace):
     """`forward`, traced.
 
@@ -218,6 +232,7 @@ class Forward(Trace):
       written: the inputs that it wrote to.
       handed_on: those of them that it did not mark, where the code that applies it is to have what was written: the
         last outputs, which the user's code knows nothing of.
+      sharing: which slots lie in the memory of inputs and outputs, where other code applies it.
       returns_one: whether the user's code returned an output by itself, and not in a tuple.
       materialize_grads: as it set it.
       runs_again: whether `backward` and `jvp` run it again, on its inputs: it kept tensors with autograd's graph of how
@@ -244,13 +259,19 @@ class Forward(Trace):
         with running(tracing):
             inputs = self._new_inputs(tracing, needs_input_grad)
             output = self._run_code(ctx, inputs)
-            self.written = [i for i, x in enumerate(inputs) if tracing.recorder.input_index(tracing.lower(x)) != i]
+            self.written = sorted(tracing.written_inputs())
             dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
             self.handed_on = [i for i in self.written if definition.is_applied_inside and i not in dirty]
             self.returns_one = not isinstance(output, tuple)
-            if self.handed_on:
-                new_values = [inputs[i].clone() for i in self.handed_on]
-                ctx.non_differentiable = (*ctx.non_differentiable, *new_values)
+            new_values = [inputs[i].clone() for i in self.handed_on]
+            ctx.non_differentiable = (*ctx.non_differentiable, *new_values)
+            unmarked = [x for i, x in enumerate(inputs) if i not in dirty]
+            if not self.returns_one and any(
+                _is_among(x, output[:i]) for i, x in enumerate(output) if _is_among(x, unmarked)
+            ):
+                # torch returns a view of it for each place.
+                output = tuple(x.view_as(x) if _is_among(x, unmarked) else x for x in output)
+            if new_values:
                 output = (*((output,) if self.returns_one else output), *new_values)
             for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
             made = take_out((output, ctx.to_save, for_forward, ctx.attributes), each_once=True)
@@ -260,6 +281,15 @@ class Forward(Trace):
             places = {id(x): i for i, x in enumerate(inputs)}
             self._input_of = {slot: places[id(x)] for slot, x in enumerate(made.leaves) if id(x) in places}
             values = [tracing.lower(tensor) for tensor in made.leaves]
+            tracing.refuse_written_afterwards()
+            places = sorted(set(slots(made.template[0])))
+            tensors = [("input", i, x) for i, x in enumerate(inputs)] + [("output", i, made.leaves[i]) for i in places]
+            self.sharing = [
+                Shared(slot, kind, i)
+                for slot, x in enumerate(made.leaves)
+                for kind, i, other in tensors
+                if definition.is_applied_inside and may_share_elements(x, other)
+            ]
         self.refusal: TranslationError | None = None  # why backward is not traced
         self.output, to_save, for_forward, self._attributes = made.template
         self._saved = {"backward": to_save, "jvp": for_forward}
@@ -373,13 +403,28 @@ class Forward(Trace):
 
     def read_by_backward(self) -> set[int]:
         """Which of its tensors, as they were when `forward` was called, `backward` computes with."""
+        read = self._read_by_backward()
+        return read if self.runs_again else {self._input_of[slot] for slot in read if slot in self._input_of}
+
+    def shared_with_backward(self) -> list[Shared]:
+        """What of `sharing` `backward` computes with."""
+        read = self._read_by_backward()
+        return [x for x in self.sharing if (x.slot in read if not self.runs_again else x.kind == "input")]
+
+    def _read_by_backward(self) -> set[int]:
+        """The slots that `backward` computes with; the inputs, where it runs `forward` again."""
         backward = self.whole_backward()
         if backward is None:
             return set()
-        kept = [self._input_of.get(slot) for slot in self.kept["backward"]]
-        places = range(len(self.input_specs)) if self.runs_again else kept
+        kept = range(len(self.input_specs)) if self.runs_again else self.kept["backward"]
         of_backward = [node for node in backward.traced.graph_module.graph.nodes if node.op == "placeholder"]
-        return {i for i, node in zip(places, of_backward, strict=False) if node.users and i is not None}
+        return {i for i, node in zip(kept, of_backward, strict=False) if node.users}
+
+    def inputs_written(self, method: str, tracing: Tracing) -> set[int]:
+        """Which of its tensors, of those that `ctx` gave `backward` or `jvp` in this trace, were written to there."""
+        written = tracing.written_inputs()
+        kept = range(len(self.input_specs)) if self.runs_again else [self._input_of.get(i) for i in self.kept[method]]
+        return {place for i, place in enumerate(kept) if place is not None and i in written}
 
     def ctx(self, method: str, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
         """The ctx that `backward` or `jvp` gets in a new trace, whose first inputs are those of `to_keep`."""
@@ -411,6 +456,7 @@ class Derivative(Trace):
 
     Attributes:
       returned: the template of what it returned: gradients, one for each input and perhaps more, or tangents.
+      written: the inputs of `forward` that it wrote to, of those that were kept.
     """
 
     def __init__(
@@ -438,6 +484,8 @@ class Derivative(Trace):
             returned = returned if isinstance(returned, tuple) else (returned,)
             made = take_out((*returned, *[None] * num_added) if method == "jvp" else returned)
             values = [tracing.lower(tensor) for tensor in made.leaves]
+            self.written = forward.inputs_written(method, tracing)
+            tracing.refuse_written_afterwards()
         self.returned: Any = made.template
         self.reads_flags = tracing.reads_flags
         self.traced = TracedGraph(definition, method, tracing, values)
@@ -466,6 +514,7 @@ class BatchedForward(Trace):
             inputs = put_in(arguments, [tracing.input(*spec) for spec in specs])
             made = take_out(definition.function.vmap(info, in_dims, *inputs))
             values = [tracing.lower(tensor) for tensor in made.leaves]
+            tracing.refuse_written_afterwards()
         self._returned: Any = made.template
         self.traced = TracedGraph(definition, "vmap", tracing, values)
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jaxfn._primitives.refusal import Refusal, refused_tangent
+from jaxfn._primitives.refusal import Refusal
 from jaxfn._torch._compat import without_functions
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation, Part
 from jaxfn._torch.adopt.program import Spec, Trace, TracedGraph, known_or_made
+from jaxfn._torch.adopt.refusing import without_derivative
 from jaxfn._torch.graph.recorder import AssumedValue
 from jaxfn._torch.trace.leftovers import cleaned_up
 from jaxfn._torch.trace.running import running
@@ -58,6 +59,7 @@ class WholeProgram(Trace):
             with torch.enable_grad():
                 returned = whole.function(*put_in(arguments, inputs))
             tracing.recorder.follows_grad_mode = False
+            tracing.refuse_written_afterwards()
             made = take_out(known_to_jax(returned))
             values = [tracing.lower(tensor) for tensor in made.leaves]
             _check_gradients(tracing, inputs, made.leaves, values)
@@ -81,7 +83,7 @@ class WholeProgram(Trace):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         if self._refusal is not None and not is_trained:
-            x = _refusing(self._refusal, jnp.asarray(x))
+            x = without_derivative(self._refusal, jnp.asarray(x))
         if self._refusal_of_second is not None:
             x = _once_differentiable(self._refusal_of_second, jnp.asarray(x))
         return x
@@ -112,21 +114,10 @@ def _once_differentiable_fwd(refusal: Refusal, x: jax.Array) -> tuple[jax.Array,
 
 
 def _once_differentiable_bwd(refusal: Refusal, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (_refusing(refusal, gradient),)
+    return (without_derivative(refusal, gradient),)
 
 
 _once_differentiable.defvjp(_once_differentiable_fwd, _once_differentiable_bwd)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _refusing(refusal: Refusal, x: jax.Array) -> jax.Array:
-    """An array that cannot be differentiated by."""
-    return x
-
-
-@_refusing.defjvp
-def _(refusal: Refusal, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return primals[0], refused_tangent(jax.typeof(tangents[0]), tangents, refusal)
 
 
 class Whole:

@@ -81,9 +81,15 @@ def exchange_memory(recorder: Recorder, tensor: Any, value: torch.Tensor) -> Non
     stop_detached(recorder, tensor)
     tensor.elem = FunctionalTensor.to_functional(recorder.carried(lowered, tensor.from_functional())).elem
     if isinstance(value, FunctionalTensor):
-        recorder.exchanged += [(tensor.elem, value.elem), (value.elem, tensor.elem)]
+        share_memory(recorder, tensor, value, "one was made the `.data` of the other")
     else:
         refuse_writes(recorder, tensor, "its `.data` is a tensor that was made outside")
+
+
+def share_memory(recorder: Recorder, a: torch.Tensor, b: torch.Tensor, reason: str) -> None:
+    """Notes that torch has one memory for two tensors, neither of which may be written to while there are both."""
+    if isinstance(a, FunctionalTensor) and isinstance(b, FunctionalTensor):
+        recorder.shared += [(a.elem, b.elem, reason), (b.elem, a.elem, reason)]
 
 
 def _check_shared(recorder: Recorder, tensor: FunctionalTensor) -> None:
@@ -93,11 +99,11 @@ def _check_shared(recorder: Recorder, tensor: FunctionalTensor) -> None:
                 f"{recorder.owner} writes to a tensor that shares its memory: {vars(x)[_SHARED]}, and JAX's arrays "
                 f"share none. Write to a copy{source_line()}"
             )
-    for written, other in recorder.exchanged:
+    for written, other, reason in recorder.shared:
         if memory(written) == memory(tensor.elem) and sharing_memory(other):
             raise TranslationError(
-                f"{recorder.owner} writes to the memory of two tensors, one of which was made the `.data` of the "
-                f"other, and JAX's arrays share none. Assign a copy: `tensor.data = other.clone()`{source_line()}"
+                f"{recorder.owner} writes to the memory of two tensors ({reason}), and JAX's arrays share none. Make "
+                f"one of them a copy before: `tensor.clone()`{source_line()}"
             )
 
 
@@ -139,7 +145,7 @@ def _is_the_users(recorder: Recorder) -> bool:
 
 def run(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
     """What `call()` gives, which is an operation on tensors of the code's, with the gradients that torch gives it."""
-    for x in written_by(func, args, kwargs) if recorder.exchanged or recorder.has_shared_inputs else []:
+    for x in written_by(func, args, kwargs) if recorder.shared or recorder.has_shared_inputs else []:
         if isinstance(x, FunctionalTensor):
             _check_shared(recorder, x)
     is_detach = func is torch.ops.aten.detach.default and _is_the_users(recorder)

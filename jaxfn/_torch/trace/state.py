@@ -100,6 +100,8 @@ class Tracing:
       held: what a module holds, where one is traced.
       written: the parameters among that which have other values when it returns.
       read_in_backward: what a `backward` reads of what it holds: the `backward`, the name, and the value then.
+      kept: what Functions keep that they were applied to: the tensor, its value then, and what to call where that is
+        another one in the end.
       part_names: the names of its parts, by identity.
       registers_on_nodes: whether torch registers hooks on autograd's graph, for autograd that the code calls.
       hooked_where_used: the line, if any, that registers a hook on a tensor that its own derivative may use.
@@ -127,6 +129,7 @@ class Tracing:
         self.held: HeldTensors | None = None
         self.written: Sequence[str] = ()
         self.read_in_backward: list[tuple[str, str, torch.fx.Node]] = []
+        self.kept: list[tuple[torch.Tensor, torch.fx.Node, Callable[[], None]]] = []
         self.part_names: Mapping[int, str] = {}
         self.registers_on_nodes = False
         self.hooked_where_used: str | None = None
@@ -157,6 +160,17 @@ class Tracing:
                 self._requires_grad[id(tensor)] = requires_grad
         self._inputs.append(tensor)
         return tensor
+
+    def written_inputs(self) -> set[int]:
+        """The inputs that have another value than in the beginning."""
+        return {i for i, x in enumerate(self._inputs) if self.recorder.input_index(self.lower(x)) != i}
+
+    def refuse_written_afterwards(self) -> None:
+        """Has Functions refuse to be differentiated that keep what was written to after them."""
+        for tensor, node, refuse_derivative in self.kept:
+            if not self.recorder.has_values_of(self.recorder.node(self.lower(tensor)), node):
+                refuse_derivative()
+        self.kept.clear()
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor made in another trace that depended on no input."""
