@@ -341,3 +341,246 @@ def test_second_derivatives_where_a_clone_of_an_output_is_saved(copied: str, tra
     x = np.array([0.5, -1.25, 2.0], np.float32)
     found = transform(jax.grad(lambda x: slope(x).sum()))(jnp.asarray(x))
     np.testing.assert_allclose(found, 0 * x if copied == "detach" else 5 * np.exp(x), rtol=1e-6)
+
+
+# --- One tensor in several places.
+
+
+class InputTwice(Base):
+    @staticmethod
+    def forward(ctx, x):
+        return x, x * 2, x
+
+    @staticmethod
+    def backward(ctx, first, second, third):
+        return 3 * first + 5 * second + 7 * third
+
+
+class OutputTwice(Base):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.sin()
+        return y, x * 2, y
+
+    backward = InputTwice.backward
+
+
+class UndefinedTwice(OutputTwice):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return OutputTwice.forward(ctx, x)
+
+    @staticmethod
+    def backward(ctx, first, second, third):
+        return (1000 if first is None else 3 * first) + (0 if second is None else 5 * second) + 7 * third
+
+
+class DirtyTwice(Base):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        return x, x * 2, x
+
+    backward = InputTwice.backward
+
+
+@row("H2", "H8")
+@pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["direct", "inside"])
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 0, 1), (2, 11, 13)], ids=str)
+@pytest.mark.parametrize("function", [InputTwice, OutputTwice, UndefinedTwice, DirtyTwice])
+def test_gradients_of_a_tensor_that_is_returned_twice(function: Any, weights: Any, is_inside: bool, transform: Any):
+    def loss(apply, x):
+        return sum(w * y for w, y in zip(weights, apply(x * 1.0), strict=True) if w).sum()
+
+    if function is UndefinedTwice and not weights[2]:
+        weights = (weights[0], 0, 1)
+    x = torch.tensor([0.5, -1.25, 2.0], requires_grad=True)
+    loss(function.apply, x).backward()
+    if is_inside:
+        whole = jaxfn.from_torch(lambda x: loss(function.apply, x))
+    else:
+        apply = jaxfn.from_torch(function).apply
+        whole = lambda x: loss(apply, x)  # noqa: E731
+    np.testing.assert_allclose(transform(jax.grad(whole))(jnp.asarray(x.detach().numpy())), x.grad, rtol=1e-6)
+
+
+class Returns(Base):
+    @staticmethod
+    def forward(ctx, x, how):
+        return how(x)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        return 3 * grad_outputs[0].view(3), None
+
+
+SHARED: dict[str, Any] = {
+    "its argument": (lambda x: x, lambda y, x: y),
+    "a view of its argument": (lambda x: x.view(3, 1), lambda y, x: y),
+    "a detached argument": (lambda x: x.detach(), lambda y, x: y),
+    "its argument, which is written to": (lambda x: x, lambda y, x: x),
+    "a view of another output": (lambda x: (2 * x, x.sin().view(3, 1)), None),
+    "a part of another output": (lambda x: (lambda y: (y, y[1:]))(x.sin()), lambda y, x: y[1]),
+}
+
+
+@row("H8", "I2")
+@pytest.mark.parametrize("is_by_data", [False, True], ids=["plain", "data"])
+@pytest.mark.parametrize("name", SHARED)
+def test_a_write_to_what_shares_memory_with_what_a_function_returned_is_refused(name: str, is_by_data: bool):
+    how, written = SHARED[name]
+
+    def code(module, x):
+        state = module.average.clone()
+        y = Returns.apply(state, how)
+        if written is not None:
+            target = written(y, state)
+            (target.data if is_by_data else target).add_(1)
+        return x * state + (y if isinstance(y, torch.Tensor) else y[0]).view(3)
+
+    x = np.array([0.5, -1.25, 2.0], np.float32)
+    net = jaxfn.from_torch(Writes(code))
+    if written is None:
+        expected = Writes(code)(torch.tensor(x)).detach()
+        np.testing.assert_allclose(net.apply(net.parameters, net.buffers, x)[0], expected, rtol=1e-6)
+    else:
+        with pytest.raises(jaxfn.TranslationError, match=r"memory of two tensors \(what Returns returned .*a copy"):
+            net.apply(net.parameters, net.buffers, x)
+
+
+# --- What a Function keeps is in torch the caller's memory.
+
+
+class KeepsAttribute(Base):
+    @staticmethod
+    def forward(ctx, x, state):
+        ctx.state = state
+        return x * state
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.state, None
+
+
+class SavesData(KeepsAttribute):
+    @staticmethod
+    def forward(ctx, x, state):
+        ctx.save_for_backward(state.data)
+        return x * state
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.saved_tensors[0], None
+
+
+class SavesOutput(KeepsAttribute):
+    @staticmethod
+    def forward(ctx, x, state):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    backward = SavesData.backward
+
+
+class KeepsNothing(KeepsAttribute):
+    @staticmethod
+    def forward(ctx, x, state):
+        ctx.state = state.clone()
+        return x * state
+
+
+def write_to_state(module, x, function):
+    y = function.apply(x, module.average)
+    module.average.mul_(3)
+    return y
+
+
+def write_to_output(module, x, function):
+    y = function.apply(x, module.average)
+    y.data.mul_(3)
+    return y
+
+
+@row("H8", "I2")
+@pytest.mark.parametrize(
+    "function, code",
+    [(KeepsAttribute, write_to_state), (SavesData, write_to_state), (SavesOutput, write_to_output)],
+    ids=["attribute", "data", "output"],
+)
+def test_backward_that_would_find_what_was_written_afterwards_is_refused(function: Any, code: Any):
+    x = np.array([0.5, -1.25, 2.0], np.float32)
+    net = jaxfn.from_torch(Writes(lambda module, x: code(module, x, function)))
+    expected = Writes(lambda module, x: code(module, x, function))(torch.tensor(x)).detach()
+    np.testing.assert_allclose(net.apply(net.parameters, net.buffers, x)[0], expected, rtol=1e-6)
+    with pytest.raises(jaxfn.TranslationError, match=f"{function.__name__}.backward computes with what was written"):
+        jax.grad(lambda x: net.apply(net.parameters, net.buffers, x)[0].sum())(x)
+
+
+@row("H8", "I2")
+def test_a_copy_that_is_kept_may_be_written_to_afterwards():
+    def code(module, x):
+        return write_to_state(module, x, KeepsNothing) + KeepsNothing.apply(x, module.average)
+
+    x = np.array([0.5, -1.25, 2.0], np.float32)
+    for result, expected in zip(ours(code, x), torchs(code, x), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=2e-6)
+
+
+class WritesInBackward(KeepsAttribute):
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.state.mul_(2), None
+
+
+@row("H8", "I2")
+def test_a_backward_that_writes_to_a_buffer_is_refused():
+    net = jaxfn.from_torch(Writes(lambda module, x: WritesInBackward.apply(x, module.average)))
+    x = np.ones(3, np.float32)
+    net.apply(net.parameters, net.buffers, x)
+    with pytest.raises(jaxfn.TranslationError, match="WritesInBackward.backward writes to input 1 of the call"):
+        jax.grad(lambda x: net.apply(net.parameters, net.buffers, x)[0].sum())(x)
+
+
+# --- Statistics.
+
+
+def statistics_used(module, x):
+    module.norm(x)
+    return 2 * x + 3 * module.norm.running_mean[:, None] + module.norm.running_var[:, None]
+
+
+def evaluation_after_training(module, x):
+    y = module.norm(x)
+    module.norm.eval()
+    z = module.norm(x * x)
+    module.norm.train()
+    return y + z
+
+
+@row("I2")
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("code", [statistics_used, evaluation_after_training])
+def test_running_statistics_have_no_derivative(code: Any, momentum: Any):
+    class Normalizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4, momentum=momentum)
+
+        def forward(self, x):
+            return code(self, x)
+
+    x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    module, given = Normalizes(), torch.tensor(x, requires_grad=True)
+    module(given).square().sum().backward()
+    net = jaxfn.from_torch(Normalizes())
+
+    def loss(x):
+        y, buffers = net.apply(net.parameters, net.buffers, x)
+        return jnp.square(y).sum() + sum(map(jnp.sum, jax.tree.leaves(buffers)))
+
+    np.testing.assert_allclose(jax.grad(loss)(x), given.grad, rtol=1e-4, atol=1e-5)
