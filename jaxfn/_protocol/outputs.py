@@ -85,7 +85,7 @@ class OutputLayout:
 
 def _is_zero(cotangent: Any) -> bool:
     """Whether it is a zero by its type: what is no number has no other gradient, and comes as float0 out of loops."""
-    return isinstance(cotangent, SymbolicZero) or cotangent.dtype == jax.dtypes.float0
+    return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
 
 
 def _zeros(aval: Any) -> Any:
