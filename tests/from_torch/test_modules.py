@@ -807,7 +807,7 @@ def hooks_of_saved_tensors(module, x):
         (hook_of_a_gradient_that_is_there, "Use `register_hook`"),
         (hook_in_a_kernel, "Register a hook on the tensor.*in hooked_in_a_kernel"),
         (script_that_detaches, "scripted_with_detach, TorchScript that detaches"),
-        (data_of_another_written, r"one was made the `.data` of the other.*in data_of_another_written"),
+        (data_of_another_written, r"Assign a copy: `tensor.data = other.clone\(\)`.*in data_of_another_written"),
         (data_of_a_buffer_that_is_written, "memory of two tensors"),
         (data_of_a_saved_tensor_written, r"saved for backward.*`tensor.clone\(\)`.*in data_of_a_saved_tensor_written"),
         (data_of_a_saved_output_written, "saved for backward"),

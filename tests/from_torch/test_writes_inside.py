@@ -448,7 +448,7 @@ def test_a_write_to_what_shares_memory_with_what_a_function_returned_is_refused(
         expected = Writes(code)(torch.tensor(x)).detach()
         np.testing.assert_allclose(net.apply(net.parameters, net.buffers, x)[0], expected, rtol=1e-6)
     else:
-        with pytest.raises(jaxfn.TranslationError, match=r"memory of two tensors \(what Returns returned .*a copy"):
+        with pytest.raises(jaxfn.TranslationError, match=r"memory of two tensors, for what Returns returned .*a copy"):
             net.apply(net.parameters, net.buffers, x)
 
 

@@ -103,6 +103,7 @@ AROUND = {
     "scan in shard_map": lambda f: over_devices(in_scan(f)),
     "shard_map in scan": lambda f: in_scan(over_devices(f)),
 }
+EVERYWHERE = lane_cases(AROUND, [around for around in AROUND if "shard_map" not in around])
 INSIDE = {
     "scan": "scan: step 3 of 5",
     "scan backwards": "scan: step 3 of 5",
@@ -126,7 +127,7 @@ X, WHEN = jnp.array([0.3, 0.5, 0.7]), jnp.int32(STEP)
 
 @row("K4")
 @sampled
-@pytest.mark.parametrize("around", lane_cases(AROUND, [around for around in AROUND if "shard_map" not in around]))
+@pytest.mark.parametrize("around", EVERYWHERE)
 @pytest.mark.parametrize("plant", PLANTS, ids=", ".join)
 def test_the_culprit_is_named(plant, around, capsys):
     culprit, place, number, style = plant
@@ -144,7 +145,7 @@ def test_the_culprit_is_named(plant, around, capsys):
 
 @row("K4")
 @sampled
-@pytest.mark.parametrize("around", lane_cases(AROUND, [around for around in AROUND if "shard_map" not in around]))
+@pytest.mark.parametrize("around", EVERYWHERE)
 @pytest.mark.parametrize("style", STYLES)
 def test_nothing_is_found_where_there_is_nothing(style, around, capsys):
     assert jaxfn.find_nan(loss_of(AROUND[around](chain(None, "output", "nan", style))), X, WHEN) is None

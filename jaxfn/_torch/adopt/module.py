@@ -23,6 +23,7 @@ from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation
 from jaxfn._torch.adopt.whole import Whole, WholeProgram
 from jaxfn._torch.graph.recorder import Recorder, StandIns, is_permuted
+from jaxfn._torch.trace.leftovers import extent
 from jaxfn._torch.trace.silent import refuse_writes
 from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, Tracing, current
 from jaxfn._torch.trace.tensor_hooks import hooked
@@ -288,8 +289,7 @@ def _refuse_writes_to_shared(recorder: Recorder, tensors: _Tensors, own: _Tensor
     last_end, last = (None, 0), ""
     for name in sorted(own, key=lambda name: (memory(own[name]) or 0, own[name].data_ptr())):
         x = own[name]
-        size = (sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
-        place, begin = memory(x), x.data_ptr()
+        place, begin, size = memory(x), x.data_ptr(), extent(x) * x.element_size()
         if place is not None and place == last_end[0] and begin < last_end[1]:
             refuse_writes(recorder, tensors[name], f"{name} lies in the memory of {last}")
             refuse_writes(recorder, tensors[last], f"{name} lies in the memory of {last}")

@@ -136,8 +136,9 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     for slot, kind, i in program.sharing:
         if slot in outputs and ((kind == "input" and i not in program.dirty) or (kind == "output" and slot < i)):
             what = "is an argument of it, or a part of one" if kind == "input" else "lies in the memory of another one"
-            reason = f"what {adapter.definition.name} returned {what}"
-            share_memory(tracing.recorder, outputs[slot], tensors[kind, i], reason)
+            reason = f"for what {adapter.definition.name} returned {what}"
+            cure = "Make one of them a copy before: `tensor.clone()`"
+            share_memory(tracing.recorder, outputs[slot], tensors[kind, i], reason, cure)
     _look_after_kept(tracing, program, tensors, refusals)
     return returned
 

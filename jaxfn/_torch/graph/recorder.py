@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         self.assumed: list[AssumedValue] | None = None  # what Python code was told of values that are not there
         self.follows_grad_mode = False  # whether what is computed under `torch.no_grad()` has no derivative
         self.runs_script = False  # whether TorchScript runs, which detaches what it differentiates itself
-        self.shared: list[tuple[Any, Any, str]] = []  # memory that torch has once for both, and why
+        self.shared: list[tuple[Any, Any, str, str]] = []  # memory that torch has once for both; why, and what helps
         self.seen_nodes: set[Any] = set()  # those of autograd's graph that were looked at, and what they saved
         self.saved_memory: set[int | None] = set()
         self.written_after_use: str | None = None  # the line that wrote by `.data` to what was computed with before

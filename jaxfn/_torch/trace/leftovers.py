@@ -60,11 +60,11 @@ def may_share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not isinstance(a, FunctionalTensor) or not isinstance(b, FunctionalTensor):
         return a is b
     with without_functions():
-        ranges = [(x.storage_offset(), x.storage_offset() + _extent(x)) for x in (a, b)]
+        ranges = [(x.storage_offset(), x.storage_offset() + extent(x)) for x in (a, b)]
         return memory(a.elem) == memory(b.elem) and max(ranges)[0] < min(end for _, end in ranges)
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """How many elements of its memory a tensor reaches over."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return sum((length - 1) * step for length, step in steps) + 1 if tensor.numel() else 0

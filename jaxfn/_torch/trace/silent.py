@@ -81,15 +81,16 @@ def exchange_memory(recorder: Recorder, tensor: Any, value: torch.Tensor) -> Non
     stop_detached(recorder, tensor)
     tensor.elem = FunctionalTensor.to_functional(recorder.carried(lowered, tensor.from_functional())).elem
     if isinstance(value, FunctionalTensor):
-        share_memory(recorder, tensor, value, "one was made the `.data` of the other")
+        reason = "one of which was made the `.data` of the other"
+        share_memory(recorder, tensor, value, reason, "Assign a copy: `tensor.data = other.clone()`")
     else:
         refuse_writes(recorder, tensor, "its `.data` is a tensor that was made outside")
 
 
-def share_memory(recorder: Recorder, a: torch.Tensor, b: torch.Tensor, reason: str) -> None:
+def share_memory(recorder: Recorder, a: torch.Tensor, b: torch.Tensor, reason: str, cure: str) -> None:
     """Notes that torch has one memory for two tensors, neither of which may be written to while there are both."""
     if isinstance(a, FunctionalTensor) and isinstance(b, FunctionalTensor):
-        recorder.shared += [(a.elem, b.elem, reason), (b.elem, a.elem, reason)]
+        recorder.shared += [(a.elem, b.elem, reason, cure), (b.elem, a.elem, reason, cure)]
 
 
 def _check_shared(recorder: Recorder, tensor: FunctionalTensor) -> None:
@@ -99,11 +100,11 @@ def _check_shared(recorder: Recorder, tensor: FunctionalTensor) -> None:
                 f"{recorder.owner} writes to a tensor that shares its memory: {vars(x)[_SHARED]}, and JAX's arrays "
                 f"share none. Write to a copy{source_line()}"
             )
-    for written, other, reason in recorder.shared:
+    for written, other, reason, cure in recorder.shared:
         if memory(written) == memory(tensor.elem) and sharing_memory(other):
             raise TranslationError(
-                f"{recorder.owner} writes to the memory of two tensors ({reason}), and JAX's arrays share none. Make "
-                f"one of them a copy before: `tensor.clone()`{source_line()}"
+                f"{recorder.owner} writes to the memory of two tensors, {reason}, and JAX's arrays share none. "
+                f"{cure}{source_line()}"
             )
 
 
