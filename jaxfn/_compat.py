@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import os
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,33 +18,27 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import DebugInfo, Primitive, Var, get_opaque_trace_state
+from jax.extend.core import Primitive, Var, get_opaque_trace_state
 from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.ref import AbstractRef
 
 __all__ = [
     "AbstractRef",
-    "Batch",
-    "EnclosingBatches",
-    "MappedOperations",
     "Primitive",
-    "SeenPrimitive",
     "SymbolicZero",
     "Var",
     "ad",
-    "batches_of",
+    "batched_aval",
     "batching",
     "carry_out",
     "compile_as_written",
     "compile_quickly",
     "cotangent_sharding",
     "current_trace",
-    "enclosing_batches",
     "equation_of",
-    "is_alive",
-    "is_batched",
-    "is_out_of_reach",
+    "has_tangent",
+    "in_front",
     "is_plain_jit",
     "is_ref",
     "is_reverse_only",
@@ -69,18 +60,13 @@ __all__ = [
     "partial_eval",
     "platforms_of_branches",
     "quick_key",
-    "refuses_forward_mode",
-    "refuses_symbolic_zeros",
-    "repeats_safely",
     "scan_sizes",
     "stages_constants",
-    "state_debug_info",
-    "state_positional",
-    "under_batches",
     "used_operands",
     "variable_of",
     "varying_axes",
     "while_sizes",
+    "without_tangent",
     "without_unused",
     "zeros_of",
 ]
@@ -115,189 +101,36 @@ def is_ref(value: Any) -> bool:
     return isinstance(jax.typeof(value), AbstractRef)  # quicker than isinstance(value, jax.Ref)
 
 
-def under_batches(array: Any) -> Any:
-    """The array that a `jax.vmap` tracer stands for, all of its batches included (0.10.0 to 0.12.0)."""
-    while isinstance(array, Tracer) and not isinstance(array, partial_eval.DynamicJaxprTracer):
-        value = getattr(array, "val", None)
-        if value is None:
-            return array
-        array = value
-    return array
+def in_front(array: Any, dim: Any, axis: Any) -> Any:
+    """An array that `jax.vmap` maps, or does not map, with the batch at axis 0 (0.10.0 to 0.12.0)."""
+    return batching.bdim_at_front(array, dim, axis.size, axis.explicit_mesh_axis)
 
 
-def is_batched(array: Any) -> bool:
-    """Whether `jax.vmap` is mapping over an axis of an array (0.10.0 to 0.12.0)."""
-    return type(array) is not partial_eval.DynamicJaxprTracer and bool(batches_of(array))
+def batched_aval(aval: Any, axis: Any) -> Any:
+    """A type with the batch at axis 0 (0.10.0 to 0.12.0)."""
+    shape = (axis.size, *aval.shape)
+    if aval.sharding.mesh.empty:
+        return aval.update(shape=shape)
+    spec = jax.sharding.PartitionSpec(axis.explicit_mesh_axis, *aval.sharding.spec)
+    return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
 
 
-class Batch:
-    """One use of `jax.vmap`, compared by identity.
+def has_tangent(value: Any) -> bool:
+    """Whether an array is traced by a derivative, the innermost of what traces it (0.10.0 to 0.12.0)."""
+    return isinstance(value, Tracer) and hasattr(value, "tangent")
 
-    Args:
-      axis: what JAX hands a batching rule first, the same object for all of it (0.10.0 to 0.12.0).
+
+def without_tangent(tracer: Tracer) -> tuple[Any, int]:
+    """What is under tracers of derivatives, and how many of them have a tangent (0.10.0 to 0.12.0).
+
+    `jax.lax.stop_gradient` gives the same array, at the cost of a whole linearization.
     """
-
-    __slots__ = ("axis",)
-
-    def __init__(self, axis: object) -> None:
-        self.axis = axis
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Batch) and self.axis is other.axis
-
-    def __hash__(self) -> int:
-        return id(self.axis)
-
-
-def batches_of(array: Any) -> frozenset[Batch]:
-    """The uses of `jax.vmap` that map over an axis of an array (0.10.0 to 0.12.0)."""
-    batches: set[Batch] = set()
-    while isinstance(array, Tracer) and not isinstance(array, partial_eval.DynamicJaxprTracer):
-        axis = getattr(_trace_of(array), "axis_data", None)
-        if axis is not None:  # JAX's coming checkpoint has tracers of its own kind in between
-            batches.add(Batch(axis))
-        array = getattr(array, "val", None)
-    return frozenset(batches)
-
-
-class MappedOperations:
-    """Operations that one use of `jax.vmap` interprets, and JAX's interpreter of them (0.10.0 to 0.12.0).
-
-    For the primal, the `fwd` and the `bwd` of a custom derivative that it maps `jax.vmap` has an interpreter each,
-    which share a tag.
-
-    Attributes:
-      batch: which use of `jax.vmap`.
-    """
-
-    __slots__ = ("_interpreter", "_tag", "batch")
-
-    def __init__(self, interpreter: Any) -> None:
-        self.batch = Batch(interpreter.axis_data)
-        self._tag = weakref.ref(interpreter.tag)  # held by what may interpret more
-        self._interpreter = weakref.ref(interpreter)
-
-    @property
-    def are_over(self) -> bool:
-        """Whether nothing will be interpreted with these any more."""
-        return self._tag() is None
-
-    def are_of_one_run(self, other: MappedOperations) -> bool:
-        """Whether one interpreter interprets these and others, so that both are in what it maps."""
-        return self._interpreter() is other._interpreter() is not None
-
-    def are_of_one_rule(self, other: MappedOperations) -> bool:
-        """Whether these and others are of the `fwd` and of the `bwd` of one call that is mapped."""
-        return self._tag() is other._tag() is not None and not self.are_of_one_run(other)
-
-
-class SeenPrimitive(Primitive):
-    """A primitive that is seen wherever `jax.vmap` interprets it (0.10.0 to 0.12.0).
-
-    Args:
-      name: what JAX is to call it.
-      see: called with the operations that `jax.vmap` interprets, the operands, and the primitive's parameters.
-    """
-
-    def __init__(self, name: str, see: Callable[[MappedOperations, Sequence[Any], dict[str, Any]], None]) -> None:
-        super().__init__(name)
-        self._see = see
-
-    def bind_with_trace(self, trace: Any, args: Any, *others: Any) -> Any:
-        if hasattr(trace, "axis_data"):
-            self._see(MappedOperations(trace), args, others[-1])
-        return super().bind_with_trace(trace, args, *others)
-
-
-class EnclosingBatches(NamedTuple):
-    """The uses of `jax.vmap` in the midst of which something is computed.
-
-    Attributes:
-      here: those that map this computation itself, batched arrays or not, the innermost first.
-      num_around: how many others there are, outside of a derivative that is being taken, in the same program.
-    """
-
-    here: tuple[MappedOperations, ...]
-    num_around: int
-
-
-def enclosing_batches() -> EnclosingBatches:
-    """The uses of `jax.vmap` around this computation, as far as JAX knows them here (0.10.0 to 0.12.0).
-
-    `jax.vmap` around `jax.jit` is not among them where the jitted function is traced; it is where JAX maps that
-    function's program and runs a custom derivative's `bwd` for it.
-    """
-    here: list[MappedOperations] = []
-    num_around = 0
-    trace = _trace_probe.bind()[0]
-    while hasattr(trace, "axis_data"):
-        here.append(MappedOperations(trace))
-        trace = trace.parent_trace
-    while trace is not None and not hasattr(trace, "frame"):  # which a program being written down has
-        num_around += hasattr(trace, "axis_data")
-        trace = getattr(trace, "parent_trace", None)
-    return EnclosingBatches(tuple(here), num_around)
-
-
-class _TraceProbe(Primitive):
-    """Finds out which trace interprets operations here, by being one: JAX hands it over (0.10.0 to 0.12.0)."""
-
-    def bind_with_trace(self, trace: Any, *_: Any) -> list[Any]:
-        return [trace]
-
-
-_trace_probe = _TraceProbe("trace_probe")
-
-
-def repeats_safely(equation: Any, operands: Sequence[Any], *, with_effects: bool) -> bool:
-    """Whether an equation means the same where it is carried out once more (0.10.0 to 0.12.0).
-
-    One that reads or writes a reference does not. A collective may be repeated, other effects happen once more.
-
-    Args:
-      equation: the equation.
-      operands: its operands.
-      with_effects: whether those may.
-    """
-    if any(isinstance(x, Tracer) and is_ref(x) for x in operands):
-        return False
-    kinds = {type(effect).__name__ for effect in equation.effects}
-    return with_effects or kinds <= {"NamedAxisEffect"}
-
-
-def is_alive(tracer: Any) -> bool:
-    """Whether what JAX traces a value for has not ended yet (0.10.0 to 0.12.0)."""
-    return _trace_of(tracer).is_valid()
-
-
-def is_out_of_reach(tracer: Any) -> bool:
-    """Whether a traced value belongs to a program that JAX is not writing down here (0.10.0 to 0.12.0)."""
-    inner = under_batches(tracer)
-    sought, trace = _trace_of(inner), _trace_of(jax.lax.full((), 0))
-    if not is_alive(tracer):
-        return True
-    if not isinstance(inner, partial_eval.DynamicJaxprTracer):
-        return False
-    while trace is not None and trace is not sought:
-        trace = getattr(trace, "parent_trace", None)
-    return trace is None
-
-
-def _trace_of(value: Any) -> Any:
-    return getattr(value, "_trace", None)
-
-
-def refuses_symbolic_zeros(error: NotImplementedError) -> bool:
-    """Whether JAX says that it cannot call a custom_vjp of this kind in an eager `shard_map` (0.10.0 to 0.12.0).
-
-    Nothing is differentiated there, so that the primal alone will do.
-    """
-    return "symbolic_zeros support with shard_map" in str(error)
-
-
-def refuses_forward_mode(error: TypeError) -> bool:
-    """Whether JAX says that it cannot push tangents through a custom_vjp (0.10.0 to 0.12.0)."""
-    return "can't apply forward-mode autodiff" in str(error)
+    value: Any = tracer
+    order = 0
+    while isinstance(value, Tracer) and hasattr(value, "tangent"):
+        order += not isinstance(value.tangent, ad.Zero) and jnp.issubdtype(value.dtype, jnp.inexact)
+        value = value.primal
+    return value, order
 
 
 def equation_of(tracer: Any) -> tuple[Any, Sequence[Any]] | None:
@@ -515,48 +348,6 @@ def memory_space(array: Any) -> Any:
     """Which `jax.memory.Space` an array, traced or not, or a variable of a jaxpr is in (0.10.0 to 0.12.0)."""
     aval: Any = array.aval if isinstance(array, Var) else jax.typeof(array)
     return aval.memory_space
-
-
-def state_debug_info(function: Callable[..., Any], source: str, argument_names: tuple[str, ...] | None) -> None:
-    """Tells JAX beforehand what its messages are to call a function and its arguments.
-
-    JAX looks for this attribute before it works the same out from the signature, a tenth of what tracing a small
-    custom_vjp costs (0.10.0 to 0.12.0). Where a version does not look, only that time is lost.
-
-    Args:
-      function: a function that a custom derivative is made of.
-      source: "name at file:line".
-      argument_names: one for each array leaf; `None` where they have no names.
-    """
-    vars(function)["__fun_debug_info__"] = DebugInfo("custom derivative", source, argument_names, None)
-
-
-class _Bound(inspect.BoundArguments):
-    """Positional arguments, bound to `*args`."""
-
-    def __init__(self, signature: inspect.Signature, args: tuple[Any, ...]) -> None:
-        super().__init__(signature, OrderedDict(args=args))
-
-    def apply_defaults(self) -> None:
-        pass
-
-
-class _Positional(inspect.Signature):
-    """The signature `(*args)`."""
-
-    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-        return _Bound(self, args)
-
-
-_POSITIONAL = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-
-
-def state_positional(function: Callable[..., Any]) -> None:
-    """Tells JAX that a function takes positional arguments alone, none of which has a default.
-
-    A custom derivative binds its arguments to the signature at every call, to no effect here (0.10.0 to 0.12.0).
-    """
-    vars(function)["__signature__"] = _POSITIONAL
 
 
 def is_reverse_only(equation: Any) -> bool:

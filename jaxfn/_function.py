@@ -7,16 +7,13 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Never, overload
 
-from jaxfn._compat import is_eager, refuses_symbolic_zeros, stages_constants
-from jaxfn._derivatives.differentiable import differentiable
-from jaxfn._derivatives.every_order import CallRule
-from jaxfn._derivatives.rule import Differentiable
+from jaxfn._derivatives.rule import closed_over, outputs_of_call
 from jaxfn._frames import hide_own_frames
+from jaxfn._primitives.attach import attach
 from jaxfn._protocol.saved_tensor_hooks import HOOKS
 from jaxfn._run.call import Call
 from jaxfn._run.forward import call_forward, undecorated
 from jaxfn._run.methods import Methods, undefined
-from jaxfn._run.run import Site
 from jaxfn._signatures import HasForward, P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
 from jaxfn._values.arguments import Form
 from jaxfn._values.arrays import as_array, is_traced
@@ -209,7 +206,7 @@ class _Entrance(Opaque):
         prepared = self._prepared
         if prepared is None or not prepared[0].is_current():
             methods = Methods(self._function)
-            prepared = self._prepared = methods, lru_cache(_CALLS_KEPT)(partial(_prepare, methods))
+            prepared = self._prepared = methods, lru_cache(_CALLS_KEPT)(partial(Call, methods))
         return prepared
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,37 +225,20 @@ class _Entrance(Opaque):
             arrays += map(as_array, leaves)
             layouts.append(layout)
         try:
-            call, rule = prepare(form, tuple(layouts))
+            call = prepare(form, tuple(layouts))
         except TypeError:  # a static argument that is not compared by value
-            call, rule = _prepare(methods, form, tuple(layouts))
+            call = Call(methods, form, tuple(layouts))
         if watch is not None and watch.undecorated:
             with WATCH(None):  # Functions inside forward keep their rules
                 return undecorated(call, arrays)
-        nothing_is_traced = is_eager()
-        closed_over = [] if nothing_is_traced else call.closed_over_operands()
-        all_known = not closed_over and not any(map(is_traced, arrays))
-        if all_known and (nothing_is_traced or not stages_constants()):  # the last costs as much as a small forward
-            # Nothing to differentiate or trace, and a custom_vjp call costs far more than most forwards.
-            _, _, returned = call_forward(call, arrays, call.unperturbed)
-            # A forward that reaches somebody's tracer in a way that is not seen goes the full way, to JAX's own error.
-            if not any(map(is_traced, returned.arrays)):
-                return returned.value
-        closed_over_by_rules = [] if nothing_is_traced else call.operands_of_rules()
-        if closed_over or closed_over_by_rules:
-            rule = differentiable(CallRule(call, closed_over, closed_over_by_rules))
-        try:
-            outputs = rule(Site(HOOKS.value), *arrays, *closed_over, *closed_over_by_rules)
-        except NotImplementedError as error:
-            if refuses_symbolic_zeros(error):
-                return undecorated(call, arrays)
-            raise
-        return outputs.layout.merge(outputs.arrays)
+        if any(map(is_traced, arrays)):
+            outputs = outputs_of_call(call, arrays, HOOKS.value)
+            return outputs.layout.merge(outputs.arrays)
+        _, _, returned = call_forward(call, arrays, call.unperturbed)
+        if not any(map(is_traced, returned.arrays)):
+            return returned.value
+        # Forward closes over what JAX traces.
+        return returned.layout.merge(attach(returned.arrays, (), (), (refusal := closed_over(call)), refusal))
 
 
-_Prepare = Callable[[Form, tuple[Layout, ...]], tuple[Call, Differentiable]]
-
-
-def _prepare(methods: Methods, form: Form, layouts: tuple[Layout, ...]) -> tuple[Call, Differentiable]:
-    """A way of calling a Function, and the function that JAX differentiates: its caches go by the latter's identity."""
-    call = Call(methods, form, layouts)
-    return call, differentiable(CallRule(call))
+_Prepare = Callable[[Form, tuple[Layout, ...]], Call]

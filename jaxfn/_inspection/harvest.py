@@ -168,7 +168,7 @@ class _Inside:
             return carry_out(self.equation, self.operands, is_of_jaxpr=True), harvested
         floating = [x for x in self.operands if is_inexact(jax.typeof(x).dtype)]
         refusal = Refusal(NotImplementedError, _HAS_EFFECTS)
-        return attach(results, (), floating, refusal, made_is_detached=True), harvested
+        return attach(results, (), floating, refusal), harvested
 
     def checkpoint(self) -> tuple[Sequence[Any], Harvest]:
         params, operands = self.equation.params, self.operands

@@ -115,7 +115,7 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
             results, harvested = harvest(jaxpr, consts, arrays, probe)
         if lowered is not closed:
             floating = [x for x in arrays if is_inexact(jax.typeof(x).dtype)]
-            results = attach(results, (), floating, Refusal(NotImplementedError, _INSIDE), made_is_detached=True)
+            results = attach(results, (), floating, Refusal(NotImplementedError, _INSIDE))
         logs: Logs = {}
         for path in sorted(harvested):
             place = place_of(jaxpr, path)

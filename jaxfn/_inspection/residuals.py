@@ -14,7 +14,7 @@ import numpy as np
 from jaxfn._compat import is_variable, make_jaxpr, memory_space, open_jaxpr
 from jaxfn._inspection.subprograms import subprograms
 from jaxfn._observation import Label, Observation, observing
-from jaxfn._primitives.attach import attach_p, detach_p, settle_p
+from jaxfn._primitives.attach import attach_p, stop_p
 from jaxfn._primitives.mark import mark_p
 from jaxfn._tables import aligned
 from jaxfn._values.arrays import is_array_leaf
@@ -261,7 +261,7 @@ _SAME = {
     "pvary",
     "optimization_barrier",
     "name",
-} | {primitive.name for primitive in (attach_p, detach_p, settle_p)}
+} | {primitive.name for primitive in (attach_p, stop_p)}
 
 
 _Reader = tuple[Label | None, tuple[str, ...]]

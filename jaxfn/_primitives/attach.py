@@ -1,244 +1,128 @@
-"""Identities that decide what JAX sees of a Function besides its custom derivative.
+"""Two identities: `stop` takes a derivative off, `attach` gives one.
 
-Inside a `jax.custom_vjp`, `fwd` is ordinary JAX code to an *outer* differentiation, which would see the raw operations
-of the user's forward and not the Function's rule. So the inputs pass through `detach` before forward, which takes their
-derivative off, and what forward made passes through `attach` after it, which gives it the Function's own rule.
+A Function's forward is ordinary JAX code, written into the program at hand. Its inputs pass `stop` before, so that
+nothing differentiates its operations; what it made passes `attach` after, which gives it the Function's own rule:
 
-`attach` also moves the batch of what it returns to axis 0, and `settle` does the same for a primal; see the note there.
+    inputs --stop--> forward --> made --attach(made, kept, inputs)--> outputs
 
-All cost one equation while tracing and lower to nothing. `attach` becomes a `jax.custom_vjp` again only when something
-differentiates it. (A custom_vjp in its place made tracing 1.2 times slower.)
+Both cost one equation while tracing and lower to nothing. The rule is asked where something differentiates, and binds
+`attach` again for whatever differentiates further out. So a first derivative and a tenth go one way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 
-from jaxfn._compat import (
-    Batch,
-    MappedOperations,
-    Primitive,
-    SeenPrimitive,
-    ad,
-    batches_of,
-    batching,
-    mlir,
-    partial_eval,
-)
+from jaxfn._compat import Primitive, ad, batching, in_front, mlir, partial_eval, without_tangent
 from jaxfn._primitives.refusal import Refusal, refused_tangent
 from jaxfn._values.arrays import is_inexact
 
-# A differentiable function of (made..., kept..., inputs...) that returns its first operands, `made`. Only the inputs
-# have a derivative by it; `kept` is what it needs besides. A `Refusal` is for a derivative that cannot be had.
-DifferentiableIdentity = Callable[..., Sequence[jax.Array]] | Refusal
+# Called with what was made, what is kept, the inputs, and a tangent for each input, `None` for zero. Returns the arrays
+# made, attached for whatever differentiates further out, and a tangent for each of them, `None` for zero.
+Rule = Callable[
+    [Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]], "tuple[Sequence[Any], Sequence[Any]]"
+]
 
 
-class Gate:
-    """Whether the derivative of detached arrays passes after all, which is known once forward has run.
-
-    # Note: one run of forward, whatever it saves
-
-    What forward saves decides how its operations are to be seen by an outer differentiation. With
-
-        def forward(ctx, x):
-            s = jnp.sin(x)
-            ctx.save_for_backward(s)   # neither input nor output
-            return s * x
-
-    `s` has the derivative of the operation that made it, so `sin` must see the derivative of `x`. Had forward saved
-    `x`, `sin` must not see it: it may have none (a kernel), and the output has the Function's rule instead. Running
-    forward again once that is known would draw other random numbers. But where JAX is writing a program down, it
-    differentiates that program later, when forward has run: the gate is open or shut by then, and the equations that
-    forward left behind are differentiated in place, or not at all.
-
-    Where something differentiates right now (`jax.grad` of `jax.grad`), it asks `detach` before forward has run. The
-    gate is shut then, and says so in `perturbed`.
-
-    Attributes:
-      is_open: whether derivatives pass.
-      perturbed: which of the arrays were being differentiated where they were detached.
-    """
+class _Perturbed:
+    """Which arrays were being differentiated where they were stopped; JAX says so while they are."""
 
     def __init__(self) -> None:
-        self.is_open = False
-        self.perturbed: set[int] = set()
+        self.places: set[int] = set()
 
 
-_SHUT = Gate()
+stop_p = Primitive("stop")
+stop_p.multiple_results = True
 
 
-class Mapping(NamedTuple):
-    """What one use of `jax.vmap` maps of a run.
+def stop(arrays: Sequence[Any], order: int = 0) -> tuple[list[Any], frozenset[int]]:
+    """The arrays without a derivative, and which of them something is differentiating here, out of `order` derivatives."""
+    perturbed = _Perturbed()
+    stopped = [without_tangent(x) if isinstance(x, Tracer) else (x, 0) for x in arrays]
+    # In a higher derivative what was saved is known by identity, so that each is an object of its own.
+    values = [jnp.array(x) if order + own > 1 and not isinstance(x, Tracer) else x for x, own in stopped]
+    if any(isinstance(x, Tracer) for x in values):
+        values = stop_p.bind(*values, perturbed=perturbed)
+    perturbed.places |= {i for i, (_, own) in enumerate(stopped) if own}
+    return values, frozenset(perturbed.places)
 
-    Attributes:
-      operations: what it interprets, the run itself or a program that it was traced into.
-      unbatched: the places of arrays made that do not depend on the batch.
-      inputs: the places of inputs that have it.
-    """
 
-    operations: MappedOperations
-    unbatched: frozenset[int]
-    inputs: frozenset[int]
+def detach(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays without a derivative: `jax.lax.stop_gradient` in one equation."""
+    return stop(arrays)[0]
 
-    @property
-    def batch(self) -> Batch:
-        """Which use of `jax.vmap`."""
-        return self.operations.batch
+
+def _stop_impl(*operands: Any, perturbed: _Perturbed) -> list[Any]:
+    return list(operands)
+
+
+def _stop_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, perturbed: _Perturbed) -> Any:
+    perturbed.places |= {
+        i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero) and is_inexact(jax.typeof(primals[i]).dtype)
+    }
+    # Bound again, for whatever differentiates further out.
+    return stop_p.bind(*primals, perturbed=perturbed), [_zero(x) for x in primals]
+
+
+def _stop_batch(operands: Sequence[Any], dims: Sequence[Any], *, perturbed: _Perturbed) -> Any:
+    return stop_p.bind(*operands, perturbed=perturbed), dims
+
+
+def _stop_lowering(ctx: Any, *operands: Any, perturbed: _Perturbed) -> list[Any]:
+    return list(operands)
+
+
+stop_p.def_impl(_stop_impl)
+stop_p.def_abstract_eval(_stop_impl)
+mlir.register_lowering(stop_p, _stop_lowering, cacheable=False)
+ad.primitive_jvps[stop_p] = _stop_jvp
+batching.primitive_batchers[stop_p] = _stop_batch
 
 
 class _Attachment:
     """How arrays are attached; compared by identity, so that JAX looks it up fast.
 
     Attributes:
-      rule: see `DifferentiableIdentity`.
+      rule: see `Rule`; or why there is none.
       num_made, num_kept: how many operands are which; the others are the inputs.
-      made_is_detached, is_uniform, mappings: see `attach`.
+      closed_over: why the derivative that made arrays have besides cannot be had; `None`: it is added.
     """
 
-    __slots__ = ("is_uniform", "made_is_detached", "mappings", "num_kept", "num_made", "rule")
+    __slots__ = ("closed_over", "num_kept", "num_made", "rule")
 
-    def __init__(
-        self,
-        rule: DifferentiableIdentity,
-        num_made: int,
-        num_kept: int,
-        made_is_detached: bool,
-        is_uniform: bool,
-        mappings: list[Mapping] | None,
-    ) -> None:
+    def __init__(self, rule: Rule | Refusal, num_made: int, num_kept: int, closed_over: Refusal | None) -> None:
         self.rule = rule
         self.num_made = num_made
         self.num_kept = num_kept
-        self.made_is_detached = made_is_detached
-        self.is_uniform = is_uniform
-        self.mappings = mappings
-
-    def with_rule(self, rule: DifferentiableIdentity) -> _Attachment:
-        return _Attachment(rule, self.num_made, self.num_kept, self.made_is_detached, self.is_uniform, self.mappings)
-
-    def note_mapping(self, operations: MappedOperations, operands: Sequence[Any]) -> None:
-        """Notes that `jax.vmap` maps some operands, where it leaves out some that were made."""
-        if self.mappings is None or self.is_uniform:
-            return
-        has_batch = [operations.batch in batches_of(x) for x in operands]
-        first_input = self.num_made + self.num_kept
-        unbatched = frozenset(i for i, flag in enumerate(has_batch[: self.num_made]) if not flag)
-        inputs = frozenset(i for i, flag in enumerate(has_batch[first_input:]) if flag)
-        if any(has_batch) and unbatched:
-            self.mappings[:] = [m for m in self.mappings if not m.operations.are_over]
-            self.mappings.append(Mapping(operations, unbatched, inputs))
+        self.closed_over = closed_over
 
 
-class _Settling:
-    """How arrays are settled; compared by identity. See `settle`.
-
-    Attributes:
-      places: which of the arrays to be settled these are; some may have been left out of the program.
-    """
-
-    __slots__ = ("is_uniform", "num_made", "places", "unbatched")
-
-    def __init__(self, places: Sequence[int], is_uniform: bool, unbatched: set[tuple[Batch, int]]) -> None:
-        self.places = places
-        self.num_made = len(places)
-        self.is_uniform = is_uniform
-        self.unbatched = unbatched
-
-
-def _see_attach(operations: MappedOperations, operands: Sequence[Any], params: dict[str, Any]) -> None:
-    params["attachment"].note_mapping(operations, operands)
-
-
-attach_p = SeenPrimitive("attach", _see_attach)
+attach_p = Primitive("attach")
 attach_p.multiple_results = True
-
-detach_p = Primitive("detach")
-detach_p.multiple_results = True
-
-settle_p = Primitive("settle")
-settle_p.multiple_results = True
 
 
 def attach(
     made: Sequence[Any],
     kept: Sequence[Any],
     inputs: Sequence[Any],
-    rule: DifferentiableIdentity,
-    *,
-    made_is_detached: bool,
-    is_uniform: bool = False,
-    mappings: list[Mapping] | None = None,
+    rule: Rule | Refusal,
+    closed_over: Refusal | None = None,
 ) -> list[Any]:
     """The arrays that forward made, with `rule`'s derivative with respect to the inputs.
 
     Args:
-      made: the arrays.
+      made: the arrays. A derivative that they have themselves can only be by values that forward closed over.
       kept: what the rule needs besides the inputs.
       inputs: what it differentiates with respect to.
-      rule: see `DifferentiableIdentity`.
-      made_is_detached: whether forward ran on detached inputs, so that a derivative that `made` still has can only
-        come from values that forward closed over, and is added. Otherwise it may be that of forward's operations,
-        and is dropped where inputs are being differentiated.
-      is_uniform: see `settle`.
-      mappings: where to note that `jax.vmap` maps inputs or what is kept, and not all that was made.
+      rule: see `Rule`.
+      closed_over: raised where the derivative that `made` has itself is used; `None`: it is added.
     """
-    attachment = _Attachment(rule, len(made), len(kept), made_is_detached, is_uniform, mappings)
-    return attach_p.bind(*made, *kept, *inputs, attachment=attachment)
-
-
-def detach(arrays: Sequence[Any], gate: Gate = _SHUT) -> list[Any]:
-    """The arrays without a derivative, unless the gate is opened: `jax.lax.stop_gradient` in one equation."""
-    return detach_p.bind(*arrays, gate=gate)
-
-
-def settle(
-    made: Sequence[Any],
-    inputs: Sequence[Any],
-    *,
-    is_uniform: bool = False,
-    unbatched: set[tuple[Batch, int]] | None = None,
-) -> list[Any]:
-    """The arrays as they are, with the batch at axis 0 where `jax.vmap` is applied.
-
-    # Note: primal and rule must leave the batch in the same place
-
-    Where a program is batched first and differentiated later (`jax.grad` of `jax.jit` of `jax.vmap`), JAX takes the
-    batch axes of a custom derivative's outputs from its primal, and uses them for what the rule returns as well:
-
-        primal   x, batch at axis 1  --sin-->            y, batch at axis 1
-        rule     x, batch at axis 1  --sin, attach-->    y, batch at axis 0, but JAX has noted axis 1
-
-    gives a transposed array, in silence where it is square (JAX 0.10.0 to 0.12.0). Keeping the axis in `attach` does
-    not help: forward may compute the same output by other operations where `ctx.needs_input_grad` says so. So both
-    sides end in an identity that moves the batch to axis 0. What has no batch stays without one.
-
-    Args:
-      made: the arrays.
-      inputs: what they were made from.
-      is_uniform: whether all of them have the batch where any of the inputs has it: for a forward that has looked at
-        `ctx.needs_input_grad`, whose outputs may depend on the batch on one side and not on the other.
-      unbatched: where to note which of them had no batch, and of which `jax.vmap`, although others, or inputs, had it.
-    """
-    settling = _Settling(range(len(made)), is_uniform, set() if unbatched is None else unbatched)
-    return settle_p.bind(*made, *inputs, settling=settling)
-
-
-def _batch_in_front(
-    operands: Sequence[Any], dims: Sequence[Any], size: int, num_made: int, is_uniform: bool
-) -> list[Any]:
-    """The operands, the batch at axis 0 where there is one, and where the first `num_made` need one."""
-    return [
-        x if d is None and not (is_uniform and i < num_made) else batching.bdim_at_front(x, d, size)
-        for i, (x, d) in enumerate(zip(operands, dims, strict=True))
-    ]
-
-
-def _batch_axes(dims: Sequence[Any], num_made: int, is_uniform: bool) -> list[int | None]:
-    """The batch axes of what `_batch_in_front` returns."""
-    return [0 if d is not None or (is_uniform and i < num_made) else None for i, d in enumerate(dims)]
+    return attach_p.bind(*made, *kept, *inputs, attachment=_Attachment(rule, len(made), len(kept), closed_over))
 
 
 def _attach_impl(*operands: Any, attachment: _Attachment) -> list[Any]:
@@ -250,29 +134,30 @@ def _attach_lowering(ctx: Any, *operands: Any, attachment: _Attachment) -> list[
 
 
 def _attach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, attachment: _Attachment) -> Any:
-    # jax.jvp of a custom_vjp is what reverse mode transposes; its `perturbed` flags are then exactly the tangents here.
     num_made, rule = attachment.num_made, attachment.rule
     first_input = num_made + attachment.num_kept
-    perturbed = [i for i, t in enumerate(tangents) if i >= first_input and not isinstance(t, ad.Zero)]
-
-    moving = [tangents[i] for i in perturbed]
-    if not perturbed or isinstance(rule, Refusal):
-        outputs = attach_p.bind(*primals, attachment=attachment)
+    made, kept, inputs = primals[:num_made], primals[num_made:first_input], primals[first_input:]
+    moving = [
+        None if isinstance(t, ad.Zero) or not is_inexact(jax.typeof(x).dtype) else t
+        for x, t in zip(inputs, tangents[first_input:], strict=True)
+    ]
+    present = [t for t in moving if t is not None]
+    if not present or isinstance(rule, Refusal):
+        attached: Sequence[Any] = attach_p.bind(*primals, attachment=attachment)
         by_rule: Sequence[Any] = [None] * num_made
-        if isinstance(rule, Refusal) and perturbed:
-            avals = [jax.typeof(y).to_tangent_aval() for y in outputs]
-            by_rule = [refused_tangent(a, moving, rule) if is_inexact(a.dtype) else None for a in avals]
+        if isinstance(rule, Refusal) and present:
+            by_rule = [_refused(x, present, rule) for x in made]
     else:
+        attached, by_rule = rule(made, kept, inputs, moving)
+    own: list[Any] = [None if isinstance(t, ad.Zero) else t for t in tangents[:num_made]]
+    if attachment.closed_over is not None:
+        own = [None if t is None else _refused(x, [t], attachment.closed_over) for x, t in zip(made, own, strict=True)]
+    return attached, [_sum(y, a, b) for y, a, b in zip(attached, by_rule, own, strict=True)]
 
-        def function(*values: Any) -> Sequence[jax.Array]:
-            operands = list(primals)
-            for i, value in zip(perturbed, values, strict=True):
-                operands[i] = value
-            return rule(*operands)
 
-        outputs, by_rule = jax.jvp(function, [primals[i] for i in perturbed], moving)
-    closed_over = tangents[:num_made] if attachment.made_is_detached or not perturbed else [None] * num_made
-    return outputs, [_sum(y, a, b) for y, a, b in zip(outputs, by_rule, closed_over, strict=True)]
+def _refused(primal: Any, tangents: Sequence[Any], refusal: Refusal) -> Any:
+    aval = jax.typeof(primal).to_tangent_aval()
+    return refused_tangent(aval, tangents, refusal) if is_inexact(aval.dtype) else None
 
 
 def _sum(primal: Any, *tangents: Any) -> Any:
@@ -284,23 +169,48 @@ def _zero(primal: Any) -> ad.Zero:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-def _attach_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, attachment: _Attachment) -> Any:
-    num_made = attachment.num_made
-    if all(d is None for d in dims):  # JAX asks even so
-        return attach_p.bind(*operands, attachment=attachment), [None] * num_made
-    moved = _batch_in_front(operands, dims, axis.size, num_made, attachment.is_uniform)
-    axes = _batch_axes(dims, num_made, attachment.is_uniform)
-    if not isinstance(attachment.rule, Refusal):
-        batched = jax.vmap(
-            attachment.rule,
-            in_axes=tuple(axes),
-            out_axes=axes[:num_made],
+class _Batched:
+    """A rule over a batch: what was made has it at axis 0, all else there or not at all."""
+
+    def __init__(self, rule: Rule, axis: Any, kept_axes: list[int | None], input_axes: list[int | None]) -> None:
+        self._rule = rule
+        self._axis = axis
+        self._kept_axes = kept_axes
+        self._input_axes = input_axes
+
+    def __call__(
+        self, made: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        def one(made: Any, kept: Any, inputs: Any, tangents: Any) -> Any:
+            attached, pushed = self._rule(made, kept, inputs, tangents)
+            return list(attached), list(pushed)
+
+        tangent_axes = [None if t is None else a for t, a in zip(tangents, self._input_axes, strict=True)]
+        axis = self._axis
+        mapped = jax.vmap(
+            one,
+            in_axes=(0, self._kept_axes, self._input_axes, tangent_axes),
             axis_name=axis.name,
             axis_size=axis.size,
             spmd_axis_name=axis.spmd_name,
         )
-        attachment = attachment.with_rule(batched)
-    return attach_p.bind(*moved, attachment=attachment), axes[:num_made]
+        return mapped(list(made), list(kept), list(inputs), list(tangents))
+
+
+def _attach_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, attachment: _Attachment) -> Any:
+    """Where any operand has the batch, all that was made has it."""
+    num_made, num_kept, rule = attachment.num_made, attachment.num_kept, attachment.rule
+    if all(d is None for d in dims):  # JAX asks even so
+        return attach_p.bind(*operands, attachment=attachment), [None] * num_made
+    moved = [
+        x if d is None and i >= num_made else in_front(x, d, axis)
+        for i, (x, d) in enumerate(zip(operands, dims, strict=True))
+    ]
+    axes = [None if d is None else 0 for d in dims[num_made:]]
+    if not isinstance(rule, Refusal):
+        rule = _Batched(rule, axis, axes[:num_kept], axes[num_kept:])
+    batched = _Attachment(rule, num_made, num_kept, attachment.closed_over)
+    return attach_p.bind(*moved, attachment=batched), [0] * num_made
 
 
 def _attach_partial_eval(
@@ -327,76 +237,3 @@ mlir.register_lowering(attach_p, _attach_lowering, cacheable=False)
 ad.primitive_jvps[attach_p] = _attach_jvp
 batching.fancy_primitive_batchers[attach_p] = _attach_batch
 partial_eval.partial_eval_jaxpr_custom_rules[attach_p] = _attach_partial_eval
-
-
-def _detach_impl(*operands: Any, gate: Gate) -> list[Any]:
-    return list(operands)
-
-
-def _detach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, gate: Gate) -> Any:
-    detached = detach(primals, gate)  # bound again, for whatever differentiates further out
-    if gate.is_open:
-        return detached, list(tangents)
-    if gate is not _SHUT:
-        gate.perturbed |= {i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
-    return detached, [_zero(x) for x in primals]
-
-
-def _detach_batch(operands: Sequence[Any], dims: Sequence[Any], *, gate: Gate) -> Any:
-    return detach(operands, gate), dims
-
-
-def _detach_lowering(ctx: Any, *operands: Any, gate: Gate) -> list[Any]:
-    return list(operands)
-
-
-detach_p.def_impl(_detach_impl)
-detach_p.def_abstract_eval(_detach_impl)
-mlir.register_lowering(detach_p, _detach_lowering, cacheable=False)
-ad.primitive_jvps[detach_p] = _detach_jvp
-batching.primitive_batchers[detach_p] = _detach_batch
-
-
-def _settle_impl(*operands: Any, settling: _Settling) -> list[Any]:
-    return list(operands[: settling.num_made])
-
-
-def _settle_lowering(ctx: Any, *operands: Any, settling: _Settling) -> list[Any]:
-    return list(operands[: settling.num_made])
-
-
-def _settle_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, settling: _Settling) -> Any:
-    return settle_p.bind(*primals, settling=settling), list(tangents[: settling.num_made])
-
-
-def _settle_batch(axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, settling: _Settling) -> Any:
-    num_made = settling.num_made
-    if all(d is None for d in dims):  # JAX asks even so
-        return settle_p.bind(*operands, settling=settling), [None] * num_made
-    batch = Batch(axis)
-    settling.unbatched |= {(batch, place) for place, d in zip(settling.places, dims, strict=False) if d is None}
-    axes = _batch_axes(dims, num_made, settling.is_uniform)
-    moved = _batch_in_front(operands, dims, axis.size, num_made, settling.is_uniform)
-    return settle_p.bind(*moved, settling=settling), axes[:num_made]
-
-
-def _settle_dce(used: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
-    """What is not used is left out of the program, as it is where a primal ends in no identity."""
-    eqn = args[-1]  # 0.12 gives which operands are live before it
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    settling = eqn.params["settling"]
-    wanted = [*used, *[True] * (len(eqn.invars) - len(used))]
-    invars = [atom for atom, is_wanted in zip(eqn.invars, wanted, strict=True) if is_wanted]
-    outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
-    places = [place for place, is_used in zip(settling.places, used, strict=True) if is_used]
-    fewer = _Settling(places, settling.is_uniform, settling.unbatched)
-    return wanted, eqn.replace(invars=invars, outvars=outvars, params={"settling": fewer})
-
-
-settle_p.def_impl(_settle_impl)
-settle_p.def_abstract_eval(_settle_impl)
-mlir.register_lowering(settle_p, _settle_lowering, cacheable=False)
-ad.primitive_jvps[settle_p] = _settle_jvp
-batching.fancy_primitive_batchers[settle_p] = _settle_batch
-partial_eval.dce_rules[settle_p] = _settle_dce

@@ -53,7 +53,7 @@ all_gather all_gather_invariant all_to_all ppermute reduce_scatter pbroadcast
 """
 _LINEAR_IN = dict.fromkeys(_LINEAR_IN_FIRST.split(), 0) | {"triangular_solve": 1, "tridiagonal_solve": 3}
 # Each result belongs to the operand in the same place.
-_ONE_BY_ONE = {"attach", "detach", "settle", "optimization_barrier", "device_put", "psum", "psum_invariant", "mark"}
+_ONE_BY_ONE = {"attach", "stop", "optimization_barrier", "device_put", "psum", "psum_invariant", "mark"}
 
 
 def is_linear(function: Callable[..., Any], like: Sequence[Any]) -> bool:
@@ -66,16 +66,6 @@ def is_linear(function: Callable[..., Any], like: Sequence[Any]) -> bool:
       like: arrays of the arguments' types.
     """
     return all(kind in (_Kind.ZERO, _Kind.LINEAR) for kind in _kinds_of_results(function, like))
-
-
-def is_zero(function: Callable[..., Any], like: Sequence[Any]) -> bool:
-    """Whether a function of arrays of these types is seen to be zero wherever it is linear."""
-    return all(kind is _Kind.ZERO for kind in _kinds_of_results(function, like))
-
-
-def is_constant(function: Callable[..., Any], like: Sequence[Any]) -> bool:
-    """Whether a function of arrays of these types is seen not to depend on them."""
-    return all(kind in (_Kind.ZERO, _Kind.CONSTANT) for kind in _kinds_of_results(function, like))
 
 
 def _kinds_of_results(function: Callable[..., Any], like: Sequence[Any]) -> list[_Kind]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
-from jaxfn import _compat
 from jaxfn._run.methods import Methods
 from jaxfn._values.arguments import Form
-from jaxfn._values.arrays import is_traced
-from jaxfn._values.hidden import hidden_tracers
 from jaxfn._values.layouts import ARRAY_LAYOUT, Layout
 
 
@@ -37,8 +34,9 @@ class Call:
         self.has_refs = any(self.are_refs)
         self.numbers = [layout.leaves[0] for layout in layouts if layout.is_number]
         self._are_arrays = all(layout is ARRAY_LAYOUT for layout in layouts)
-        self._may_close_over = methods.may_close_over or not self._are_arrays
         self.changeable = [i for i, layout in enumerate(layouts) if layout.may_be_changed]
+        self.may_close_over = methods.may_close_over or not self._are_arrays
+        self.differentiated_here: Any = None  # see `jaxfn._derivatives.rule`
         self._is_flat = all(layout.num_arrays == 1 for layout in layouts)
 
     @property
@@ -67,36 +65,6 @@ class Call:
                     "differentiated. What a Function reads from or writes to it would have no derivative. Make the Ref "
                     "outside, or return the value instead of writing it."
                 )
-
-    def closed_over_tracers(self) -> Iterator[object]:
-        """The arrays that JAX traces and that `forward` sees beside the array leaves."""
-        return chain(self.methods.closed_over_tracers(), *(layout.hidden_tracers() for layout in self.layouts))
-
-    def closes_over_tracers(self) -> bool:
-        """Whether `forward` sees arrays that JAX traces beside the array leaves."""
-        return self._may_close_over and any(True for _ in self.closed_over_tracers())
-
-    def holder(self, tracers: Sequence[Any]) -> str:
-        """Where `forward` gets these arrays from, as messages name it; an input, if one holds any of them."""
-        sought = set(map(id, tracers))
-        for position, layout in enumerate(self.layouts):
-            if any(id(tracer) in sought for tracer in layout.hidden_tracers()):
-                held = next(leaf for leaf in layout.leaves if not sought.isdisjoint(map(id, hidden_tracers(leaf))))
-                return f"{self.form.describe(position)}, inside of an object of type {type(held).__name__}"
-        return "its closure or its defaults"
-
-    def closed_over_operands(self) -> list[Any]:
-        """The arrays of `closed_over_tracers` that are no references, each once."""
-        if not self._may_close_over:
-            return []
-        tracers = {id(x): x for x in self.closed_over_tracers() if is_traced(x)}
-        return [x for x in tracers.values() if not _compat.is_ref(x)]
-
-    def operands_of_rules(self) -> list[Any]:
-        """The arrays of `tracers_of_rules` that are no references."""
-        if not self.methods.rules_with_closures:
-            return []
-        return [x for x in self.methods.tracers_of_rules() if not _compat.is_ref(x)]
 
     def refuse_changed_inputs(self, inputs: Sequence[Any], arrays: Sequence[Any], returned: Sequence[Any]) -> None:
         """Raises where `forward` has written to an object among its inputs, a copy, what it has not returned."""

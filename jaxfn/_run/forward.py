@@ -38,9 +38,7 @@ def call_forward(
             if call.changeable:
                 call.refuse_changed_inputs(inputs, arrays, returned.originals)
     except jax.errors.UnexpectedTracerError as error:
-        if call.closes_over_tracers():
-            raise call.methods.out_of_reach("forward") from error
-        raise
+        raise call.methods.out_of_reach("forward") from error
     if state.dirty and check_dirty(call.name, state, arrays, returned.arrays):
         call.methods.warn_of_dirty()
     if state.non_differentiable:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 
-from jaxfn._compat import is_alive, is_out_of_reach
 from jaxfn._protocol.context import FunctionCtx, state_of
 from jaxfn._protocol.marks import warn_of_dirty
 from jaxfn._protocol.outputs import Returned, take_apart
 from jaxfn._run.mistakes import add_to_message, explain, is_refused_call, wrong_signature
-from jaxfn._run.provenance import closed_over_origins
 from jaxfn._run.source import place_of, place_without_return
 from jaxfn._values.arguments import Form, Parameters
-from jaxfn._values.arrays import is_traced
-from jaxfn._values.hidden import hidden_tracers, is_plain_function
-from jaxfn._values.rebound import closed_over_tracers, rebound
+from jaxfn._values.hidden import is_plain_function
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MARK = "_jaxfn_undefined"
@@ -54,14 +49,11 @@ class Methods:
       has_backward, has_jvp: whether it defines `backward` (or `vjp`), and `jvp`.
       has_forward_mode: whether forward mode is to work, by `jvp` or by `generate_jvp_rule`.
       may_close_over: whether `forward` or `setup_context` holds anything in a closure or in defaults.
-      rules_with_closures: those of `backward`, `vjp` and `jvp` that hold anything there.
       takes_torch_tensors: whether torch's tensors are constants to it, and no mistake.
-      hides_arrays: whether a run of `forward` has kept an array in a closure or an object on ctx.
     """
 
     def __init__(self, function: Any) -> None:
         self.name: str = function.__name__
-        self.hides_arrays = False
         self.takes_torch_tensors: bool = function._jaxfn_takes_torch_tensors
         self._function = function
         self._looked_up = _looked_up(function)
@@ -69,11 +61,7 @@ class Methods:
         self._setup_context = function.setup_context
         self._is_separate = _is_defined(self._setup_context)
         methods = (self._forward, self._setup_context) if self._is_separate else (self._forward,)
-        self._with_closures = [method for method in methods if not is_plain_function(method)]
-        self.may_close_over = bool(self._with_closures)
-        rules = [rule for rule in (function.backward, function.vjp, function.jvp) if _is_defined(rule)]
-        self._plain_rules = list(filter(is_plain_function, rules))
-        self.rules_with_closures = [rule for rule in rules if rule not in self._plain_rules]
+        self.may_close_over = not all(map(is_plain_function, methods))
         self._warned_of_dirty = False
         self._warned_of_no_return = False
         if not _is_defined(self._forward):
@@ -91,22 +79,9 @@ class Methods:
                 "rule forward mode is to use."
             )
 
-    def remember_hidden_arrays(self) -> None:
-        """Has no later run of `forward` recorded: what it hides would belong to the record, out of backward's reach."""
-        self.hides_arrays = True
-
     def is_current(self) -> bool:
         """Whether the class still has what this looked up."""
         return _looked_up(self._function) == self._looked_up
-
-    def closed_over_tracers(self) -> Iterator[object]:
-        """The arrays that JAX traces and that `forward` sees beside its arguments."""
-        return chain.from_iterable(map(hidden_tracers, self._with_closures))
-
-    def tracers_of_rules(self) -> list[Any]:
-        """The arrays of this program that `backward` and `jvp` close over, each once."""
-        found = {id(x): x for rule in self.rules_with_closures for x in closed_over_tracers(rule)}
-        return list(filter(is_alive, found.values()))
 
     def why_vmap_is_refused(self) -> str | None:
         """What is wrong with the class's `vmap`, if anything; said where a call is batched."""
@@ -148,13 +123,12 @@ class Methods:
         self._run_rule("setup_context", self._setup_context, ctx, (inputs, returned.value))
         return returned
 
-    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], stand_ins: Mapping[int, Any]) -> Any:
+    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any]) -> Any:
         """Calls `backward`, or `vjp`, its other name.
 
         Args:
           ctx: the ctx as `forward` left it.
           grad_outputs: one for each output.
-          stand_ins: by `id`, what to use in the place of traced values that it closes over.
         """
         if not self.has_backward:
             raise NotImplementedError(
@@ -167,7 +141,8 @@ class Methods:
                 "only implement one of them."
             )
         backward = self._backward()
-        returned = self._within_reach("backward", backward, ctx, grad_outputs, stand_ins)
+        arguments = (list(grad_outputs),) if self._function.boxed_grads_call else grad_outputs
+        returned = self._within_reach("backward", backward, ctx, arguments)
         if returned is None and not self._warned_of_no_return:
             self._warn_of_no_return(backward)
         return returned
@@ -176,16 +151,16 @@ class Methods:
         """`backward`, under whichever of its two names it was defined."""
         return self._function.vjp if _is_defined(self._function.vjp) else self._function.backward
 
-    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any], stand_ins: Mapping[int, Any]) -> Any:
+    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
         """Calls `jvp`; see `backward`."""
-        return self._within_reach("jvp", self._function.jvp, ctx, tangents, stand_ins)
+        return self._within_reach("jvp", self._function.jvp, ctx, tangents)
 
     def out_of_reach(self, method: str) -> Exception:
         """What is raised where a method uses a traced value that does not belong to the program at hand."""
         return NotImplementedError(
-            f"{self.name}.{method} closes over a value that JAX traces in another program than the one that {method} "
-            "is called in, as it is in jit, vmap, scan and checkpoint. Pass that value to "
-            f"{self.name} as an argument, and save it on ctx where backward needs it."
+            f"{self.name}.{method} closes over a value that is being differentiated, or that JAX traces in another "
+            f"program than the one that {method} is called in, as it is in jit, vmap, scan and checkpoint. Pass that "
+            f"value to {self.name} as an argument, and save it on ctx where backward needs it."
         )
 
     def _warn_of_no_return(self, backward: Callable[..., Any]) -> None:
@@ -199,32 +174,11 @@ class Methods:
                 stacklevel=2,
             )
 
-    def _within_reach(
-        self,
-        method: str,
-        rule: Callable[..., Any],
-        ctx: FunctionCtx,
-        given: Sequence[Any],
-        stand_ins: Mapping[int, Any],
-    ) -> Any:
-        """What a rule returns, refused where it depends on a traced value that does not belong to this program."""
-        arguments = (list(given),) if method == "backward" and self._function.boxed_grads_call else given
-        if rule in self._plain_rules:
-            return self._run_rule(method, rule, ctx, arguments)
-        rule = rebound(rule, stand_ins)
-        closed_over = list(filter(is_traced, hidden_tracers(rule)))
-        lost = [x for x in closed_over if is_out_of_reach(x)]
+    def _within_reach(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, arguments: Sequence[Any]) -> Any:
         try:
-            returned = self._run_rule(method, rule, ctx, arguments)
+            return self._run_rule(method, rule, ctx, arguments)
         except jax.errors.UnexpectedTracerError as error:
-            if closed_over:
-                raise self.out_of_reach(method) from error
-            raise
-        if lost:
-            origins = closed_over_origins(jax.tree_util.tree_leaves(returned), ())
-            if not {id(x.full_lower()) for x in origins}.isdisjoint(map(id, lost)):
-                raise self.out_of_reach(method)
-        return returned
+            raise self.out_of_reach(method) from error
 
     def _run_rule(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, arguments: Sequence[Any]) -> Any:
         """Calls a method that takes the ctx; says what is probably wrong where that raises."""

@@ -76,9 +76,7 @@ def _observed_rule(
 def _residual_labels(run: _Run, method: str) -> list[Label]:
     """A label for each residual."""
     name = run.call.name
-    labels = [
-        Label(name, method, "saved", f"closed over {i}", "closed over") for i in range(len(run.closed_over_by_rules))
-    ]
+    labels: list[Label] = []
     for source, own_name, num_kept in zip(run.saved.sources, _saved_names(run.saved), run.num_kept(), strict=True):
         labels += [Label(name, method, "saved", own_name, source.kind, source.is_packed)] * num_kept
     return labels

@@ -85,23 +85,15 @@ def _carrying(made: list[Any], sources: Sequence[Any], owner: str) -> list[Any]:
         "one floating array of its shape, which has no derivative. Differentiate twice without the hooks, or let "
         "pack_hook return such an array.",
     )
-    return attach(made, (), sources, _same_but_for_dtype if alike else refusal, made_is_detached=True)
+    return attach(made, (), sources, _same_but_for_dtype if alike else refusal)
 
 
-def _same_but_for_dtype(made: Any, source: Any) -> Sequence[Any]:
-    return [_with_tangent_of(made, source)]
-
-
-@jax.custom_jvp
-def _with_tangent_of(made: Any, source: Any) -> Any:
-    return made
-
-
-@_with_tangent_of.defjvp
-def _with_tangent_of_jvp(primals: Any, tangents: Any) -> Any:
-    (made, source), (_, tangent) = primals, tangents
-    tangent = tangent.astype(made.dtype)
-    here, there = memory_space(source), memory_space(made)
+def _same_but_for_dtype(
+    made: Sequence[Any], kept: Sequence[Any], sources: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    (source,), (tangent,) = sources, tangents
+    tangent = tangent.astype(made[0].dtype)
+    here, there = memory_space(source), memory_space(made[0])
     if here != there:
         tangent = jax.device_put(tangent, there, src=here)  # src is where its transpose goes back to
-    return _with_tangent_of(*primals), tangent
+    return attach(made, (), sources, _same_but_for_dtype), [tangent]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxfn._primitives.attach import attach, detach
+from jaxfn._primitives.attach import Rule, attach, detach
 from jaxfn._protocol.context import FunctionCtx
 from jaxfn._protocol.outputs import OutputLayout, Outputs, Returned, take_apart
 from jaxfn._run.call import Call
@@ -64,31 +63,32 @@ def forward_with_vmap(call: Call, ctx: FunctionCtx, arrays: Sequence[Any]) -> Re
     has_derivative = any(is_inexact(x.dtype) for x in arrays) and not any(call.are_refs)
     outputs = forward(*(detach(arrays) if has_derivative else arrays))
     if has_derivative:
-        rule = partial(_with_derivative_of, alone, len(outputs.arrays))
-        outputs = Outputs(outputs.layout, attach(outputs.arrays, (), arrays, rule, made_is_detached=True))
+        outputs = Outputs(outputs.layout, attach(outputs.arrays, (), arrays, _derivative_of(alone)))
     value = outputs.layout.merge(outputs.arrays)
     return call.methods.set_up(ctx, call.inputs(arrays), take_apart(value))
 
 
-def _with_derivative_of(function: Callable[..., Outputs], num_made: int, *operands: Any) -> Sequence[Any]:
+def _derivative_of(function: Callable[..., Outputs]) -> Rule:
     """A rule for `attach`: what the user's `vmap` made has the derivative of what it stands for.
 
-    JAX cannot differentiate a batched custom_vmap twice (0.10.0 to 0.12.0), and forgets a custom_jvp around it in a
-    scan (0.10.0 to 0.10.2).
+    JAX cannot differentiate a batched custom_vmap twice (0.10.0 to 0.12.0).
     """
-    rule = partial(_with_derivative_of, function, num_made)
 
-    @jax.custom_jvp
-    def differentiable(made: Sequence[Any], arrays: Sequence[Any]) -> Sequence[Any]:
-        return list(made)
+    def rule(
+        made: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        moving = [i for i, t in enumerate(tangents) if t is not None]
 
-    @differentiable.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        (made, arrays), (_, of_arrays) = primals, tangents
-        pushed = jax.jvp(function, arrays, of_arrays)[1].arrays
-        return attach(made, (), arrays, rule, made_is_detached=True), list(pushed)
+        def of_moving(*values: Any) -> Sequence[Any]:
+            arrays = list(inputs)
+            for i, value in zip(moving, values, strict=True):
+                arrays[i] = value
+            return list(function(*arrays).arrays)
 
-    return differentiable(operands[:num_made], operands[num_made:])
+        pushed = jax.jvp(of_moving, [inputs[i] for i in moving], [tangents[i] for i in moving])[1]
+        return attach(made, kept, inputs, rule), pushed
+
+    return rule
 
 
 def _refusing_batching(problem: str) -> Any:

@@ -10,6 +10,7 @@ array is wanted, of a gradient say.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -98,3 +99,24 @@ def is_staged(array: object) -> bool:
 def is_none(value: object) -> bool:
     """For `is_leaf`: pytrees would otherwise drop `None`."""
     return value is None
+
+
+def is_written_down(arrays: Sequence[Any]) -> bool:
+    """Whether each of the arrays is a value of the program that JAX is writing down, or a constant."""
+    return all(is_staged(x) or not is_traced(x) for x in arrays)
+
+
+def agree(a: Any, b: Any) -> bool:
+    """Whether two arrays, whose values are known, are the same but for rounding."""
+    if jax.typeof(a) != jax.typeof(b):
+        return False
+    if is_key(a):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    if not is_inexact(a.dtype):
+        return bool(np.array_equal(np.asarray(a), np.asarray(b)))
+    # Under differentiation JAX compiles the same operations into other programs, which round differently.
+    tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5
+    a, b = (np.asarray(x).astype(double(a.dtype)) for x in (a, b))
+    finite = a[np.isfinite(a)]
+    largest = float(np.abs(finite).max(initial=0.0))
+    return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True))

@@ -34,11 +34,6 @@ class Opaque:
 _SEARCH_LIMIT = 2000
 
 
-def hidden_tracers(value: Any) -> Iterator[object]:
-    """The arrays that JAX traces and that an object leads to."""
-    return _hidden(value, lambda kind: issubclass(kind, Tracer))
-
-
 def hides_arrays(value: Any) -> bool:
     """Whether an object leads to JAX arrays."""
     return any(True for _ in _hidden(value, is_jax_type))

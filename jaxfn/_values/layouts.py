@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from jaxfn._compat import is_ref
 from jaxfn._values.arrays import is_array_leaf, is_box, is_jax_type, is_none
-from jaxfn._values.hidden import NoArrays, hidden_tracers, hides_arrays
+from jaxfn._values.hidden import NoArrays, hides_arrays
 
 _NUMBERS = frozenset({int, float, complex})
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
@@ -134,12 +134,6 @@ class Layout:
     def hides_arrays(self) -> bool:
         """Whether a static leaf, a closure or an object, holds JAX arrays."""
         return self is not ARRAY_LAYOUT and any(map(hides_arrays, self.leaves))
-
-    def hidden_tracers(self) -> Iterator[object]:
-        """The arrays in static leaves that JAX traces."""
-        if self is ARRAY_LAYOUT:
-            return iter(())
-        return (tracer for leaf in self.leaves for tracer in hidden_tracers(leaf))
 
     def key(self) -> tuple[object, ...]:
         """A hashable value that stands for this layout; `TypeError` where there is none."""

@@ -24,7 +24,7 @@ from jaxfn._compat import Var, make_jaxpr, without_unused
 from jaxfn._values.arrays import double, is_inexact
 
 # Their parameters are rules of derivatives and of batching, of which none is taken any more when a program is compiled.
-_HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "attach", "detach", "settle"})
+_HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "attach", "stop"})
 
 
 @register_dataclass
