@@ -3,12 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jaxfn._context import FunctionCtx
 from jaxfn._function import Function
 from jaxfn._functional import autograd_function, function
-from jaxfn._protocol.context import FunctionCtx
-from jaxfn._protocol.once_differentiable import once_differentiable
-from jaxfn._protocol.saved_tensor_hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
-from jaxfn._run.vmap import VmapInfo
+from jaxfn._hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
+from jaxfn._once_differentiable import once_differentiable
+from jaxfn._vmap_method import VmapInfo
 
 if TYPE_CHECKING:
     from jaxfn._gradcheck import GradcheckError, Mismatch, Report, gradcheck, gradgradcheck

@@ -1,6 +1,8 @@
-"""The JAX names that are not part of plain `jax` and `jax.numpy`, in one place.
+"""What JAX does not promise, in one place, each with the versions that it was checked on.
 
-Every entry says which versions it was checked on. Nothing here reaches into `jax._src`.
+Everything here is a function or a class of jaxfn's own: no module of JAX is handed on, and nothing reaches into
+`jax._src`. `tests/core/test_workarounds.py` reproduces each defect of JAX that is worked around, and fails once JAX
+has mended it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,22 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import Primitive, Var, get_opaque_trace_state
+from jax.extend.core import Primitive, Var, find_top_trace, get_opaque_trace_state, set_current_trace
+from jax.extend.core.primitives import (
+    add_jaxvals_p,
+    call_p,
+    closed_call_p,
+    custom_jvp_call_p,
+    custom_lin_p,
+    custom_vjp_call_p,
+    jit_p,
+    name_p,
+    random_bits_p,
+    remat_p,
+    threefry2x32_p,
+    triangular_solve_p,
+    tridiagonal_solve_p,
+)
 from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.ref import AbstractRef
@@ -27,73 +44,97 @@ __all__ = [
     "AbstractRef",
     "Primitive",
     "SymbolicZero",
-    "Var",
-    "ad",
-    "batched_aval",
-    "batching",
-    "carry_out",
-    "compile_as_written",
-    "compile_quickly",
-    "cotangent_sharding",
-    "current_trace",
-    "equation_of",
-    "has_tangent",
-    "in_front",
-    "is_plain_jit",
-    "is_ref",
-    "is_reverse_only",
-    "is_variable",
-    "jaxprs_of",
-    "jit_options",
-    "keeps_constants_apart",
-    "line_of",
-    "lowered_jaxpr",
-    "make_jaxpr",
-    "manual_axes",
-    "manual_axes_here",
-    "memory_space",
-    "mlir",
-    "named_as",
-    "open_jaxpr",
-    "opened",
-    "own_lines",
-    "partial_eval",
-    "platforms_of_branches",
-    "quick_key",
-    "scan_sizes",
-    "stages_constants",
-    "used_operands",
-    "variable_of",
-    "varying_axes",
-    "while_sizes",
-    "without_tangent",
-    "without_unused",
-    "zeros_of",
+    "add_jaxvals_p",
+    "call_p",
+    "closed_call_p",
+    "custom_jvp_call_p",
+    "custom_lin_p",
+    "custom_vjp_call_p",
+    "jit_p",
+    "name_p",
+    "random_bits_p",
+    "remat_p",
+    "threefry2x32_p",
+    "triangular_solve_p",
+    "tridiagonal_solve_p",
 ]
 
-
-# Operations come from the user's lines of code, not from jaxfn's (0.10.0 to 0.12.0).
+# The lines of operations are those of the user's code, not of jaxfn's (0.10.0 to 0.12.0).
 register_exclusion(os.path.dirname(__file__) + os.sep)
 
 
+# Traces and tracers
+
+
 def current_trace() -> object:
-    """Something that is equal wherever JAX is tracing, or not tracing, the same in this thread (0.10.0 to 0.12.0)."""
+    """Returns a token of this thread's current trace; equal tokens mean the same trace (0.10.0 to 0.12.0)."""
     return get_opaque_trace_state()
 
 
-with jax.ensure_compile_time_eval():
-    # Taken here, inside ensure_compile_time_eval, so that importing jaxfn under a trace is harmless.
-    _EAGER = current_trace()
+def is_differentiating() -> bool:
+    """Whether the current trace is that of a derivative (0.10.0 to 0.12.0)."""
+    return _is_derivative(find_top_trace(()))
 
 
-def is_eager() -> bool:
-    """Whether nothing is being traced or differentiated in this thread (0.10.0 to 0.12.0)."""
-    return current_trace() == _EAGER
+def is_staging() -> bool:
+    """Whether operations on constants are being traced: under `jit`, and not under `grad` alone (0.10.0 to 0.12.0)."""
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace"):  # of a derivative or a vmap
+        trace = trace.parent_trace
+    return hasattr(trace, "frame")
 
 
-def stages_constants() -> bool:
-    """Whether operations on constants are being traced: under `jit`, and not under `grad` alone."""
-    return not is_eager() and isinstance(jax.lax.full((), 0), Tracer)
+@contextlib.contextmanager
+def outside_derivatives() -> Generator[None]:
+    """Makes the innermost trace that is not a derivative's the current one, as for `fwd` (0.10.0 to 0.12.0)."""
+    trace: Any = find_top_trace(())
+    while _is_derivative(trace):
+        trace = trace.parent_trace
+    with set_current_trace(trace):
+        yield
+
+
+def _is_derivative(trace: Any) -> bool:
+    # The trace of jax.linearize and of reverse mode has no public name.
+    return isinstance(trace, ad.JVPTrace) or hasattr(trace, "tangent_trace")
+
+
+def is_staged(array: object) -> bool:
+    """Whether an array is a value of a jaxpr that is being traced (0.10.0 to 0.12.0)."""
+    return isinstance(array, partial_eval.DynamicJaxprTracer)
+
+
+def is_linear_operand(array: object) -> bool:
+    """Whether an array is an argument of `jax.linear_transpose`, or computed from one (0.10.0 to 0.12.0)."""
+    return isinstance(array, partial_eval.JaxprTracer)
+
+
+def has_tangent(array: object) -> bool:
+    """Whether an array is a tracer of a derivative, the innermost of what traces it (0.10.0 to 0.12.0)."""
+    return isinstance(array, Tracer) and hasattr(array, "tangent")
+
+
+def without_tangent(array: Any) -> Any:
+    """Returns the array under the tracers of derivatives (0.10.0 to 0.12.0).
+
+    `jax.lax.stop_gradient` returns an equal one, at the cost of a whole linearization.
+    """
+    while has_tangent(array):
+        array = array.primal
+    return array
+
+
+def derivative_order(array: Any) -> int:
+    """Returns how many derivatives are being taken by an array, under `jax.vmap` too (0.10.0 to 0.12.0)."""
+    order = 0
+    while isinstance(array, Tracer):
+        if has_tangent(array):
+            tracer: Any = array
+            order += not isinstance(tracer.tangent, ad.Zero) and jnp.issubdtype(tracer.dtype, jnp.inexact)
+            array = tracer.primal
+        else:
+            array = getattr(array, "val", None)  # a tracer of vmap; that of a jaxpr has a variable there
+    return order
 
 
 def is_ref(value: Any) -> bool:
@@ -101,69 +142,138 @@ def is_ref(value: Any) -> bool:
     return isinstance(jax.typeof(value), AbstractRef)  # quicker than isinstance(value, jax.Ref)
 
 
-def in_front(array: Any, dim: Any, axis: Any) -> Any:
-    """An array that `jax.vmap` maps, or does not map, with the batch at axis 0 (0.10.0 to 0.12.0)."""
-    return batching.bdim_at_front(array, dim, axis.size, axis.explicit_mesh_axis)
+# Primitives
 
 
-def batched_aval(aval: Any, axis: Any) -> Any:
-    """A type with the batch at axis 0 (0.10.0 to 0.12.0)."""
-    shape = (axis.size, *aval.shape)
-    if aval.sharding.mesh.empty:
-        return aval.update(shape=shape)
-    spec = jax.sharding.PartitionSpec(axis.explicit_mesh_axis, *aval.sharding.spec)
-    return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
+class VmapAxis:
+    """One use of `jax.vmap`, as a batching rule sees it (0.10.0 to 0.12.0)."""
+
+    def __init__(self, axis: Any) -> None:
+        self._axis = axis
+        self.size: int = axis.size
+
+    @property
+    def is_named(self) -> bool:
+        """Whether collectives may use the axis by a name; an unnamed one has a plain object for its name."""
+        return type(self._axis.name) is not object
+
+    def to_axis_0(self, array: Any, dim: int | None) -> Any:
+        """Moves the batch of an array to axis 0, or repeats an array that has none."""
+        return batching.bdim_at_front(array, dim, self.size, self._axis.explicit_mesh_axis)
+
+    def batched_aval(self, aval: Any) -> Any:
+        """Returns a type with the batch at axis 0."""
+        shape = (self.size, *aval.shape)
+        if aval.sharding.mesh.empty:
+            return aval.update(shape=shape)
+        spec = jax.sharding.PartitionSpec(self._axis.explicit_mesh_axis, *aval.sharding.spec)
+        return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
+
+    def vmap(self, function: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any = 0) -> Callable[..., Any]:
+        """Maps a function over the same axis, by the same name.
+
+        Where no argument is batched, the function is evaluated once with the name bound, and no result may be batched.
+        """
+        axis = self._axis
+        is_batched = any(dim is not None for dim in jax.tree_util.tree_leaves(in_axes, is_leaf=lambda x: x is None))
+
+        def with_dummy(_: Any, *args: Any) -> Any:
+            return function(*args)
+
+        mapped = jax.vmap(
+            with_dummy,
+            (0, *in_axes),
+            out_axes if is_batched else None,
+            axis_name=axis.name,
+            axis_size=axis.size,
+            spmd_axis_name=axis.spmd_name,
+        )
+        return functools.partial(mapped, None if is_batched else np.zeros(self.size, bool))
 
 
-def has_tangent(value: Any) -> bool:
-    """Whether an array is traced by a derivative, the innermost of what traces it (0.10.0 to 0.12.0)."""
-    return isinstance(value, Tracer) and hasattr(value, "tangent")
+def make_primitive(
+    name: str,
+    *,
+    evaluate: Callable[..., list[Any]],
+    jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
+    batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]],
+    avals: Callable[..., Sequence[Any]] | None = None,
+    transpose: Callable[..., Sequence[Any]] | None = None,
+    partial_eval_in_checkpoint: Callable[..., Any] | None = None,
+    lower_as_function: bool = False,
+) -> Primitive:
+    """Makes a primitive with several results and the rules that jaxfn's own primitives need (0.10.0 to 0.12.0).
 
+    In these rules a tangent or cotangent that is symbolically zero is `None`, as everywhere in jaxfn.
 
-def without_tangent(tracer: Tracer) -> tuple[Any, int]:
-    """What is under tracers of derivatives, and how many of them have a tangent (0.10.0 to 0.12.0).
-
-    `jax.lax.stop_gradient` gives the same array, at the cost of a whole linearization.
+    Args:
+      name: What jaxprs call it.
+      evaluate: Returns the results. An identity also works on the values that lowering handles.
+      jvp: `jvp(primals, tangents, **params)` returns the results and a tangent for each.
+      batch: `batch(axis, operands, dims, **params)` returns the results and the axis of the batch in each. Called only
+        where an operand is batched, or where collectives may use the axis by a name.
+      avals: Returns the types of the results. Default: `evaluate`, for identities.
+      transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
+        for each operand.
+      partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
+      lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
     """
-    value: Any = tracer
-    order = 0
-    while isinstance(value, Tracer) and hasattr(value, "tangent"):
-        order += not isinstance(value.tangent, ad.Zero) and jnp.issubdtype(value.dtype, jnp.inexact)
-        value = value.primal
-    return value, order
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(evaluate)
+    primitive.def_abstract_eval(avals or evaluate)
+
+    def lower(_ctx: Any, *operands: Any, **params: Any) -> list[Any]:
+        return evaluate(*operands, **params)
+
+    # Not cacheable: most eqns have params of their own, so that looking one up costs more than lowering it.
+    lowering = mlir.lower_fun(evaluate, multiple_results=True) if lower_as_function else lower
+    mlir.register_lowering(primitive, lowering, cacheable=False)
+
+    def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Sequence[Any], list[Any]]:
+        results, result_tangents = jvp(primals, [None if isinstance(t, ad.Zero) else t for t in tangents], **params)
+        pairs = zip(results, result_tangents, strict=True)
+        return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) if t is None else t for x, t in pairs]
+
+    ad.primitive_jvps[primitive] = jvp_rule
+
+    def batch_rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        use = VmapAxis(axis)
+        if all(dim is None for dim in dims) and not use.is_named:  # JAX calls the rule even so
+            results = primitive.bind(*operands, **params)
+            return results, [None] * len(results)
+        return batch(use, operands, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = batch_rule
+
+    if transpose is not None:
+        rule = transpose
+
+        def transpose_rule(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+            given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
+            known = [None if ad.is_undefined_primal(x) else x for x in operands]
+            returned = rule(given, *known, **params) if any(ct is not None for ct in given) else [None] * len(operands)
+            pairs = zip(operands, returned, strict=True)
+            return [
+                (ad.Zero(x.aval.to_ct_aval()) if ct is None else ct) if ad.is_undefined_primal(x) else None
+                for x, ct in pairs
+            ]
+
+        ad.primitive_transposes[primitive] = transpose_rule
+
+    if partial_eval_in_checkpoint is not None:
+        partial_eval.partial_eval_jaxpr_custom_rules[primitive] = partial_eval_in_checkpoint
+    return primitive
 
 
-def equation_of(tracer: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The equation that made a value of a program being written down, and its operands (0.10.0 to 0.12.0).
-
-    Returns:
-      The equation, with `primitive`, `params` and `outvars`, and its operands as tracers; `None` for an argument of the
-      program or a constant, of which `Tracer.full_lower` gives the value.
-    """
-    equation = tracer.parent
-    return None if equation is None else (equation, equation.in_tracers)
+def zeros_of(aval: Any) -> jax.Array:
+    """Returns zeros of an abstract value, with its sharding and varying axes (0.10.0 to 0.12.0)."""
+    return ad.zeros_like_aval(aval)
 
 
-def used_operands(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """The operands that the results of an equation depend on, as far as that is seen.
-
-    A call with a custom derivative may have operands that only its derivative uses (0.10.0 to 0.12.0 keep what it
-    computes as `call_jaxpr`).
-    """
-    body = equation.params.get("call_jaxpr")
-    inner = getattr(body, "jaxpr", None)
-    if inner is None or len(inner.invars) != len(operands):
-        return list(operands)
-    used = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))[1]
-    return [x for x, is_used in zip(operands, used, strict=True) if is_used]
-
-
-def without_unused(jaxpr: Any, wanted: Sequence[bool]) -> Any:
-    """A jaxpr with some of its results, and none of the equations that only the others need (0.10.0 to 0.12.0).
-
-    It has all arguments still.
-    """
-    return partial_eval.dce_jaxpr(jaxpr, list(wanted), instantiate=True)[0]
+def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> Any:
+    """Returns a jaxpr with some of its outputs and all of its inputs, without dead code (0.10.0 to 0.12.0)."""
+    return partial_eval.dce_jaxpr(jaxpr, list(used_outputs), instantiate=True)[0]
 
 
 def keeps_constants_apart() -> bool:
@@ -174,32 +284,19 @@ def keeps_constants_apart() -> bool:
     return bool(getattr(jax.config, "jax_use_simplified_jaxpr_constants", False))
 
 
-def variable_of(tracer: Any) -> int:
-    """The identity of the variable that a value of a program being written down is (0.10.0 to 0.12.0)."""
-    return id(tracer.val)
-
-
-def carry_out(equation: Any, operands: Sequence[Any], *, is_of_jaxpr: bool) -> Sequence[Any]:
-    """The results of one equation, with its names and the line of its source (0.10.0 to 0.12.0).
-
-    As `jax.core.eval_jaxpr` computes them, which takes whole jaxprs only.
-
-    Args:
-      equation: the equation.
-      operands: its operands.
-      is_of_jaxpr: whether it is of a jaxpr, whose names begin anew, and not of the program being written down.
-    """
-    with named_as(equation, is_of_jaxpr=is_of_jaxpr):
-        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
-    return results if equation.primitive.multiple_results else [results]
+def eval_eqn(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates one eqn of a jaxpr as `jax.core.eval_jaxpr` does, which takes whole jaxprs only (0.10.0 to 0.12.0)."""
+    with eqn_scope(eqn):
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
 
 
 @contextlib.contextmanager
-def named_as(equation: Any, *, is_of_jaxpr: bool) -> Generator[None]:
-    """Gives what is computed inside the names, the line of source, and the settings of an equation; see `carry_out`."""
-    source = equation.source_info
-    names = current_name_stack() + source.name_stack if is_of_jaxpr else source.name_stack
-    with user_context(source.traceback, name_stack=names), equation.ctx.manager:
+def eqn_scope(eqn: Any) -> Generator[None]:
+    """Gives what is computed inside the names, the source line and the settings of an eqn (0.10.0 to 0.12.0)."""
+    source = eqn.source_info
+    names = current_name_stack() + source.name_stack
+    with user_context(source.traceback, name_stack=names), eqn.ctx.manager:
         yield
 
 
@@ -214,7 +311,7 @@ class _NoTraceback:
 
 
 @contextlib.contextmanager
-def own_lines() -> Generator[None]:
+def record_source_lines() -> Generator[None]:
     """Operations inside come from their own lines of code, even in a custom derivative (0.10.0 to 0.12.0).
 
     JAX says that those of `fwd` and `bwd` come from where the function was called. Taking tracebacks costs time, so
@@ -224,9 +321,9 @@ def own_lines() -> Generator[None]:
         yield
 
 
-def line_of(equation: Any) -> str:
-    """The line of the user's code that an equation comes from, as "file:line (function)" (0.10.0 to 0.12.0)."""
-    return summarize(equation.source_info)
+def eqn_source_line(eqn: Any) -> str:
+    """Returns the line of user code that an eqn comes from, as "file:line (function)" (0.10.0 to 0.12.0)."""
+    return summarize(eqn.source_info)
 
 
 def scan_sizes(equation: Any) -> tuple[int, int]:
@@ -244,16 +341,6 @@ def scan_sizes(equation: Any) -> tuple[int, int]:
 def while_sizes(equation: Any) -> tuple[int, int]:
     """How many operands of a while loop are constants of its condition, and how many of its body (0.10.0 to 0.12.0)."""
     return equation.params["cond_nconsts"], equation.params["body_nconsts"]
-
-
-def jaxprs_of(equation: Any) -> list[Any]:
-    """The jaxprs among the parameters of an equation, open and closed ones (0.10.0 to 0.12.0)."""
-    leaves = jax.tree_util.tree_leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-    return list(filter(_is_jaxpr, leaves))
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns")
 
 
 def jit_options(equation: Any) -> dict[str, Any]:
@@ -311,17 +398,6 @@ def manual_axes_here() -> Sequence[str]:
     return jax.sharding.get_abstract_mesh().manual_axes
 
 
-def is_variable(atom: Any) -> bool:
-    """Whether an operand or a result in a jaxpr is a variable, and not a literal (0.10.0 to 0.12.0)."""
-    return not hasattr(atom, "val")
-
-
-def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """A jaxpr without its constants, and those (0.10.0 to 0.12.0, where closed jaxprs are jaxprs too)."""
-    consts = list(getattr(jaxpr, "consts", ()))
-    return getattr(jaxpr, "jaxpr", jaxpr), consts
-
-
 def varying_axes(aval: Any) -> frozenset[str]:
     """The manual mesh axes that a value varies over inside `shard_map(check_vma=True)`.
 
@@ -339,23 +415,10 @@ def cotangent_sharding(aval: Any) -> Any:
     return aval.to_ct_aval().sharding
 
 
-def zeros_of(aval: Any) -> jax.Array:
-    """Zeros of an abstract value, with its sharding and varying axes (0.10.0 to 0.12.0)."""
-    return ad.zeros_like_aval(aval)
-
-
 def memory_space(array: Any) -> Any:
     """Which `jax.memory.Space` an array, traced or not, or a variable of a jaxpr is in (0.10.0 to 0.12.0)."""
     aval: Any = array.aval if isinstance(array, Var) else jax.typeof(array)
     return aval.memory_space
-
-
-def is_reverse_only(equation: Any) -> bool:
-    """Whether an equation stands for the tangents of a `jax.custom_vjp`, which nothing can compute.
-
-    Tracing `jax.jvp` of one leaves such an equation, and only running it raises (0.10.0 to 0.12.0).
-    """
-    return equation.primitive.name == "custom_lin"
 
 
 def make_jaxpr(function: Callable[..., Any], *args: Any) -> Any:
@@ -363,25 +426,25 @@ def make_jaxpr(function: Callable[..., Any], *args: Any) -> Any:
 
     With JAX_CUSTOM_VJP3 (0.12.0) a custom_vjp is one equation first, which is looked into by lowering.
     """
-    return lowered_jaxpr(jax.make_jaxpr(function)(*args))
+    return lower_jaxpr(jax.make_jaxpr(function)(*args))
 
 
-def lowered_jaxpr(jaxpr: Any) -> Any:
+def lower_jaxpr(jaxpr: Any) -> Any:
     """A jaxpr with all that it consists of, which has no custom derivatives then; see `make_jaxpr`."""
     lower = getattr(partial_eval, "lower_jaxpr2", None)
     return jaxpr if lower is None or not jaxpr.jaxpr.is_high else lower(jaxpr)
 
 
-def opened(equation: Any) -> Any:
-    """What an equation of JAX's coming checkpoint and custom derivatives computes, as a jaxpr; `None` for others.
+def inner_jaxpr(eqn: Any) -> Any:
+    """Returns what an eqn of JAX's experimental checkpoint or custom derivatives computes; `None` for other eqns.
 
-    Those do not have one among their parameters (0.12.0).
+    These eqns have no jaxpr among their params (0.12.0).
     """
-    if equation.primitive.name != "call_hi_primitive":
+    if eqn.primitive.name != "call_hi_primitive":
         return None
     return make_jaxpr(
-        lambda *operands: equation.primitive.bind(*operands, **equation.params),
-        *[zeros_of(operand.aval) for operand in equation.invars],
+        lambda *operands: eqn.primitive.bind(*operands, **eqn.params),
+        *[zeros_of(operand.aval) for operand in eqn.invars],
     )
 
 

@@ -1,34 +1,30 @@
-"""`Function`, the base class: torch's protocol, and the path that one call takes."""
+"""`Function`, the base class: torch's protocol, and the dispatch of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar, Never, overload
 
-from jaxfn._derivatives.rule import closed_over, outputs_of_call
-from jaxfn._frames import hide_own_frames
-from jaxfn._primitives.attach import attach
-from jaxfn._protocol.saved_tensor_hooks import HOOKS
-from jaxfn._run.call import Call
-from jaxfn._run.forward import call_forward, undecorated
-from jaxfn._run.methods import Methods, undefined
-from jaxfn._signatures import HasForward, P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
-from jaxfn._values.arguments import Form
-from jaxfn._values.arrays import as_array, is_traced
-from jaxfn._values.hidden import Opaque
-from jaxfn._values.layouts import ARRAY_LAYOUT, Layout, split
-from jaxfn._watch import WATCH
+from jaxfn._apply_types import HasForward, P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
+from jaxfn._diagnostics import hide_own_frames
+from jaxfn._forward_pass import CallSpec
+from jaxfn._hooks import HOOKS
+from jaxfn._methods import UserMethods, undefined
+from jaxfn._observe import CALL_MONITOR
+from jaxfn._rule import call_untraced, call_with_rule, call_without_rule
+from jaxfn._signature import InputNames, InputSpec
+from jaxfn._tree import ARRAY_SPEC, Opaque, TreeSpec, as_array, flatten, is_traced
 
-# Per Function: how many argument structures and static values are kept prepared at the same time.
-_CALLS_KEPT = 256
+# Per Function: how many argument structures and static values are cached at the same time.
+_MAX_CACHED_CALLS = 256
 
 
 class _Apply:
-    """Finds the `apply` of the class that it is asked of, by way of `super()` too.
+    """Returns the `apply` of the class on which it is looked up, through `super()` too.
 
-    Type checkers are told that it takes what `forward` takes, less the ctx; see `jaxfn._signatures`.
+    To type checkers it takes what `forward` takes after the ctx; see `jaxfn._apply_types`.
     """
 
     @overload
@@ -93,7 +89,7 @@ class Function:
 
     _jaxfn_apply: ClassVar[Callable[..., Any]]
 
-    _jaxfn_entrance: ClassVar[_Entrance]
+    _jaxfn_dispatcher: ClassVar[_Dispatcher]
 
     _jaxfn_takes_torch_tensors: ClassVar[bool] = False
 
@@ -112,14 +108,14 @@ class Function:
     def __new__(cls, *args: Any, **kwargs: Any) -> Never:
         name = cls.__name__
         raise TypeError(
-            f"{name} is not to be instantiated, as in torch's old style: call {name}.apply(...). What {name}(...) was "
-            "to keep becomes an argument of forward, whose gradient is None."
+            f"{name} cannot be instantiated (torch's legacy, non-static Functions are not supported). Call "
+            f"{name}.apply(...), and pass what __init__ stored as arguments of forward with gradient None."
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._jaxfn_entrance = _Entrance(cls)
-        cls._jaxfn_apply = staticmethod(_make_apply(cls, cls._jaxfn_entrance))
+        cls._jaxfn_dispatcher = _Dispatcher(cls)
+        cls._jaxfn_apply = staticmethod(_make_apply(cls, cls._jaxfn_dispatcher))
         show_signature(cls._jaxfn_apply)
 
     @staticmethod
@@ -159,12 +155,12 @@ class Function:
         raise NotImplementedError("a Function with a batching rule of its own defines vmap")
 
 
-def _make_apply(function: type[Function], entrance: _Entrance) -> Callable[..., Any]:
-    """The `apply` of one Function class: a plain function, so JAX caches by it and pickle finds it by name."""
+def _make_apply(function: type[Function], dispatcher: _Dispatcher) -> Callable[..., Any]:
+    """Makes the `apply` of one Function class: a plain function, so JAX caches by it and pickle finds it by name."""
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         try:
-            return entrance.call(args, kwargs)
+            return dispatcher.call(args, kwargs)
         except Exception as error:
             hide_own_frames(error)
             raise
@@ -173,72 +169,70 @@ def _make_apply(function: type[Function], entrance: _Entrance) -> Callable[..., 
     apply.__name__ = function.__name__
     apply.__qualname__ = f"{function.__qualname__}.apply"
     apply.__doc__ = function.__doc__
-    vars(apply)["_jaxfn_entrance"] = entrance
+    vars(apply)["_jaxfn_dispatcher"] = dispatcher
     return apply
 
 
 def show_signature(apply: Callable[..., Any]) -> None:
-    """Lets `inspect.signature` say what a Function's `apply` takes: what `forward` does now, less the ctx."""
-    entrance: _Entrance | None = getattr(apply, "_jaxfn_entrance", None)
-    if entrance is not None:  # None of an `apply` that the user wrote
-        with suppress(RuntimeError, TypeError, ValueError):  # no forward yet, or one that a call will refuse
-            methods, _ = entrance.prepared()
-            vars(apply)["__signature__"] = methods.parameters.signature
+    """Lets `inspect.signature` show what a Function's `apply` takes: what `forward` takes now, without the ctx."""
+    dispatcher: _Dispatcher | None = getattr(apply, "_jaxfn_dispatcher", None)
+    if dispatcher is not None:  # None for an `apply` that the user wrote
+        with suppress(RuntimeError, TypeError, ValueError):  # no forward yet, or one that a call will reject
+            methods, _ = dispatcher.methods_and_cache()
+            vars(apply)["__signature__"] = methods.signature.signature
 
 
-class _Entrance(Opaque):
-    """Where calls of one Function come in."""
+class _Dispatcher(Opaque):
+    """Implements `apply` for one Function class, and caches the static parts of its calls."""
 
     def __init__(self, function: type[Function]) -> None:
         self._function = function
-        self._prepared: tuple[Methods, _Prepare] | None = None
+        self._cached: tuple[UserMethods, _SpecFor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Anew: cloudpickle comes here with a class that it stores by value, and what is prepared stays behind."""
-        return _Entrance, (self._function,)
+        """Pickles the class alone, which cloudpickle may store by value; caches are made again."""
+        return _Dispatcher, (self._function,)
 
-    def visible_parts(self) -> Sequence[object]:
-        """What a call runs; derivatives are no part of what another Function that calls this one closes over."""
+    def searchable_parts(self) -> Sequence[object]:
+        """Returns what a call runs, which another Function that calls this one captures; not the derivatives."""
         return self._function.forward, self._function.setup_context
 
-    def prepared(self) -> tuple[Methods, _Prepare]:
-        """The class's methods, looked up again where they were replaced, and the calls prepared for them."""
-        prepared = self._prepared
-        if prepared is None or not prepared[0].is_current():
-            methods = Methods(self._function)
-            prepared = self._prepared = methods, lru_cache(_CALLS_KEPT)(partial(Call, methods))
-        return prepared
+    def methods_and_cache(self) -> tuple[UserMethods, _SpecFor]:
+        """Returns the class's methods, looked up again if one was replaced, and the cached specs of their calls."""
+        cached = self._cached
+        if cached is None or not cached[0].is_current():
+            methods = UserMethods(self._function)
+
+            @lru_cache(_MAX_CACHED_CALLS)
+            def spec_for(names: InputNames, trees: tuple[TreeSpec, ...]) -> CallSpec:
+                return CallSpec(methods, InputSpec(names, trees))
+
+            cached = self._cached = methods, spec_for
+        return cached
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call: bind the arguments, take out the array leaves, run."""
-        methods, prepare = self.prepared()
-        watch = WATCH.value
-        if watch is not None:
-            watch.functions[self._function] = None
-        form, values = methods.parameters.bind(args, kwargs)
+        """Binds and flattens the arguments, and runs `forward` with the rule that the call needs."""
+        methods, spec_for = self.methods_and_cache()
+        monitor = CALL_MONITOR.value
+        if monitor is not None:
+            monitor.functions[self._function] = None
+        names, values = methods.signature.bind(args, kwargs)
         arrays: list[Any] = []
-        layouts: list[Layout] = []
-        for position, value in enumerate(values):
-            leaves, layout = split(value)
-            if layout is not ARRAY_LAYOUT and not methods.takes_torch_tensors:
-                layout.refuse_torch(lambda: f"{methods.name}: {form.describe(position)}")
+        trees: list[TreeSpec] = []
+        for index, value in enumerate(values):
+            leaves, tree = flatten(value)
+            if tree is not ARRAY_SPEC and not methods.takes_torch_tensors:
+                tree.check_no_torch_tensors(lambda: f"{methods.name}: {names.describe(index)}")
             arrays += map(as_array, leaves)
-            layouts.append(layout)
-        try:
-            call = prepare(form, tuple(layouts))
-        except TypeError:  # a static argument that is not compared by value
-            call = Call(methods, form, tuple(layouts))
-        if watch is not None and watch.undecorated:
-            with WATCH(None):  # Functions inside forward keep their rules
-                return undecorated(call, arrays)
+            trees.append(tree)
+        is_cacheable = all(tree.is_hashable for tree in trees)
+        spec = spec_for(names, tuple(trees)) if is_cacheable else CallSpec(methods, InputSpec(names, tuple(trees)))
+        if monitor is not None and monitor.bypass_rules:
+            with CALL_MONITOR(None):  # Functions inside forward keep their rules
+                return call_without_rule(spec, arrays)
         if any(map(is_traced, arrays)):
-            outputs = outputs_of_call(call, arrays, HOOKS.value)
-            return outputs.layout.merge(outputs.arrays)
-        _, _, returned = call_forward(call, arrays, call.unperturbed)
-        if not any(map(is_traced, returned.arrays)):
-            return returned.value
-        # Forward closes over what JAX traces.
-        return returned.layout.merge(attach(returned.arrays, (), (), (refusal := closed_over(call)), refusal))
+            return call_with_rule(spec, arrays, HOOKS.value)
+        return call_untraced(spec, arrays)
 
 
-_Prepare = Callable[[Form, tuple[Layout, ...]], Call]
+_SpecFor = Callable[[InputNames, tuple[TreeSpec, ...]], CallSpec]

@@ -8,8 +8,8 @@ import types
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast, overload
 
+from jaxfn._apply_types import P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
 from jaxfn._function import Function, show_signature
-from jaxfn._signatures import P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

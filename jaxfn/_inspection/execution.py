@@ -1,4 +1,4 @@
-"""`Execution`: runs a program one operation after the other, and notes what is not finite.
+"""`EqnInterpreter`: evaluates a jaxpr eqn by eqn, and notes what is not finite.
 
 Loops are run step by step, and of a `cond` the branch that is taken. XLA would need minutes to compile a program that
 also brings out whether each of some thousand values is finite; single operations it has compiled before. Only what a
@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import carry_out, is_variable, named_as, scan_sizes, while_sizes
-from jaxfn._inspection.harvest import Harvest, Path, Probe, harvest_programs, parted
-from jaxfn._inspection.subprograms import Subprogram, subprograms
-from jaxfn._values.arrays import is_inexact
-from jaxfn._values.varying import zeros_in_place_of
+from jaxfn._compat import eqn_scope, eval_eqn
+from jaxfn._inspection.harvest import Harvest, Path, Probe, harvest_subjaxprs, split_operands
+from jaxfn._jaxpr import SubJaxpr, eval_jaxpr_with, subjaxprs
+from jaxfn._mesh_types import zeros_in_place_of
+from jaxfn._tree import is_inexact
 
 
 class Noted(NamedTuple):
@@ -62,20 +62,20 @@ _HAVE_STEPS = ("scan", "while", "shard_map")
 
 
 class Frame(NamedTuple):
-    """A program in the midst of the programs that run it, in one of its steps.
+    """One step of a jaxpr, inside the jaxprs that run it.
 
     Attributes:
-      jaxpr: the program.
-      path: numbers of equations, and of the programs that they run, from outside.
+      jaxpr: the jaxpr.
+      path: indices of eqns, and of the sub-jaxprs that they run, from outside.
       steps: which step of each loop, in the order in which they run, and which device of each `shard_map`.
-      outer: the frame of the equation that runs it, that equation's number, and the program; `None` for the whole.
+      outer: the frame of the eqn that runs it, that eqn's index, and the sub-jaxpr; `None` for the outermost jaxpr.
       is_last: whether no other step follows.
     """
 
     jaxpr: Any
     path: Path
     steps: tuple[int, ...]
-    outer: tuple[Frame, int, Subprogram] | None
+    outer: tuple[Frame, int, SubJaxpr] | None
     is_last: bool = True
 
     @property
@@ -92,11 +92,11 @@ class Frame(NamedTuple):
         return (*frame.order, number, self.step if len(self.steps) > len(frame.steps) else 0)
 
 
-class Execution:
-    """One run of a program.
+class EqnInterpreter:
+    """One evaluation of a jaxpr.
 
     Args:
-      jaxpr, consts: the program.
+      jaxpr, consts: the jaxpr.
       arguments: its arguments.
 
     Attributes:
@@ -107,134 +107,128 @@ class Execution:
     def __init__(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> None:
         self.noted: dict[tuple[Path, tuple[int, ...], Any], Noted] = {}
         self.selected: dict[tuple[Path, tuple[int, ...], Any], int] = {}
-        self._num_steps: dict[tuple[Path, tuple[int, ...]], int] = {}  # of the programs that ran
+        self._num_steps: dict[tuple[Path, tuple[int, ...]], int] = {}  # of the sub-jaxprs that ran
         self._compiled: dict[int, Callable[..., tuple[Sequence[Any], Harvest]]] = {}
         self._run(jaxpr, consts, arguments, (), ())
 
     def frames_inside(self, frame: Frame, number: int) -> Iterator[Frame]:
-        """The frames of the programs that an equation has run, in order."""
-        for i, program in enumerate(subprograms(frame.jaxpr.eqns[number])):
+        """Yields the frames of the sub-jaxprs that an eqn has run, in order."""
+        for i, sub in enumerate(subjaxprs(frame.jaxpr.eqns[number])):
             path = (*frame.path, number, i)
             num_steps = self._num_steps.get((path, frame.steps), 0)
             for step in range(num_steps):
-                steps = (*frame.steps, step) if program.kind in _HAVE_STEPS else frame.steps
-                yield Frame(program.jaxpr, path, steps, (frame, number, program), step == num_steps - 1)
+                steps = (*frame.steps, step) if sub.kind in _HAVE_STEPS else frame.steps
+                yield Frame(sub.jaxpr, path, steps, (frame, number, sub), step == num_steps - 1)
 
     def _run(
         self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], path: Path, steps: tuple[int, ...]
     ) -> list[Any]:
-        values: dict[Any, Any] = {}
-
-        def bind(variables: Sequence[Any], new: Sequence[Any]) -> None:
-            for variable, value in zip(variables, new, strict=True):
-                values[variable] = value
+        def note(variables: Sequence[Any], values: Sequence[Any]) -> None:
+            for variable, value in zip(variables, values, strict=True):
                 noted = first_not_finite(value)
                 if noted is not None:
                     self.noted[path, steps, variable] = noted
 
-        def read(atom: Any) -> Any:
-            return values[atom] if is_variable(atom) else atom.val
-
-        bind([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments])
-        for number, equation in enumerate(jaxpr.eqns):
-            operands, programs = [read(atom) for atom in equation.invars], subprograms(equation)
-            if programs:
-                with named_as(equation, is_of_jaxpr=True):
-                    results = self._run_programs(equation, programs, operands, (*path, number), steps)
+        def eval_and_note(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            inner = subjaxprs(eqn)
+            if inner:
+                with eqn_scope(eqn):
+                    results = self._run_subjaxprs(eqn, inner, operands, (*path, index), steps)
             else:
-                results = carry_out(equation, operands, is_of_jaxpr=True)
-            bind(equation.outvars, results)
-            key = (path, steps, equation.outvars[0]) if equation.outvars else None
-            if equation.primitive.name == "select_n" and key in self.noted:
+                results = eval_eqn(eqn, operands)
+            note(eqn.outvars, results)
+            key = (path, steps, eqn.outvars[0]) if eqn.outvars else None
+            if eqn.primitive is jax.lax.select_n_p and key in self.noted:
                 which = np.asarray(operands[0])
                 self.selected[key] = 1 + int(which[self.noted[key].place] if which.ndim else which)
-        return [read(atom) for atom in jaxpr.outvars]
+            return results
 
-    def _run_programs(
-        self, equation: Any, programs: list[Subprogram], operands: list[Any], path: Path, steps: tuple[int, ...]
+        note([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments])
+        return eval_jaxpr_with(eval_and_note, jaxpr, consts, arguments)
+
+    def _run_subjaxprs(
+        self, eqn: Any, inner: list[SubJaxpr], operands: list[Any], path: Path, steps: tuple[int, ...]
     ) -> Sequence[Any]:
-        kind = programs[-1].kind
+        kind = inner[-1].kind
         if kind == "scan":
-            return self._run_scan(equation, programs[0], operands, path, steps)
+            return self._run_scan(eqn, inner[0], operands, path, steps)
         if kind == "while":
-            return self._run_while(equation, programs, operands, path, steps)
+            return self._run_while(inner, operands, path, steps)
         if kind == "shard_map":
-            return self._run_on_devices(equation, operands, path, steps)
+            return self._run_on_devices(eqn, operands, path, steps)
         taken = int(operands[0]) if kind == "cond" else 0
-        program = programs[taken]
-        return self._run_step(program, [operands[i] for i in program.operands], (*path, taken), steps)
+        sub = inner[taken]
+        return self._run_step(sub, [operands[i] for i in sub.operands], (*path, taken), steps)
 
     def _run_step(
-        self, program: Subprogram, operands: Sequence[Any], path: Path, steps: tuple[int, ...], step: int | None = None
+        self, sub: SubJaxpr, operands: Sequence[Any], path: Path, steps: tuple[int, ...], step: int | None = None
     ) -> list[Any]:
         self._num_steps[path, steps] = 1 if step is None else step + 1
-        return self._run(program.jaxpr, program.consts, operands, path, steps if step is None else (*steps, step))
+        return self._run(sub.jaxpr, sub.consts, operands, path, steps if step is None else (*steps, step))
 
-    def _run_scan(
-        self, equation: Any, program: Subprogram, operands: list[Any], path: Path, steps: tuple[int, ...]
-    ) -> list[Any]:
-        num_consts, num_carry = scan_sizes(equation)
-        length: Any = program.length
-        consts, carry, xs = parted(operands, num_consts, num_carry)
+    def _run_scan(self, eqn: Any, sub: SubJaxpr, operands: list[Any], path: Path, steps: tuple[int, ...]) -> list[Any]:
+        num_carry = len(sub.carried)
+        length: Any = sub.length
+        consts, carry, xs = split_operands(operands, sub.num_consts, num_carry)
         stacked: list[list[Any]] = []
         for step in range(length):
-            place = length - 1 - step if program.is_reversed else step
+            place = length - 1 - step if sub.is_reversed else step
             own = [jax.lax.index_in_dim(x, place, keepdims=False) for x in xs]
-            results = self._run_step(program, [*consts, *carry, *own], (*path, 0), steps, step)
+            results = self._run_step(sub, [*consts, *carry, *own], (*path, 0), steps, step)
             carry = results[:num_carry]
             stacked.append(results[num_carry:])
         if not length:
-            return [*carry, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars[num_carry:])]
-        return [*carry, *map(jnp.stack, zip(*(stacked[::-1] if program.is_reversed else stacked), strict=True))]
+            return [*carry, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[num_carry:])]
+        return [*carry, *map(jnp.stack, zip(*(stacked[::-1] if sub.is_reversed else stacked), strict=True))]
 
     def _run_while(
-        self, equation: Any, programs: list[Subprogram], operands: list[Any], path: Path, steps: tuple[int, ...]
+        self, inner: list[SubJaxpr], operands: list[Any], path: Path, steps: tuple[int, ...]
     ) -> Sequence[Any]:
-        cond, body = programs
-        of_cond, of_body, carry = parted(operands, *while_sizes(equation))
+        cond, body = inner
+        of_cond, of_body, carry = split_operands(operands, cond.num_consts, body.num_consts)
         step = 0
         while bool(self._run(cond.jaxpr, cond.consts, [*of_cond, *carry], (*path, 0), (*steps, step))[0]):
             carry = self._run_step(body, [*of_body, *carry], (*path, 1), steps, step)
             step += 1
         return carry
 
-    def _run_on_devices(self, equation: Any, operands: list[Any], path: Path, steps: tuple[int, ...]) -> Sequence[Any]:
-        if id(equation) not in self._compiled:  # which is run once for each step of loops around it
+    def _run_on_devices(self, eqn: Any, operands: list[Any], path: Path, steps: tuple[int, ...]) -> Sequence[Any]:
+        if id(eqn) not in self._compiled:  # which is run once for each step of loops around it
 
             def run(*operands: Any) -> tuple[Sequence[Any], Harvest]:
-                return harvest_programs(equation, operands, _FirstNumbers())
+                return harvest_subjaxprs(eqn, operands, _FirstNumbers())
 
-            self._compiled[id(equation)] = jax.jit(run)
-        results, harvested = self._compiled[id(equation)](*operands)
+            self._compiled[id(eqn)] = jax.jit(run)
+        results, harvested = self._compiled[id(eqn)](*operands)
         for inner, states in jax.device_get(harvested).items():
             for where in np.argwhere(states[..., 0] >= 0):
-                self._note_inside(subprograms(equation), inner, list(where), states[tuple(where)], path, steps)
+                self._note_inside(subjaxprs(eqn), inner, list(where), states[tuple(where)], path, steps)
         return results
 
     def _note_inside(
         self,
-        programs: Sequence[Subprogram],
+        subs: Sequence[SubJaxpr],
         inner: Path,
         where: list[int],
         state: Any,
         path: Path,
         steps: tuple[int, ...],
     ) -> None:
-        """Notes a value inside of what was harvested: by its path there, and where it is in the axes of steps."""
-        program, path, inner = programs[inner[0]], (*path, inner[0]), inner[1:]
-        length: Any = program.length
+        """Notes a harvested value: by its path inside `subs`, and its index along the axes of steps."""
+        sub, path, inner = subs[inner[0]], (*path, inner[0]), inner[1:]
+        length: Any = sub.length
         step = 0
-        if program.kind in ("scan", "shard_map"):
-            step = length - 1 - int(where.pop(0)) if program.is_reversed else int(where.pop(0))
-        steps_inside = (*steps, step) if program.kind in _HAVE_STEPS else steps
-        num_steps = length if program.kind == "scan" else step + 1
+        if sub.kind in ("scan", "shard_map"):
+            step = length - 1 - int(where.pop(0)) if sub.is_reversed else int(where.pop(0))
+        steps_inside = (*steps, step) if sub.kind in _HAVE_STEPS else steps
+        num_steps = length if sub.kind == "scan" else step + 1
         self._num_steps[path, steps] = max(num_steps, self._num_steps.get((path, steps), 0))
         if inner[0] == -1:
-            variable = program.jaxpr.invars[inner[1]]
+            variable = sub.jaxpr.invars[inner[1]]
         elif inner[1] == -1:
-            variable = program.jaxpr.eqns[inner[0]].outvars[inner[2]]
+            variable = sub.jaxpr.eqns[inner[0]].outvars[inner[2]]
         else:
-            deeper = subprograms(program.jaxpr.eqns[inner[0]])
+            deeper = subjaxprs(sub.jaxpr.eqns[inner[0]])
             self._note_inside(deeper, inner[1:], where, state, (*path, inner[0]), steps_inside)
             return
         shape = variable.aval.shape
@@ -245,10 +239,10 @@ class Execution:
 class _FirstNumbers(Probe):
     """For each value, the flat index of the first NaN, or else first infinity, or -1; and of which kind it is."""
 
-    def is_wanted(self, equation: Any) -> bool:
-        return any(is_inexact(v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "dtype"))
+    def is_differentiated(self, eqn: Any) -> bool:
+        return any(is_inexact(v.aval.dtype) for v in eqn.outvars if hasattr(v.aval, "dtype"))
 
-    def values(self, equation: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    def values(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         return [_first_number(x) for x in results]
 
     def argument_values(self, jaxpr: Any, arguments: Sequence[Any]) -> dict[int, Any]:

@@ -2,8 +2,8 @@
 
 # Note: from a NaN back to where it began
 
-The program is run once, one operation after the other, and what is not finite is noted (see `Execution`). Then, from a
-result that is not finite, one goes back through what is not finite:
+The program is run once, one operation after the other, and what is not finite is noted (see `EqnInterpreter`). Then,
+from a result that is not finite, one goes back through what is not finite:
 
     def loss(x):              a = log(x)         -inf, of a finite x: here it began
                               b = a * 0          nan, of an a that is -inf: go on to a
@@ -23,14 +23,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxfn._compat import AbstractRef, is_variable, line_of, lowered_jaxpr, open_jaxpr
-from jaxfn._inspection.execution import Execution, Frame, Noted, first_not_finite
+from jaxfn._compat import AbstractRef, eqn_source_line, lower_jaxpr
+from jaxfn._inspection.execution import EqnInterpreter, Frame, Noted, first_not_finite
 from jaxfn._inspection.harvest import Path
-from jaxfn._inspection.subprograms import Subprogram, any_equation
-from jaxfn._observation import Observation, named_line, observing
-from jaxfn._primitives.mark import mark_p
-from jaxfn._values.arrays import is_traced
-from jaxfn._values.layouts import Layout, split
+from jaxfn._jaxpr import SubJaxpr, any_eqn, is_variable, open_jaxpr
+from jaxfn._observe import Observation, label_p, named_line, observing
+from jaxfn._tree import TreeSpec, flatten, is_traced
 
 
 @dataclass(frozen=True)
@@ -109,37 +107,37 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | No
 
     Torch counterpart: `torch.autograd.set_detect_anomaly`.
     """
-    arrays, layout = split((args, kwargs))
+    arrays, tree = flatten((args, kwargs))
     if any(map(is_traced, arrays)):
         raise TypeError("find_nan runs the function, so it cannot be called where JAX traces the arguments (jit).")
 
     def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = layout.merge(iter(arrays))
+        args, kwargs = tree.unflatten(iter(arrays))
         return jax.tree_util.tree_leaves(f(*args, **kwargs))
 
     with observing(Observation.VALUES):
-        jaxpr, consts = open_jaxpr(lowered_jaxpr(jax.make_jaxpr(flat)(*arrays)))
-        if any_equation(jaxpr, _touches_ref):
+        jaxpr, consts = open_jaxpr(lower_jaxpr(jax.make_jaxpr(flat)(*arrays)))
+        if any_eqn(jaxpr, _touches_ref):
             raise NotImplementedError("find_nan cannot follow what is written to a jax.Ref. Return the value instead.")
-        execution = Execution(jaxpr, consts, arrays)
-    found = _Search(jaxpr, execution, _argument_names(layout, len(arrays))).found()
+        interpreter = EqnInterpreter(jaxpr, consts, arrays)
+    found = _Search(jaxpr, interpreter, _argument_names(tree, len(arrays))).found()
     if found is not None:
         print(found)
     return found
 
 
-def _touches_ref(equation: Any) -> bool:
-    return any(isinstance(atom.aval, AbstractRef) for atom in [*equation.invars, *equation.outvars])
+def _touches_ref(eqn: Any) -> bool:
+    return any(isinstance(atom.aval, AbstractRef) for atom in [*eqn.invars, *eqn.outvars])
 
 
-def _argument_names(layout: Layout, num_arrays: int) -> list[str]:
+def _argument_names(tree: TreeSpec, num_arrays: int) -> list[str]:
     """What the array leaves of (args, kwargs) are called."""
-    paths = jax.tree_util.tree_leaves_with_path(layout.merge_or_none(iter(range(num_arrays))))
+    paths = jax.tree_util.tree_leaves_with_path(tree.unflatten_gradient(iter(range(num_arrays))))
     return [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths]
 
 
 class _Origin(NamedTuple):
-    """Where something that is not finite begins: an equation of a frame and which of its results, or an argument."""
+    """Where something that is not finite begins: an eqn of a frame and which of its results, or an argument."""
 
     order: tuple[int, ...]
     frame: Frame
@@ -150,11 +148,11 @@ class _Origin(NamedTuple):
 class _Search:
     """The way back from what is not finite in a run of a program, whose arguments have these names."""
 
-    def __init__(self, jaxpr: Any, execution: Execution, names: Sequence[str]) -> None:
+    def __init__(self, jaxpr: Any, interpreter: EqnInterpreter, names: Sequence[str]) -> None:
         self._whole = Frame(jaxpr, (), (), None)
-        self._execution = execution
+        self._interpreter = interpreter
         self._names = names
-        self._makers: dict[int, dict[Any, tuple[int, int]]] = {}
+        self._producers: dict[int, dict[Any, tuple[int, int]]] = {}
 
     def found(self) -> NotFinite | None:
         """The first beginning of those that lead to results, or else to values that a Function gives or is given."""
@@ -198,30 +196,30 @@ class _Search:
         return NotFinite(None, None, self._names[place], *noted.told("argument"), "", ())
 
     def _noted(self, frame: Frame, variable: Any) -> Noted:
-        return self._execution.noted[frame.path, frame.steps, variable]
+        return self._interpreter.noted[frame.path, frame.steps, variable]
 
     def _number(self, frame: Frame, atom: Any) -> str | None:
         """What of a value is not finite: "nan" or an infinity; `None` for nothing."""
         if not is_variable(atom):
             noted = first_not_finite(atom.val)
         else:
-            noted = self._execution.noted.get((frame.path, frame.steps, atom))
+            noted = self._interpreter.noted.get((frame.path, frame.steps, atom))
         return None if noted is None else noted.number
 
     def _is_bad(self, frame: Frame, atom: Any) -> bool:
         return is_variable(atom) and self._number(frame, atom) is not None
 
-    def _makers_in(self, frame: Frame) -> dict[Any, tuple[int, int]]:
-        """For each variable of a program, which equation made it, as which of its results."""
-        if id(frame.jaxpr) not in self._makers:
-            self._makers[id(frame.jaxpr)] = {
-                v: (n, i) for n, equation in enumerate(frame.jaxpr.eqns) for i, v in enumerate(equation.outvars)
+    def _producers_in(self, frame: Frame) -> dict[Any, tuple[int, int]]:
+        """Returns, for each variable of a jaxpr, the index of the eqn that computes it and of its result."""
+        if id(frame.jaxpr) not in self._producers:
+            self._producers[id(frame.jaxpr)] = {
+                v: (n, i) for n, eqn in enumerate(frame.jaxpr.eqns) for i, v in enumerate(eqn.outvars)
             }
-        return self._makers[id(frame.jaxpr)]
+        return self._producers[id(frame.jaxpr)]
 
     def _step_back(self, frame: Frame, variable: Any) -> tuple[_Origin | None, list[tuple[Frame, Any]]]:
         """Whether what is not finite in a variable begins there, and in which other variables it was before."""
-        made = self._makers_in(frame).get(variable)
+        made = self._producers_in(frame).get(variable)
         if made is None:
             return self._step_out(frame, variable)
         number, result = made
@@ -229,7 +227,7 @@ class _Search:
         if inner:
             return None, inner
         operands = frame.jaxpr.eqns[number].invars
-        selected = self._execution.selected.get((frame.path, frame.steps, variable))
+        selected = self._interpreter.selected.get((frame.path, frame.steps, variable))
         if selected is not None:
             operands = [operands[selected]]
         numbers = {self._number(frame, atom) for atom in operands} - {None}
@@ -240,27 +238,27 @@ class _Search:
         return origin, [(frame, x) for x in operands if is_variable(x) and self._number(frame, x) in wanted]
 
     def _step_out(self, frame: Frame, variable: Any) -> tuple[_Origin | None, list[tuple[Frame, Any]]]:
-        """The same for an argument of a program."""
+        """Steps from an input of a jaxpr to what it is outside, or in the step before; see `_step_back`."""
         place = next((i for i, v in enumerate(frame.jaxpr.invars) if v is variable), None)
         if place is None:
             return None, []
         if frame.outer is None:
             return (_Origin((-1, place), frame, -1, place) if self._number(frame, variable) == "nan" else None), []
-        outer, number, program = frame.outer
-        equation = outer.jaxpr.eqns[number]
-        for result, argument in program.carried:
+        outer, number, sub = frame.outer
+        eqn = outer.jaxpr.eqns[number]
+        for result, argument in sub.carried:
             if argument == place and frame.step > 0:
                 before = frame._replace(steps=(*outer.steps, frame.step - 1))
                 return None, [(before, frame.jaxpr.outvars[result])]
-        atom = equation.invars[program.operands[place]]
+        atom = eqn.invars[sub.operands[place]]
         return None, [(outer, atom)] if self._is_bad(outer, atom) else []
 
     def _inside(self, frame: Frame, number: int, result: int) -> Iterator[tuple[Frame, Any]]:
-        """The variables, in the programs that an equation runs, that become one of its results."""
-        for inner in self._execution.frames_inside(frame, number):
-            program = inner.outer[2]  # type: ignore[index]
-            for place, becomes in enumerate(program.results):
-                is_carry = any(place == carried for carried, _ in program.carried)
+        """Yields the variables, in the sub-jaxprs that an eqn runs, that become one of its results."""
+        for inner in self._interpreter.frames_inside(frame, number):
+            sub = inner.outer[2]  # type: ignore[index]
+            for place, becomes in enumerate(sub.results):
+                is_carry = any(place == carried for carried, _ in sub.carried)
                 if becomes == result and (not is_carry or inner.is_last):
                     yield inner, inner.jaxpr.outvars[place]
 
@@ -270,24 +268,24 @@ class _Search:
         return (mark for mark in found if self._is_bad(mark[0], mark[0].jaxpr.eqns[mark[1]].outvars[mark[2]]))
 
     def _marks(self, frame: Frame) -> Iterator[tuple[Frame, int, int]]:
-        for number, equation in enumerate(frame.jaxpr.eqns):
-            if equation.primitive is mark_p:
-                yield from ((frame, number, i) for i in range(equation.params["num_arrays"]))
-            for inner in self._execution.frames_inside(frame, number):
+        for number, eqn in enumerate(frame.jaxpr.eqns):
+            if eqn.primitive is label_p:
+                yield from ((frame, number, i) for i in range(eqn.params["num_arrays"]))
+            for inner in self._interpreter.frames_inside(frame, number):
                 yield from self._marks(inner)
 
     def _described(self, origin: _Origin) -> NotFinite:
-        frame, equation = origin.frame, origin.frame.jaxpr.eqns[origin.number]
-        noted = self._noted(frame, equation.outvars[origin.result])
-        equations, inside = [equation], []
+        frame, eqn = origin.frame, origin.frame.jaxpr.eqns[origin.number]
+        noted = self._noted(frame, eqn.outvars[origin.result])
+        eqns, inside = [eqn], []
         outer = frame
         while outer.outer is not None:
-            around, place, program = outer.outer
-            equations.insert(0, around.jaxpr.eqns[place])
-            inside[:0] = _around(outer, program)
+            around, place, sub = outer.outer
+            eqns.insert(0, around.jaxpr.eqns[place])
+            inside[:0] = _around(outer, sub)
             outer = around
-        names = [str(e.source_info.name_stack) for e in equations]
-        lines = filter(None, map(line_of, reversed(equations)))  # JAX's own code, as that of a solver, has none
+        names = [str(e.source_info.name_stack) for e in eqns]
+        lines = filter(None, map(eqn_source_line, reversed(eqns)))  # JAX's own code, as that of a solver, has none
         methods = re.findall(r"([^/()]+)\.(forward|backward|jvp|vmap)\b", "/".join(names))
         known = self._functions()  # others are names that somebody gave by jax.named_scope
         function, method = next((m for m in reversed(methods) if m[0] in known), (None, None))
@@ -295,7 +293,7 @@ class _Search:
             function,
             method,
             self._value_of(origin, function, method),
-            *noted.told(equation.primitive.name),
+            *noted.told(eqn.primitive.name),
             named_line("/".join(names)) or next(lines, ""),
             tuple(inside),
         )
@@ -330,14 +328,14 @@ _MADE = {
 }
 
 
-def _around(frame: Frame, program: Subprogram) -> list[str]:
-    if program.kind == "scan":
-        length: Any = program.length
-        return [f"scan: step {length - 1 - frame.step if program.is_reversed else frame.step} of {length}"]
-    if program.kind == "while":
+def _around(frame: Frame, sub: SubJaxpr) -> list[str]:
+    if sub.kind == "scan":
+        length: Any = sub.length
+        return [f"scan: step {length - 1 - frame.step if sub.is_reversed else frame.step} of {length}"]
+    if sub.kind == "while":
         return [f"while: step {frame.step}"]
-    if program.kind == "shard_map":
+    if sub.kind == "shard_map":
         return [f"shard_map: device {frame.step}"]
-    if program.kind == "cond":
+    if sub.kind == "cond":
         return [f"cond: branch {frame.path[-1]}"]
-    return [program.kind] if program.kind == "checkpoint" else []
+    return [sub.kind] if sub.kind == "checkpoint" else []

@@ -12,7 +12,7 @@ Values cannot leave a `scan`, a `cond` or a `shard_map` by themselves, so each i
     other calls  what they call is written in their place
 
 So no callback is needed, and what comes out is part of the program, under `jit` and on every device. A value is found
-again by its path: numbers of equations and of the programs that they run, from outside, and its place in the last.
+again by its path: indices of eqns and of the sub-jaxprs that they run, from outside, and its index in the last.
 """
 
 from __future__ import annotations
@@ -26,21 +26,17 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxfn._compat import (
-    carry_out,
+    eqn_scope,
+    eval_eqn,
     is_plain_jit,
-    is_variable,
+    is_staging,
     jit_options,
     manual_axes,
-    named_as,
     platforms_of_branches,
-    scan_sizes,
-    stages_constants,
-    while_sizes,
 )
-from jaxfn._inspection.subprograms import Subprogram, any_equation, subprograms, unknown_programs
-from jaxfn._primitives.attach import attach
-from jaxfn._primitives.refusal import Refusal
-from jaxfn._values.arrays import is_inexact
+from jaxfn._jaxpr import SubJaxpr, any_eqn, eval_jaxpr_with, subjaxprs, unhandled_subjaxprs
+from jaxfn._primitives import DeferredError, attach
+from jaxfn._tree import is_inexact
 
 Path = tuple[int, ...]
 Harvest = dict[Path, Any]
@@ -56,11 +52,11 @@ class Probe:
 
     keeps_rules: bool = False
 
-    def is_wanted(self, equation: Any) -> bool:
-        """Whether an equation has values to be brought out."""
+    def is_differentiated(self, eqn: Any) -> bool:
+        """Whether an eqn has values to be brought out."""
         raise NotImplementedError
 
-    def values(self, equation: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    def values(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """Its values."""
         raise NotImplementedError
 
@@ -83,103 +79,99 @@ class Probe:
 def harvest(
     jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], probe: Probe, path: Path = ()
 ) -> tuple[list[Any], Harvest]:
-    """The results of a program, and the values that the probe wants."""
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+    """Returns the outputs of a jaxpr, and the values that the probe wants."""
     given = probe.argument_values(jaxpr, arguments) if path else {}
     harvested: Harvest = {(*path, -1, place): value for place, value in given.items()}
 
-    def read(atom: Any) -> Any:
-        return values[atom] if is_variable(atom) else atom.val
-
-    for number, equation in enumerate(jaxpr.eqns):
-        operands, own = [read(atom) for atom in equation.invars], (*path, number)
-        programs = subprograms(equation)
-        if any(any_equation(program.jaxpr, probe.is_wanted) for program in programs):
-            with named_as(equation, is_of_jaxpr=True):
-                results, inner = harvest_programs(equation, operands, probe, own)
-            harvested |= inner
+    def eval_and_harvest(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        own, inner = (*path, index), subjaxprs(eqn)
+        if any(any_eqn(sub.jaxpr, probe.is_differentiated) for sub in inner):
+            with eqn_scope(eqn):
+                results, harvested_inside = harvest_subjaxprs(eqn, operands, probe, own)
+            harvested.update(harvested_inside)
         else:
-            for name, program in unknown_programs(equation):
-                probe.check_unreachable(program, name)
-            results = _carried_out(equation, programs, operands)
-        if probe.is_wanted(equation):
-            harvested |= {(*own, -1, i): value for i, value in enumerate(probe.values(equation, operands, results))}
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars], harvested
+            for name, unhandled in unhandled_subjaxprs(eqn):
+                probe.check_unreachable(unhandled, name)
+            results = _eval_unchanged(eqn, inner, operands)
+        if probe.is_differentiated(eqn):
+            harvested.update({(*own, -1, i): x for i, x in enumerate(probe.values(eqn, operands, results))})
+        return results
+
+    return eval_jaxpr_with(eval_and_harvest, jaxpr, consts, arguments), harvested
 
 
-def _carried_out(equation: Any, programs: list[Subprogram], operands: list[Any]) -> Sequence[Any]:
+def _eval_unchanged(eqn: Any, inner: list[SubJaxpr], operands: list[Any]) -> Sequence[Any]:
     def run(*operands: Any) -> Sequence[Any]:
-        return list(carry_out(equation, operands, is_of_jaxpr=True))
+        return list(eval_eqn(eqn, operands))
 
-    is_on_devices = bool(programs) and programs[0].kind == "shard_map"
+    is_on_devices = bool(inner) and inner[0].kind == "shard_map"
     return (_compiled(run) if is_on_devices else run)(*operands)
 
 
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, which JAX does not run eagerly: in a `shard_map` it refuses a custom_vjp then (0.10.0 to 0.12.0)."""
-    return run if stages_constants() else jax.jit(run)
+    """Returns the function compiled: eagerly, JAX rejects a custom_vjp inside a `shard_map` (0.10.0 to 0.12.0)."""
+    return run if is_staging() else jax.jit(run)
 
 
-def harvest_programs(
-    equation: Any, operands: Sequence[Any], probe: Probe, path: Path = ()
+def harvest_subjaxprs(
+    eqn: Any, operands: Sequence[Any], probe: Probe, path: Path = ()
 ) -> tuple[Sequence[Any], Harvest]:
-    """The same of an equation that runs programs."""
-    inside = _Inside(equation, subprograms(equation), list(operands), probe, path)
-    return _KINDS[inside.programs[-1].kind](inside)
+    """Evaluates an eqn that runs sub-jaxprs and returns its results and the values harvested in these."""
+    inside = _Inside(eqn, subjaxprs(eqn), list(operands), probe, path)
+    return _KINDS[inside.inner[-1].kind](inside)
 
 
 @dataclass(frozen=True, eq=False)
 class _Inside:
-    """An equation that runs programs; what it gives and what is harvested in these, by the kind of equation."""
+    """An eqn that runs sub-jaxprs: its results and the values harvested in these, by the kind of eqn."""
 
-    equation: Any
-    programs: list[Subprogram]
+    eqn: Any
+    inner: list[SubJaxpr]
     operands: list[Any]
     probe: Probe
     path: Path
 
     def of(self, number: int, arguments: Sequence[Any]) -> tuple[list[Any], Harvest]:
-        """The results of one of the programs, and what is harvested there."""
-        program = self.programs[number]
-        return harvest(program.jaxpr, program.consts, arguments, self.probe, (*self.path, number))
+        """Returns the outputs of one of the sub-jaxprs, and the values harvested there."""
+        sub = self.inner[number]
+        return harvest(sub.jaxpr, sub.consts, arguments, self.probe, (*self.path, number))
 
     def results_of_first(self, *arguments: Any) -> tuple[tuple[Any, ...], Harvest]:
-        """The same of the first program."""
+        """Returns the outputs of the first sub-jaxpr, and the values harvested there."""
         results, harvested = self.of(0, arguments)
         return tuple(results), harvested
 
     def jit(self) -> tuple[Sequence[Any], Harvest]:
-        if is_plain_jit(self.equation) and not stages_constants():  # it would be compiled anew at every call
+        if is_plain_jit(self.eqn) and not is_staging():  # it would be compiled anew at every call
             return self.results_of_first(*self.operands)
 
         def run(*operands: Any) -> tuple[Sequence[Any], Harvest]:
             return self.results_of_first(*operands)
 
-        run.__name__ = run.__qualname__ = self.equation.params["name"]
-        return jax.jit(run, **jit_options(self.equation))(*self.operands)
+        run.__name__ = run.__qualname__ = self.eqn.params["name"]
+        return jax.jit(run, **jit_options(self.eqn))(*self.operands)
 
     def call(self) -> tuple[Sequence[Any], Harvest]:
-        given = [self.operands[i] for i in self.programs[0].operands]
+        given = [self.operands[i] for i in self.inner[0].operands]
         if not self.probe.keeps_rules:
             return self.of(0, given)
         results, harvested = self.of(0, jax.lax.stop_gradient(given))
-        if not self.equation.effects:
-            return carry_out(self.equation, self.operands, is_of_jaxpr=True), harvested
+        if not self.eqn.effects:
+            return eval_eqn(self.eqn, self.operands), harvested
         floating = [x for x in self.operands if is_inexact(jax.typeof(x).dtype)]
-        refusal = Refusal(NotImplementedError, _HAS_EFFECTS)
+        refusal = DeferredError(NotImplementedError, _HAS_EFFECTS)
         return attach(results, (), floating, refusal), harvested
 
     def checkpoint(self) -> tuple[Sequence[Any], Harvest]:
-        params, operands = self.equation.params, self.operands
+        params, operands = self.eqn.params, self.operands
         prevent_cse = params["prevent_cse"]
         if params.get("differentiated", False):  # so that it is not merged with the first computation
             return self.results_of_first(*(jax.lax.optimization_barrier(operands) if prevent_cse else operands))
         return jax.checkpoint(self.results_of_first, prevent_cse=prevent_cse, policy=params["policy"])(*operands)
 
     def scan(self) -> tuple[Sequence[Any], Harvest]:
-        params, (num_consts, num_carry) = self.equation.params, scan_sizes(self.equation)
-        consts, carry, xs = parted(self.operands, num_consts, num_carry)
+        params, num_carry = self.eqn.params, len(self.inner[0].carried)
+        consts, carry, xs = split_operands(self.operands, self.inner[0].num_consts, num_carry)
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], tuple[list[Any], Harvest]]:
             results, harvested = self.of(0, [*consts, *carry, *xs])
@@ -190,8 +182,9 @@ class _Inside:
         return [*carry, *ys], harvested
 
     def while_loop(self) -> tuple[Sequence[Any], Harvest]:
-        self.probe.check_unreachable(self.programs[0].jaxpr, "the condition of a while loop")
-        of_cond, of_body, init = parted(self.operands, *while_sizes(self.equation))
+        cond, body = self.inner
+        self.probe.check_unreachable(cond.jaxpr, "the condition of a while loop")
+        of_cond, of_body, init = split_operands(self.operands, cond.num_consts, body.num_consts)
 
         def step(carry: list[Any]) -> tuple[list[Any], Harvest]:
             return self.of(1, [*of_body, *carry])
@@ -209,7 +202,7 @@ class _Inside:
     def cond(self) -> tuple[Sequence[Any], Harvest]:
         index, *operands = self.operands
         absent: Harvest = {}
-        for number in range(len(self.programs)):
+        for number in range(len(self.inner)):
             absent |= jax.eval_shape(partial(self.of, number), operands)[1]
 
         def branch(number: int, *operands: Any) -> tuple[list[Any], Harvest]:
@@ -218,15 +211,15 @@ class _Inside:
                 key: harvested[key] if key in harvested else self.probe.absent(absent[key]) for key in absent
             }
 
-        branches = [partial(branch, number) for number in range(len(self.programs))]
-        platforms = platforms_of_branches(self.equation)
+        branches = [partial(branch, number) for number in range(len(self.inner))]
+        platforms = platforms_of_branches(self.eqn)
         if platforms is None:
             return jax.lax.switch(index, branches, *operands)
         chosen = {name: run for names, run in zip(platforms, branches, strict=True) for name in names or ["default"]}
         return jax.lax.platform_dependent(*operands, **chosen)
 
     def shard_map(self) -> tuple[Sequence[Any], Harvest]:
-        params, axes = self.equation.params, manual_axes(self.equation)
+        params, axes = self.eqn.params, manual_axes(self.eqn)
         names = tuple(name for name in params["mesh"].axis_names if name in axes)
 
         def body(*operands: Any) -> tuple[tuple[Any, ...], Harvest]:
@@ -259,37 +252,37 @@ _KINDS = {
 }
 
 
-def parted(operands: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """So many operands, so many more, and the others."""
+def split_operands(operands: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits operands into the first ones, the next ones, and the rest."""
     return operands[:first], operands[first : first + second], operands[first + second :]
 
 
-class Place(NamedTuple):
-    """Where a value comes from.
+class EqnLocation(NamedTuple):
+    """Where a harvested value comes from.
 
     Attributes:
-      equation: the equation that it is of.
-      number: which of the equation's values it is.
-      around: the equations that it lies in, from outside, each with the program of it.
+      eqn: its eqn.
+      value_index: which of the eqn's values it is.
+      enclosing: the eqns that run this eqn, from outside, each with the sub-jaxpr.
     """
 
-    equation: Any
-    number: int
-    around: list[tuple[Any, Subprogram]]
+    eqn: Any
+    value_index: int
+    enclosing: list[tuple[Any, SubJaxpr]]
 
     @property
     def names(self) -> str:
-        """The names of all of them, as in compiled programs."""
-        equations = [*(equation for equation, _ in self.around), self.equation]
-        return "/".join(filter(None, (str(equation.source_info.name_stack) for equation in equations)))
+        """The name stacks of all of them, as in compiled programs."""
+        eqns = [*(eqn for eqn, _ in self.enclosing), self.eqn]
+        return "/".join(filter(None, (str(eqn.source_info.name_stack) for eqn in eqns)))
 
 
-def place_of(jaxpr: Any, path: Path) -> Place:
-    """The place of a value that was harvested from a program."""
-    around: list[tuple[Any, Subprogram]] = []
+def location_of(jaxpr: Any, path: Path) -> EqnLocation:
+    """Returns the location of a value that was harvested from a jaxpr."""
+    enclosing: list[tuple[Any, SubJaxpr]] = []
     *outer, number, _, index = path
-    for equation_number, program_number in zip(outer[::2], outer[1::2], strict=True):
-        equation = jaxpr.eqns[equation_number]
-        around.append((equation, subprograms(equation)[program_number]))
-        jaxpr = around[-1][1].jaxpr
-    return Place(jaxpr.eqns[number], index, around)
+    for eqn_index, sub_index in zip(outer[::2], outer[1::2], strict=True):
+        eqn = jaxpr.eqns[eqn_index]
+        enclosing.append((eqn, subjaxprs(eqn)[sub_index]))
+        jaxpr = enclosing[-1][1].jaxpr
+    return EqnLocation(jaxpr.eqns[number], index, enclosing)

@@ -11,16 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import lowered_jaxpr, open_jaxpr
-from jaxfn._inspection.harvest import Harvest, Place, Probe, harvest, place_of
-from jaxfn._inspection.subprograms import any_equation
-from jaxfn._observation import Observation, collecting, current_log_depth, observing
-from jaxfn._primitives.attach import attach
-from jaxfn._primitives.mark import mark_p
-from jaxfn._primitives.refusal import Refusal
-from jaxfn._values.arrays import is_inexact, is_key
-from jaxfn._values.layouts import split
-from jaxfn._values.varying import zeros_in_place_of
+from jaxfn._compat import lower_jaxpr
+from jaxfn._inspection.harvest import EqnLocation, Harvest, Probe, harvest, location_of
+from jaxfn._jaxpr import any_eqn, open_jaxpr
+from jaxfn._mesh_types import zeros_in_place_of
+from jaxfn._observe import Observation, collecting, current_log_depth, label_p, observing
+from jaxfn._primitives import DeferredError, attach
+from jaxfn._tree import flatten, is_inexact, is_key
 
 Logs = dict[str, list[jax.Array]]
 
@@ -98,29 +95,29 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
 
     @wraps(f)
     def logging(*args: Any, **kwargs: Any) -> tuple[Any, Logs]:
-        arrays, layout = split((args, kwargs))
+        arrays, spec = flatten((args, kwargs))
         trees: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
-            args, kwargs = layout.merge(iter(arrays))
+            args, kwargs = spec.unflatten(iter(arrays))
             leaves, tree = jax.tree_util.tree_flatten(f(*args, **kwargs))
             trees[:] = [tree]
             return leaves
 
         with observing(Observation.LOGS):
             closed: Any = jax.make_jaxpr(flat)(*arrays)
-            lowered = lowered_jaxpr(closed)
+            lowered = lower_jaxpr(closed)
             jaxpr, consts = open_jaxpr(lowered)
             probe = _Logs(current_log_depth())
             results, harvested = harvest(jaxpr, consts, arrays, probe)
         if lowered is not closed:
             floating = [x for x in arrays if is_inexact(jax.typeof(x).dtype)]
-            results = attach(results, (), floating, Refusal(NotImplementedError, _INSIDE))
+            results = attach(results, (), floating, DeferredError(NotImplementedError, _INSIDE))
         logs: Logs = {}
         for path in sorted(harvested):
-            place = place_of(jaxpr, path)
-            label = probe.labels(place.equation)[place.number]
-            if label.method != "forward" or not _is_computed_again(place):
+            location = location_of(jaxpr, path)
+            label = probe.labels(location.eqn)[location.value_index]
+            if label.method != "forward" or not _is_rematerialized(location):
                 logs.setdefault(label.name, []).append(harvested[path])
         return jax.tree_util.tree_unflatten(trees[0], results), logs
 
@@ -133,9 +130,10 @@ _INSIDE = (
 )
 
 
-def _is_computed_again(place: Place) -> bool:
-    """Whether it is in what `jax.checkpoint` computes a second time, for the backward pass."""
-    return "rematted_computation" in place.names or any(e.params.get("differentiated") for e, _ in place.around)
+def _is_rematerialized(location: EqnLocation) -> bool:
+    """Whether an eqn is in what `jax.checkpoint` computes again for the backward pass."""
+    is_differentiated = any(eqn.params.get("differentiated") for eqn, _ in location.enclosing)
+    return is_differentiated or "rematted_computation" in location.names
 
 
 class _Logs(Probe):
@@ -144,16 +142,16 @@ class _Logs(Probe):
     def __init__(self, depth: int) -> None:
         self._depth = depth
 
-    def labels(self, equation: Any) -> list[Any]:
+    def labels(self, eqn: Any) -> list[Any]:
         """The labels of what a mark notes as logged, if it is for this one."""
-        logged = [label for label in equation.params["labels"] if label is not None and label.role == "log"]
+        logged = [label for label in eqn.params["labels"] if label is not None and label.role == "log"]
         return [label for label in logged if label.log_depth == self._depth]
 
-    def is_wanted(self, equation: Any) -> bool:
-        return equation.primitive is mark_p and bool(self.labels(equation))
+    def is_differentiated(self, eqn: Any) -> bool:
+        return eqn.primitive is label_p and bool(self.labels(eqn))
 
-    def values(self, equation: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        return [jnp.asarray(x) for x in operands[equation.params["num_arrays"] :]]
+    def values(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        return [jnp.asarray(x) for x in operands[eqn.params["num_arrays"] :]]
 
     def absent(self, value: Any) -> Any:
         zeros = zeros_in_place_of(value)
@@ -162,7 +160,7 @@ class _Logs(Probe):
         return zeros + np.array(jnp.nan if is_inexact(value.dtype) else jnp.iinfo(value.dtype).min, value.dtype)
 
     def check_unreachable(self, jaxpr: Any, what: str) -> None:
-        if any_equation(jaxpr, self.is_wanted):
+        if any_eqn(jaxpr, self.is_differentiated):
             raise NotImplementedError(f"with_logs: a Function logs inside {what}, from where no value can come out.")
 
     def later(self, before: Harvest, now: Harvest) -> Harvest:

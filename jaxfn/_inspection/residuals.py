@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import is_variable, make_jaxpr, memory_space, open_jaxpr
-from jaxfn._inspection.subprograms import subprograms
-from jaxfn._observation import Label, Observation, observing
-from jaxfn._primitives.attach import attach_p, stop_p
-from jaxfn._primitives.mark import mark_p
+from jaxfn._compat import make_jaxpr, memory_space, name_p
+from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
+from jaxfn._observe import Label, Observation, label_p, observing
+from jaxfn._primitives import attach_p, stop_p
 from jaxfn._tables import aligned
-from jaxfn._values.arrays import is_array_leaf
+from jaxfn._tree import is_array_leaf
 
 
 class Residual(NamedTuple):
@@ -250,58 +249,47 @@ def _no_cotangent(aval: Any) -> Any:
     return np.zeros(aval.shape, jax.float0)
 
 
-# Operations whose results are their first operands, whatever shape and place they have.
-_SAME = {
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "expand_dims",
-    "copy",
-    "pcast",
-    "pvary",
-    "optimization_barrier",
-    "name",
-} | {primitive.name for primitive in (attach_p, stop_p)}
+# Operations that move their operands without computing anything from them.
+_MOVING = primitives("reshape squeeze broadcast_in_dim copy pvary optimization_barrier") | {name_p, attach_p, stop_p}
 
 
 _Reader = tuple[Label | None, tuple[str, ...]]
 
 
-def _readers(jaxpr: Any, variable: Any, inside: tuple[str, ...]) -> Iterator[_Reader]:
-    """Who reads a variable: labels of Functions, or `None` for JAX itself; and what they lie in."""
-    for equation in jaxpr.eqns:
-        places = [i for i, atom in enumerate(equation.invars) if atom is variable]
-        if not places:
+def _readers(jaxpr: Any, variable: Any, enclosing: tuple[str, ...]) -> Iterator[_Reader]:
+    """Yields what reads a variable: labels of Functions, or `None` for JAX itself, each with what encloses it."""
+    for eqn in jaxpr.eqns:
+        indices = [i for i, atom in enumerate(eqn.invars) if atom is variable]
+        if not indices:
             continue
-        if equation.primitive is mark_p:
-            yield from ((equation.params["labels"][i], inside) for i in places)
+        if eqn.primitive is label_p:
+            yield from ((eqn.params["labels"][i], enclosing) for i in indices)
             continue
-        programs = subprograms(equation)
+        inner = subjaxprs(eqn)
         found: list[_Reader] = []
-        unchanged = set(places) if equation.primitive.name in _SAME else set()
-        for program in programs:
-            around = (*inside, *_named(program))
-            for argument, operand in zip(program.jaxpr.invars, program.operands, strict=True):
-                if operand in places:
-                    found += _readers(program.jaxpr, argument, around)
-                    unchanged |= {program.results[i] for i in _unchanged_results(program.jaxpr, argument)}
+        unchanged: set[int | None] = set(indices) if is_any_of(eqn, _MOVING) else set()
+        for sub in inner:
+            for invar, operand in zip(sub.jaxpr.invars, sub.operands, strict=True):
+                if operand in indices:
+                    found += _readers(sub.jaxpr, invar, (*enclosing, *_named(sub)))
+                    unchanged |= {sub.results[i] for i in _unchanged_outputs(sub.jaxpr, invar)}
         for result in unchanged:
-            if result is not None and result < len(equation.outvars):
-                found += _readers(jaxpr, equation.outvars[result], inside)
-        yield from found or ([] if programs else [(None, inside)])
+            if result is not None and result < len(eqn.outvars):
+                found += _readers(jaxpr, eqn.outvars[result], enclosing)
+        yield from found or ([] if inner else [(None, enclosing)])
 
 
-def _unchanged_results(jaxpr: Any, variable: Any) -> Iterator[int]:
-    """Which results of a program are one of its variables."""
+def _unchanged_outputs(jaxpr: Any, variable: Any) -> Iterator[int]:
+    """Yields the indices of the outputs of a jaxpr that are one of its variables."""
     same = {variable}
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in _SAME:
-            pairs = zip(equation.invars, equation.outvars, strict=False)
-            same |= {made for atom, made in pairs if is_variable(atom) and atom in same}
+    for eqn in jaxpr.eqns:
+        if is_any_of(eqn, _MOVING):
+            pairs = zip(eqn.invars, eqn.outvars, strict=False)
+            same |= {result for atom, result in pairs if is_variable(atom) and atom in same}
     return (i for i, atom in enumerate(jaxpr.outvars) if is_variable(atom) and atom in same)
 
 
-def _named(program: Any) -> tuple[str, ...]:
-    if program.kind == "scan":
-        return (f"scan of {program.length}",)
-    return () if program.kind in ("call", "jit") else (program.kind,)
+def _named(sub: SubJaxpr) -> tuple[str, ...]:
+    if sub.kind == "scan":
+        return (f"scan of {sub.length}",)
+    return () if sub.kind in ("call", "jit") else (sub.kind,)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import tree_unflatten
 
 from jaxfn._gradcheck.problem.problem import named_leaves
-from jaxfn._values.arrays import is_array_leaf, is_inexact, is_key
+from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
 _MOVED = 4  # units in the last place, at most, between draws
 _ALIGNED = 64  # bytes: where arrays begin that JAX takes over without copying
@@ -87,7 +87,7 @@ class Arguments:
         return sorted({size for array in arrays for size in array.shape if size > 1})
 
 
-def take_apart(
+def flatten_outputs(
     function: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None, generator: np.random.Generator
 ) -> Arguments:
     """Makes `Arguments` of a tuple of inputs, or of the one input.

@@ -24,15 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves, tree_map, tree_unflatten
 
-from jaxfn._compat import is_variable, make_jaxpr
+from jaxfn._compat import make_jaxpr, random_bits_p, threefry2x32_p
 from jaxfn._gradcheck.problem.traced import Traced, single, trace, trace_without_x64
-from jaxfn._inspection.subprograms import subprograms
-from jaxfn._values.arrays import double, is_inexact
+from jaxfn._jaxpr import eval_jaxpr_with, open_jaxpr, subjaxprs
+from jaxfn._tree import double, is_inexact
 
-# Programs that run once, as if they were written in the place of the operation that runs them.
-_CALLING = frozenset({"jit", "call", "checkpoint"})
+# Kinds of sub-jaxprs that run once, as if their eqns were written in place of the eqn that runs them.
+_CALLS = frozenset({"jit", "call", "checkpoint"})
 # Operations that give other random numbers with x64, where the same key is to give the same ones.
-_DRAWING = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+_DRAWING = frozenset({random_bits_p, threefry2x32_p, jax.lax.rng_bit_generator_p})
 
 
 def doubled(function: Callable[..., Any], *args: Any, draws_alike: bool = False) -> tuple[Callable[..., Any], str]:
@@ -45,7 +45,7 @@ def doubled(function: Callable[..., Any], *args: Any, draws_alike: bool = False)
     """
     try:
         traced = trace(function, *args)
-        draws = not draws_alike and any(equation.primitive.name in _DRAWING for equation in traced.equations)
+        draws = not draws_alike and any(eqn.primitive in _DRAWING for eqn in traced.eqns)
         why = "draws random numbers, which are others with x64" if draws else _casts(traced)
     except Exception as error:  # it may mix dtypes in a way that float64 does not go with
         traced, draws, why = None, True, f"does not run in float64 ({type(error).__name__})"
@@ -72,46 +72,46 @@ def _casts(traced: Traced) -> str:
 
 def _run_doubled(traced: Traced, *args: Any) -> Any:
     """What a trace returns where every floating-point number is float64."""
-    return tree_unflatten(traced.tree, _evaluated(traced.jaxpr, traced.constants, *tree_leaves(args)))
+    return tree_unflatten(traced.tree, _eval_doubled(traced.jaxpr, traced.constants, tree_leaves(args)))
 
 
-def _evaluated(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
-    """What a program gives where every floating-point number is float64."""
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_promoted, constants), strict=True))
-    known.update(zip(jaxpr.invars, map(_promoted, args), strict=True))
+def _eval_doubled(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a jaxpr where every floating-point number is float64."""
 
-    def value(v: Any) -> Any:
-        return known[v] if is_variable(v) else jnp.asarray(v.val, _double(v.aval.dtype))
+    def promoted_results(_: int, eqn: Any, operands: list[Any]) -> list[Any]:
+        return list(map(_promoted, _eval_eqn_doubled(eqn, operands)))
 
-    for equation in jaxpr.eqns:
-        results = _carried_out(equation, [value(v) for v in equation.invars])
-        known.update(zip(equation.outvars, map(_promoted, results), strict=True))
-    return [value(v) for v in jaxpr.outvars]
+    def promoted_literal(literal: Any) -> Any:
+        return jnp.asarray(literal.val, _double(literal.aval.dtype))
+
+    consts, args = list(map(_promoted, consts)), list(map(_promoted, args))
+    return eval_jaxpr_with(promoted_results, jaxpr, consts, args, promoted_literal)
 
 
-def _carried_out(equation: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """The results of one operation on float64."""
-    name, params = equation.primitive.name, equation.params
-    if name in ("convert_element_type", "reduce_precision") and is_inexact(args[0].dtype):
-        wanted = equation.outvars[0].aval.dtype
-        return [args[0] if _is_coarse(wanted) else args[0].astype(wanted)]
-    if name == "bitcast_convert_type":  # of bits, which are those of the dtypes there are
-        return [equation.primitive.bind(args[0].astype(equation.invars[0].aval.dtype), **params)]
-    programs = subprograms(equation)
-    if programs and programs[0].kind in _CALLING:
-        return _evaluated(programs[0].jaxpr, programs[0].consts, *(args[i] for i in programs[0].operands))
-    results = equation.primitive.bind(*args, **{key: _parameter(item) for key, item in params.items()})
-    return results if equation.primitive.multiple_results else [results]
+def _eval_eqn_doubled(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results of one eqn on float64."""
+    primitive, params = eqn.primitive, eqn.params
+    casts = primitive in (jax.lax.convert_element_type_p, jax.lax.reduce_precision_p)
+    if casts and is_inexact(operands[0].dtype):
+        wanted = eqn.outvars[0].aval.dtype
+        return [operands[0] if _is_coarse(wanted) else operands[0].astype(wanted)]
+    if primitive is jax.lax.bitcast_convert_type_p:  # of bits, which are those of the dtypes there are
+        return [primitive.bind(operands[0].astype(eqn.invars[0].aval.dtype), **params)]
+    inner = subjaxprs(eqn)
+    if inner and inner[0].kind in _CALLS:
+        return _eval_doubled(inner[0].jaxpr, inner[0].consts, [operands[i] for i in inner[0].operands])
+    results = primitive.bind(*operands, **{key: _parameter(item) for key, item in params.items()})
+    return results if primitive.multiple_results else [results]
 
 
 def _parameter(item: Any) -> Any:
-    """A parameter of an operation: a program in float64, a dtype of float64, or what it is."""
+    """A parameter of an operation: a jaxpr in float64, a dtype of float64, or what it is."""
     if isinstance(item, tuple) and item and all(hasattr(i, "jaxpr") for i in item):
         return tuple(map(_parameter, item))
-    inner: Any = getattr(item, "jaxpr", item)
-    if hasattr(inner, "eqns"):
+    if hasattr(item, "eqns"):
+        inner, consts = open_jaxpr(item)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, _double(v.aval.dtype)) for v in inner.invars]
-        closed = make_jaxpr(lambda *args: _evaluated(inner, getattr(item, "consts", ()), *args), *avals)
+        closed = make_jaxpr(lambda *args: _eval_doubled(inner, consts, args), *avals)
         return closed.jaxpr if inner is item else closed
     return _double(item) if isinstance(item, np.dtype) and _is_coarse(item) else item
 

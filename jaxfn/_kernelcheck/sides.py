@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxfn._kernelcheck.arguments import Arguments, Arrays
-from jaxfn._values.arrays import is_array_leaf, is_inexact
+from jaxfn._tree import is_array_leaf, is_inexact
 
 
 @dataclass(frozen=True)

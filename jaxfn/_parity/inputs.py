@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from jaxfn._values.arrays import double, is_array_leaf, is_inexact, is_none
+from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
 
 Array = np.ndarray[Any, Any]
 

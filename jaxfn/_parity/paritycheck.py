@@ -14,7 +14,7 @@ from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.oracle import Oracle, load, save
 from jaxfn._parity.report import ParityReport, Row
 from jaxfn._parity.sides import JaxSide, Measurements, TorchSide
-from jaxfn._values.arrays import double
+from jaxfn._tree import double
 
 # Relative, by the coarser dtype of the two; what rounding in sums and products of usual length leaves.
 _RTOL = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-5, "complex64": 2e-5}

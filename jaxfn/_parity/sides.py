@@ -16,7 +16,7 @@ from jax.tree_util import tree_leaves
 
 from jaxfn._parity.inputs import Array, Inputs, draw
 from jaxfn._torch.values.arrays import to_jax, to_torch
-from jaxfn._values.arrays import conjugate, is_array_leaf, is_inexact
+from jaxfn._tree import conjugate, is_array_leaf, is_inexact
 
 Measurements = dict[str, Array]
 """By what was measured: `output 0`, `gradient of input 0 (alone)`, ..."""

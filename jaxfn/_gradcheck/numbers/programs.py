@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import eval_jaxpr
 from jax.tree_util import tree_flatten, tree_map, tree_unflatten
 
-from jaxfn._compat import compile_quickly, equation_of, keeps_constants_apart
-from jaxfn._gradcheck.problem.traced import called_back, computed_bytes, with_inner
+from jaxfn._compat import compile_quickly, keeps_constants_apart
+from jaxfn._gradcheck.problem.traced import called_back, computed_bytes
+from jaxfn._jaxpr import all_eqns, is_variable, open_jaxpr
 
 _PROGRAMS_KEPT = 256
 _kept: OrderedDict[Hashable, Any] = OrderedDict()
@@ -91,18 +92,19 @@ class Program:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], runs: int) -> None:
         leaves, args_tree = tree_flatten(args)
         self._tree: Any = None
-        self._axes: Sequence[Sequence[int]] = ()
 
         def flat(*leaves: Any) -> Sequence[Any]:
             results, self._tree = tree_flatten(function(*tree_unflatten(args_tree, leaves)))
-            results, self._axes = zip(*map(_before_transposing, results), strict=True)
             return results
 
         traced = jax.jit(flat, keep_unused=True).trace(*leaves)
-        equations = with_inner(traced.jaxpr.eqns)
-        is_small = computed_bytes(equations) * runs < _SMALL_BYTES
+        untransposed, self._axes = _without_last_transpositions(traced.jaxpr)
+        if untransposed is not None:
+            traced = jax.jit(untransposed, keep_unused=True).trace(*leaves)
+        eqns = list(all_eqns(traced.jaxpr))
+        is_small = computed_bytes(eqns) * runs < _SMALL_BYTES
         places = [getattr(leaf, "sharding", None) for leaf in leaves]
-        self._compiled = _compiled(traced.lower(), is_small, places, called_back(equations))
+        self._compiled = _compiled(traced.lower(), is_small, places, called_back(eqns))
 
     def start(self, *args: Any) -> Callable[[], Any]:
         """Begins to compute; what is returned waits for the results, which are NumPy's."""
@@ -120,15 +122,21 @@ class Program:
         return memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
 
 
-def _before_transposing(result: Any) -> tuple[Any, Sequence[int]]:
-    """A result as it was before its axes were put in order at the end, and their order.
+def _without_last_transpositions(closed: Any) -> tuple[Callable[..., Any] | None, list[Sequence[int]]]:
+    """Returns a jaxpr as a function whose results are not transposed yet, and the order of their axes.
 
-    XLA copies to do that, which takes as long as multiplying matrices of a hundred rows; NumPy makes a view.
+    XLA copies to transpose, which takes as long as multiplying matrices of a hundred rows; NumPy makes a view. `None`
+    stands for the jaxpr itself, if no result is transposed last.
     """
-    made = equation_of(result) if isinstance(result, Tracer) else None
-    if made is None or made[0].primitive.name != "transpose":
-        return result, range(jnp.ndim(result))
-    return made[1][0], made[0].params["permutation"]
+    jaxpr, consts = open_jaxpr(closed)
+    last = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is jax.lax.transpose_p}
+    eqns = [last.get(atom) if is_variable(atom) else None for atom in jaxpr.outvars]
+    pairs = list(zip(jaxpr.outvars, eqns, strict=True))
+    axes: list[Sequence[int]] = [range(len(v.aval.shape)) if e is None else e.params["permutation"] for v, e in pairs]
+    if all(eqn is None for eqn in eqns):
+        return None, axes
+    outvars = [v if e is None else e.invars[0] for v, e in pairs]
+    return partial(eval_jaxpr, jaxpr.replace(outvars=outvars), consts), axes
 
 
 def _compiled(lowered: Any, is_small: bool, places: Sequence[Hashable], called: Sequence[Any]) -> Any:

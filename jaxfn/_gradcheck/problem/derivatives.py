@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._compat import SymbolicZero, is_reverse_only
+from jaxfn._compat import SymbolicZero
 from jaxfn._gradcheck.problem.problem import Leaf, OfLeaves, Problem
 from jaxfn._gradcheck.problem.traced import Traced, trace, trace_without_x64
-from jaxfn._watch import WATCH, Watch
+from jaxfn._jaxpr import is_reverse_only
+from jaxfn._observe import CALL_MONITOR, CallMonitor
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all of them lists.
 Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -210,7 +211,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
             raise ValueError(f"surrogate returns {_listed(meant)}, but {problem.name} returns {_listed(avals)}")
     leaves = [Leaf(name, y.shape, y.dtype) for (name, _), y in zip(described, avals, strict=True)]
     precision = _precision(primal, [dtype for _, dtype in described])
-    watch = Watch(undecorated=False)
+    watch = CallMonitor(bypass_rules=False)
 
     def rules(call: OfLeaves, outputs: Sequence[Leaf]) -> list[Derivative | UnavailableError]:
         """By the function's own rules; the watch is in force for these too."""
@@ -234,11 +235,11 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
             primal = measured = tracer.primal(only(problem.call, kept))[0]
             if problem.measured is not problem.call:
                 measured = tracer.primal(only(problem.measured, kept), trace)[0]
-    bare = Watch(undecorated=True)
-    undecorated = watched(bare_call, bare)
+    bare = CallMonitor(bypass_rules=True)
+    bypass_rules = watched(bare_call, bare)
     references: list[Derivative | UnavailableError] = [
-        tracer.derivative(rows_of(undecorated), outputs, trace) if reference and reverse else _UNCHECKED,
-        tracer.derivative(forward_of(undecorated), problem.inputs, trace) if reference else _UNCHECKED,
+        tracer.derivative(rows_of(bypass_rules), outputs, trace) if reference and reverse else _UNCHECKED,
+        tracer.derivative(forward_of(bypass_rules), problem.inputs, trace) if reference else _UNCHECKED,
     ]
     if reference and not bare.functions and not problem.has_reference:
         references = [UnavailableError("there is no rule to take off: it would be the derivative that is checked")] * 2
@@ -308,7 +309,7 @@ class _Tracer:
             unavailable = UnavailableError(f"{type(error).__name__}: {error}")
             unavailable.__cause__ = error
             return unavailable
-        if any(map(is_reverse_only, traced.equations)):
+        if any(map(is_reverse_only, traced.eqns)):
             return UnavailableError("it goes through a custom_vjp function, which has no forward mode")
         return traced
 
@@ -336,11 +337,11 @@ def _teller(differentiable: set[int], position: int) -> Callable[[Any], Any]:
     return identity
 
 
-def watched(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
+def watched(function: Callable[..., Any], watch: CallMonitor) -> Callable[..., Any]:
     """The function under a watch."""
 
     def run(*args: Any) -> Any:
-        with WATCH(watch):
+        with CALL_MONITOR(watch):
             return function(*args)
 
     return run

@@ -16,7 +16,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from jaxfn._compat import is_ref
 from jaxfn._function import show_signature
-from jaxfn._values.arrays import double, is_array_leaf, is_inexact, is_none
+from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
 
 # A function of arrays that returns a list of arrays.
 OfLeaves = Callable[..., list[Any]]

@@ -20,11 +20,14 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from jaxfn._compat import Var, make_jaxpr, without_unused
-from jaxfn._values.arrays import double, is_inexact
+from jaxfn._compat import custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr
+from jaxfn._jaxpr import all_eqns, dependent_eqns, flat_params, is_variable, jaxprs_in_params
+from jaxfn._primitives import attach_p, stop_p
+from jaxfn._tree import double, is_inexact
 
-# Their parameters are rules of derivatives and of batching, of which none is taken any more when a program is compiled.
-_HAVE_RULES = frozenset({"custom_vjp_call", "custom_jvp_call", "attach", "stop"})
+# The params of these primitives hold AD and batching rules, which no longer matter in a compiled program, so they do
+# not count as callbacks.
+_HAVE_RULES = frozenset({custom_vjp_call_p, custom_jvp_call_p, attach_p, stop_p})
 
 
 @register_dataclass
@@ -48,32 +51,28 @@ class Traced:
         return tree_unflatten(self.tree, eval_jaxpr(self.jaxpr, self.constants, *tree_leaves(args)))
 
     @cached_property
-    def equations(self) -> list[Any]:
-        """All equations, those of inner programs included."""
-        return with_inner(self.jaxpr.eqns)
+    def eqns(self) -> list[Any]:
+        """All eqns, those of inner jaxprs included."""
+        return list(all_eqns(self.jaxpr))
 
     def part(self, position: int) -> Traced:
         """What computes one of the arrays that are returned, as a function that returns it alone."""
-        jaxpr = without_unused(self.jaxpr, [i == position for i in range(len(self.jaxpr.outvars))])
+        jaxpr = dce_jaxpr(self.jaxpr, [i == position for i in range(len(self.jaxpr.outvars))])
         return Traced(self.constants, jaxpr, tree_structure(0))
 
     def same_as(self, other: Traced) -> bool:
         """Whether both recorded the same operations on the same constants, as far as that is seen."""
         if str(self.jaxpr) != str(other.jaxpr):
             return False
-        first, second = ([*traced.constants, *_not_in_text(traced.equations)] for traced in (self, other))
+        first, second = ([*traced.constants, *_not_in_text(traced.eqns)] for traced in (self, other))
         return len(first) == len(second) and all(map(_equal, first, second))
 
     def dtypes_from_inputs(self) -> set[Any]:
         """The floating and complex dtypes of everything that is computed from the inputs."""
-        known = set(self.jaxpr.invars)
-        found: set[Any] = set()
-        for equation in self.jaxpr.eqns:
-            if not known.isdisjoint([v for v in equation.invars if isinstance(v, Var)]):
-                known.update(equation.outvars)
-                made = [v.aval for inner in with_inner([equation]) for v in inner.outvars]
-                found.update([aval.dtype for aval in made if hasattr(aval, "dtype")])
-        return set(filter(is_inexact, found))
+        eqns, _ = dependent_eqns(self.jaxpr, self.jaxpr.invars)
+        eqns += [eqn for outer in eqns for jaxpr in jaxprs_in_params(outer) for eqn in all_eqns(jaxpr)]
+        avals = [v.aval for eqn in eqns for v in eqn.outvars]
+        return {aval.dtype for aval in avals if hasattr(aval, "dtype") and is_inexact(aval.dtype)}
 
 
 def trace(function: Callable[..., Any], *args: Any) -> Traced:
@@ -98,10 +97,10 @@ def trace_without_x64(function: Callable[..., Any], *args: Any) -> Traced:
     with jax.enable_x64(False):
         traced = trace(function, *tree_map(single, args))
 
-    def widened(*args: Any) -> Any:
+    def pcast_like(*args: Any) -> Any:
         return tree_map(_double, traced(*tree_map(_cast, args, tree_map(single, args))))
 
-    return trace(widened, *args)
+    return trace(pcast_like, *args)
 
 
 def _cast(array: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -127,52 +126,35 @@ def is_part(alone: object, whole: object, position: int) -> bool:
 
 def bytes_each(function: object) -> int:
     """What one call of a trace computes, all intermediate results included; 0 of what is not traced."""
-    return computed_bytes(function.equations) if isinstance(function, Traced) else 0
+    return computed_bytes(function.eqns) if isinstance(function, Traced) else 0
 
 
-def computed_bytes(equations: Sequence[Any]) -> int:
-    """What equations compute, all intermediate results included."""
-    avals = [v.aval for equation in equations for v in equation.outvars]
+def computed_bytes(eqns: Sequence[Any]) -> int:
+    """Returns the size of what some eqns compute, all intermediate results included."""
+    avals = [v.aval for eqn in eqns for v in eqn.outvars]
     return sum([aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "dtype")])
 
 
-def with_inner(equations: Sequence[Any]) -> list[Any]:
-    """Equations, each followed by those of the programs that it runs."""
-    found: list[Any] = []
-    for equation in equations:
-        found.append(equation)
-        for item in _parameters(equation):
-            if hasattr(item, "eqns"):
-                found += with_inner(item.eqns)
-    return found
-
-
-def called_back(equations: Sequence[Any]) -> list[Any]:
-    """Python functions that a program calls when it runs, and whatever else only equals itself."""
+def called_back(eqns: Sequence[Any]) -> list[Any]:
+    """Returns the Python functions that a program calls when it runs, and whatever else only equals itself."""
     return [
         item
-        for equation in equations
-        if equation.primitive.name not in _HAVE_RULES
-        for item in _parameters(equation)
+        for eqn in eqns
+        if eqn.primitive not in _HAVE_RULES
+        for item in flat_params(eqn)
         if item is not None and not hasattr(item, "eqns")
         if callable(item) or type(item).__eq__ is object.__eq__
     ]
 
 
-def _not_in_text(equations: Sequence[Any]) -> list[Any]:
-    """What a jaxpr's text may leave out: numbers in operations, constants of inner programs, Python functions."""
+def _not_in_text(eqns: Sequence[Any]) -> list[Any]:
+    """Returns what a jaxpr's text may leave out: literals, constants of inner jaxprs, Python functions."""
     found: list[Any] = []
-    for equation in equations:
-        found += [v.val for v in equation.invars if hasattr(v, "val")]
-        for item in _parameters(equation):
-            found += getattr(item, "consts", ())
-    return found + called_back(equations)
-
-
-def _parameters(equation: Any) -> list[Any]:
-    """The parameters of one equation, those in tuples and lists one by one."""
-    values = equation.params.values()
-    return [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    for eqn in eqns:
+        found += [atom.val for atom in eqn.invars if not is_variable(atom)]
+        for inner in jaxprs_in_params(eqn):
+            found += getattr(inner, "consts", ())
+    return found + called_back(eqns)
 
 
 def _equal(a: Any, b: Any) -> bool:

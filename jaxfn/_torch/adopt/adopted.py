@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_tree
 
+from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._function import Function
-from jaxfn._protocol.context import FunctionCtx, state_of
-from jaxfn._protocol.once_differentiable import once_differentiable
-from jaxfn._run.methods import Methods
+from jaxfn._methods import UserMethods
+from jaxfn._once_differentiable import once_differentiable
 from jaxfn._torch.adopt.definition import Definition
 from jaxfn._torch.adopt.explain import Explanation, Part
 from jaxfn._torch.adopt.program import BatchedForward, Forward, Spec, known_or_made, spec_of
@@ -28,7 +28,7 @@ from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import Flat, Slot, put_in, slots, take_out
 from jaxfn._torch.values.statics import Recent
-from jaxfn._values.arrays import as_array, is_array_leaf, is_none
+from jaxfn._tree import as_array, is_array_leaf, is_none
 
 # Per Function: how many traces of `forward`, and of `vmap`, are kept.
 _FORWARDS_KEPT = 256
@@ -77,7 +77,7 @@ class Adopted(Function):
 
         Torch counterpart: none.
         """
-        form, values = Methods(cls).parameters.bind(args, kwargs)
+        form, values = UserMethods(cls).signature.bind(args, kwargs)
         return form.call(lambda *args, **kwargs: cls.adapter.explain(args, kwargs), (), values)
 
 
@@ -106,7 +106,7 @@ class Adapter:
 
     def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`forward` and, where there is one, `setup_context`, as a jaxfn Function in combined style has it."""
-        call = self._called(args, kwargs, state_of(ctx))
+        call = self._called(args, kwargs, ctx_state(ctx))
         self._warn(call.program)
         values = call.program.run(call.arrays, call.key)
         self._set_up(ctx, call, values)
@@ -120,8 +120,8 @@ class Adapter:
 
     def setup_context(self, ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         """`setup_context`, as a jaxfn Function has it."""
-        state = state_of(ctx)
-        args, kwargs = state.form.call(lambda *args, **kwargs: (args, kwargs), (), inputs)
+        state = ctx_state(ctx)
+        args, kwargs = state.names.call(lambda *args, **kwargs: (args, kwargs), (), inputs)
         call = self._called(args, kwargs, state)
         values = call.program.known(call.arrays, take_out(output, is_array_leaf).leaves)
         if not all(slot in values for kept in call.program.kept.values() for slot in kept):
@@ -157,7 +157,7 @@ class Adapter:
         specs = [self._spec(array) for array in arguments.leaves]
         flags = (True,) * (len(args) + len(kwargs))
         if state is not None:
-            flags = self._flags(state.form.names, state.needs_input_grad)
+            flags = self._flags(state.names.names, state.needs_input_grad)
         return _AdoptedCall(self.traced(arguments.template, specs, flags), arguments.leaves, key)
 
     def _set_up(self, ctx: FunctionCtx, call: _AdoptedCall, values: Mapping[int, Any]) -> None:
@@ -179,7 +179,7 @@ class Adapter:
     def backward(self, ctx: Any, grad_outputs: Sequence[Any]) -> tuple[Any, ...]:
         """`backward`, as a jaxfn Function has it."""
         program: Forward = ctx.program
-        names = state_of(ctx).form.names
+        names = ctx_state(ctx).names.names
         outputs = program.output if isinstance(program.output, tuple) else (program.output,)
         template, arrays, specs = _matched(outputs, _summed_by_tensor(program, outputs, grad_outputs), program.specs)
         traced = program.derivative("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
@@ -195,7 +195,7 @@ class Adapter:
     def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
         """`jvp`, as a jaxfn Function has it."""
         program: Forward = ctx.program
-        names = state_of(ctx).form.names
+        names = ctx_state(ctx).names.names
         args, kwargs = program.arguments
         place = names.index(self.definition.key_name)
         given = [*tangents[:place], *tangents[place + 1 :]]

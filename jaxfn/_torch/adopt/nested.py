@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jaxfn._primitives.refusal import Refusal
+from jaxfn._primitives import DeferredError
 from jaxfn._torch.adopt.adopted import Adopted, adopt
 from jaxfn._torch.adopt.captured import ORIGINAL, TakingTensors
 from jaxfn._torch.adopt.program import Forward
@@ -20,7 +20,7 @@ from jaxfn._torch.trace.silent import share_memory
 from jaxfn._torch.trace.state import HeldTensors, Nested, Tracing
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import Flat, put_in, slots, take_out
-from jaxfn._values.arrays import is_array_leaf, is_inexact
+from jaxfn._tree import is_array_leaf, is_inexact
 
 
 class _Previewed(NamedTuple):
@@ -93,7 +93,7 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
     tracing.functions.append(program)
     places = slots(program.output)
     template = arguments.template  # all that the graph keeps of the arguments
-    refusals: list[Refusal] = []
+    refusals: list[DeferredError] = []
 
     def apply_to_arrays(*arrays: Any) -> list[Any]:
         options = {adapter.definition.key_name: as_key(arrays[-1])} if draws else {}
@@ -144,7 +144,7 @@ def _recorded(tracing: Tracing, previewed: _Previewed) -> Any:
 
 
 def _look_after_kept(
-    tracing: Tracing, program: Forward, tensors: Mapping[tuple[str, int], torch.Tensor], refusals: list[Refusal]
+    tracing: Tracing, program: Forward, tensors: Mapping[tuple[str, int], torch.Tensor], refusals: list[DeferredError]
 ) -> None:
     """Has the call refuse to be differentiated where torch's backward would find, or leave, other values than JAX's.
 
@@ -167,7 +167,7 @@ def _look_after_kept(
             f"{name}.backward {what} {kind} {i} of the call in {owner}, which forward keeps on ctx. In torch that is "
             "the memory of the caller, and on JAX a value of its own. Keep a copy, `tensor.clone()`"
         )
-        refusals.append(Refusal(TranslationError, message))
+        refusals.append(DeferredError(TranslationError, message))
 
     for _, kind, i in shared:
         told = functools.partial(refuse, kind, i, "computes with what was written afterwards to")

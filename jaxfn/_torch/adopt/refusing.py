@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 
-from jaxfn._primitives.refusal import Refusal, refused_tangent
+from jaxfn._primitives import DeferredError, error_tangent
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def without_derivative(refusal: Refusal, x: jax.Array) -> jax.Array:
+def without_derivative(refusal: DeferredError, x: jax.Array) -> jax.Array:
     """An array that cannot be differentiated by."""
     return x
 
 
 @without_derivative.defjvp
-def _(refusal: Refusal, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return primals[0], refused_tangent(jax.typeof(tangents[0]), tangents, refusal)
+def _(refusal: DeferredError, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], error_tangent(jax.typeof(tangents[0]), tangents, refusal)

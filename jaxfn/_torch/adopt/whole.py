@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jaxfn._primitives.refusal import Refusal
+from jaxfn._primitives import DeferredError
 from jaxfn._torch._compat import without_functions
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation, Part
@@ -25,7 +25,7 @@ from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import NeededValueError, TranslationError
 from jaxfn._torch.values.flat import Flat, put_in, take_out
 from jaxfn._torch.values.statics import Recent
-from jaxfn._values.arrays import as_array, is_array_leaf
+from jaxfn._tree import as_array, is_array_leaf
 
 # How many traces of one piece of code are kept.
 _PROGRAMS_KEPT = 256
@@ -66,9 +66,11 @@ class WholeProgram(Trace):
         self.written = tracing.written
         self.output = made.template
         line = tracing.recorder.written_after_use
-        self._refusal = None if line is None else Refusal(TranslationError, _AFTER_USE.format(code.name, line))
+        self._refusal = None if line is None else DeferredError(TranslationError, _AFTER_USE.format(code.name, line))
         hook = tracing.hooked_where_used
-        self._refusal_of_second = None if hook is None else Refusal(TranslationError, _HOOKED.format(code.name, hook))
+        self._refusal_of_second = (
+            None if hook is None else DeferredError(TranslationError, _HOOKED.format(code.name, hook))
+        )
         self._are_trained = are_trained
         self.traced = TracedGraph(code, "forward", tracing, values)
 
@@ -104,16 +106,16 @@ _HOOKED = (
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _once_differentiable(refusal: Refusal, x: jax.Array) -> jax.Array:
+def _once_differentiable(refusal: DeferredError, x: jax.Array) -> jax.Array:
     """An array whose gradient cannot be differentiated."""
     return x
 
 
-def _once_differentiable_fwd(refusal: Refusal, x: jax.Array) -> tuple[jax.Array, None]:
+def _once_differentiable_fwd(refusal: DeferredError, x: jax.Array) -> tuple[jax.Array, None]:
     return x, None
 
 
-def _once_differentiable_bwd(refusal: Refusal, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+def _once_differentiable_bwd(refusal: DeferredError, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     return (without_derivative(refusal, gradient),)
 
 

@@ -20,7 +20,7 @@ import torch
 from jax import lax
 from torch.fx import GraphModule, Node
 
-from jaxfn._observation import OBSERVATION, Observation, line_name
+from jaxfn._observe import OBSERVATION, Observation, line_name
 from jaxfn._torch._compat import plain_torch
 from jaxfn._torch.graph.source_lines import Line
 from jaxfn._torch.graph.targets import JaxCall, Operations, name_of, named_operations

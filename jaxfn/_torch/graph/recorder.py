@@ -45,7 +45,7 @@ from jaxfn._torch.operations import entry_name, refusal
 from jaxfn._torch.values.arrays import jax_dtype, torch_dtype
 from jaxfn._torch.values.errors import NeededValueError, OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import put_in, take_out
-from jaxfn._values.arrays import is_array_leaf
+from jaxfn._tree import is_array_leaf
 
 aten = torch.ops.aten
 

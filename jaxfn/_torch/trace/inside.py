@@ -18,7 +18,7 @@ from jaxfn._torch._compat import apply_below
 from jaxfn._torch.graph.targets import JaxCall
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.flat import put_in, take_out
-from jaxfn._values.arrays import is_array_leaf
+from jaxfn._tree import is_array_leaf
 
 _JaxFunction = Callable[..., Sequence[Any]]
 

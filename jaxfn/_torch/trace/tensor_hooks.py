@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from jaxfn._primitives.follow import follow
+from jaxfn._primitives import follow
 from jaxfn._torch._compat import OPERATION_TYPES, plain_torch, saved_by, without_functions
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.graph.targets import JaxCall

@@ -14,7 +14,7 @@ import torch
 
 from jaxfn._torch._compat import global_backward_hooks, global_forward_hooks
 from jaxfn._torch.values.flat import Slot
-from jaxfn._values.layouts import value_key
+from jaxfn._tree import leaf_key
 
 _T = TypeVar("_T")
 
@@ -88,7 +88,7 @@ def _key(value: Any) -> Hashable:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         bound = (cells, list(value.__defaults__ or ()), value.__kwdefaults__ or {})
         return value.__code__, id(value.__globals__), *map(_key, bound)
-    key = value_key(value)
+    key = leaf_key(value)
     if key == (type(value),):
         raise TypeError(f"{type(value).__name__} is not compared by value")
     return key

@@ -1,11 +1,11 @@
-"""For type checkers and editors: what `apply` takes, from what `forward` takes.
+"""What type checkers and editors see of `apply`: it takes what `forward` takes after the ctx.
 
-What comes after the ctx, if there is one. The first parameter tells, by the first of these rows that fits:
+They tell by the first parameter of `forward`, by the first line that fits:
 
     forward(ctx, x: Array)                 called ctx                        apply(x: Array)
     forward(x), forward(c: Any, x: Array)  might be anything: not annotated  apply(...)
     forward(c: FunctionCtx, x: Array)      annotated as a ctx                apply(x: Array)
-    forward(x: Array)                      something else: separate style    apply(x: Array)
+    forward(x: Array)                      anything else: separate style     apply(x: Array)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from jaxfn._protocol.context import FunctionCtx
+from jaxfn._context import FunctionCtx
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -27,7 +27,7 @@ class TakesCtx(Protocol[P, R_co]):
 
 
 class _Nothing:
-    """What no annotation but `Any` and `object` lets through."""
+    """A type that no annotation but `Any` and `object` accepts."""
 
 
 class TakesAnything(Protocol[R_co]):
@@ -37,7 +37,7 @@ class TakesAnything(Protocol[R_co]):
 
 
 class TakesFunctionCtx(Protocol[P, R_co]):
-    """A function whose first parameter is a ctx by its annotation."""
+    """A function whose first parameter is annotated as a ctx."""
 
     def __call__(self, first: FunctionCtx, /, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 

@@ -1,4 +1,4 @@
-"""The ctx that user code sees in `forward`, `setup_context` and `backward`."""
+"""The ctx that user code sees in `forward`, `setup_context`, `backward` and `jvp`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxfn._observation import OBSERVATION
-from jaxfn._values.arguments import Form
-from jaxfn._values.arrays import is_array_leaf
+from jaxfn._observe import OBSERVATION
+from jaxfn._signature import InputNames
+from jaxfn._tree import is_array_leaf
 
 _T = TypeVar("_T")
 
 
 class NeedsInputGrad(tuple[bool, ...]):
-    """Whether each input is being differentiated: by position, `["weight"]` or `.weight`.
+    """A flag for each input, whether it is being differentiated: by position, `["weight"]` or `.weight`.
 
     The name of a `*args` parameter gives the tuple of its items' flags.
     """
 
     _jaxfn_named: dict[str, bool | tuple[bool, ...]]
 
-    def __new__(cls, flags: tuple[bool, ...], form: Form) -> NeedsInputGrad:
+    def __new__(cls, flags: tuple[bool, ...], names: InputNames) -> NeedsInputGrad:
         self = super().__new__(cls, flags)
-        self._jaxfn_named = dict(zip(form.names, flags, strict=True))
-        if form.variadic is not None:
-            items = zip(form.names, flags, strict=True)
-            self._jaxfn_named[form.variadic] = tuple(
-                flag for name, flag in items if name.startswith(f"{form.variadic}[")
+        self._jaxfn_named = dict(zip(names.names, flags, strict=True))
+        if names.variadic is not None:
+            items = zip(names.names, flags, strict=True)
+            self._jaxfn_named[names.variadic] = tuple(
+                flag for name, flag in items if name.startswith(f"{names.variadic}[")
             )
         return self
 
@@ -54,7 +54,7 @@ class NeedsInputGrad(tuple[bool, ...]):
 
 
 class SavedVariables(Mapping[str, Any]):
-    """What was saved by name: `saved["weight"]`, `saved.weight`, in the order given."""
+    """The values that were saved by name: `saved["weight"]`, `saved.weight`, in the order given."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self._jaxfn_named = dict(named)
@@ -81,7 +81,7 @@ class SavedVariables(Mapping[str, Any]):
 
 
 class ContextState:
-    """What a `FunctionCtx` holds for jaxfn, out of the way of the user's own attributes."""
+    """The part of a `FunctionCtx` that jaxfn reads, apart from the user's own attributes."""
 
     # Class attributes are the defaults, so that making one for every call is cheap.
     read_needs_input_grad: bool = False
@@ -93,15 +93,15 @@ class ContextState:
     dirty: tuple[Any, ...] = ()
     materialize_grads: bool = True
     logged: Sequence[tuple[str, Any]] = ()
-    numbers: Sequence[Any] = ()  # inputs that are Python numbers, and would be arrays were they differentiated
+    python_numbers: Sequence[Any] = ()  # inputs that would be arrays were they differentiated
 
-    def __init__(self, form: Form, needs_input_grad: tuple[bool, ...]) -> None:
-        self.form = form
+    def __init__(self, names: InputNames, needs_input_grad: tuple[bool, ...]) -> None:
+        self.names = names
         self.needs_input_grad = needs_input_grad
 
 
 class _Overridable(Generic[_T]):
-    """A property that may be assigned to, as any other name on ctx."""
+    """A property that user code may replace by assignment, like any other name on ctx."""
 
     def __init__(self, compute: Callable[[FunctionCtx], _T]) -> None:
         self._compute = compute
@@ -114,7 +114,7 @@ class _Overridable(Generic[_T]):
 
 
 class FunctionCtx:
-    """Carries what `forward` wants `backward` to have: torch's ctx.
+    """The object by which `forward` passes values to `backward` and `jvp`: torch's ctx.
 
     Assign any attribute (`ctx.scale = scale`): arrays inside become residuals, the rest travels as it is. Each call of
     a Function has a ctx of its own.
@@ -176,14 +176,14 @@ class FunctionCtx:
 
         Torch counterpart: `ctx.save_for_backward`; the named form is R torch's.
         """
-        _check_saved("save_for_backward", tensors, self._jaxfn.numbers)
+        _check_saved("save_for_backward", tensors, self._jaxfn.python_numbers)
         self._jaxfn.tensors = tensors
         self._jaxfn.named = named
 
     def save_for_forward(self, *tensors: Any) -> None:
         """Keeps arrays for `jvp`, which reads them as `ctx.saved_tensors`; a second call replaces what the first kept.
 
-        Where it is not called, `jvp` reads what `save_for_backward` kept.
+        If it is not called, `jvp` reads what `save_for_backward` kept.
 
         Args:
           *tensors: arrays (inputs, outputs or intermediates) or `None`.
@@ -208,40 +208,40 @@ class FunctionCtx:
 
         Torch counterpart: `ctx.save_for_forward`.
         """
-        _check_saved("save_for_forward", tensors, self._jaxfn.numbers)
+        _check_saved("save_for_forward", tensors, self._jaxfn.python_numbers)
         self._jaxfn.for_forward = tensors
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """What `save_for_backward` kept: the positional ones, then the named ones that are arrays or `None`."""
+        """The values that `save_for_backward` kept: positional ones, then the named ones that are arrays or `None`."""
         named = self._jaxfn.named.values()
         return self._jaxfn.tensors + tuple(value for value in named if value is None or is_array_leaf(value))
 
     @property
     def saved_variables(self) -> SavedVariables:
-        """What `save_for_backward` kept by name (R torch's form)."""
+        """The values that `save_for_backward` kept by name (R torch's form)."""
         return SavedVariables(self._jaxfn.named)
 
     @_Overridable
     def needs_input_grad(self) -> NeedsInputGrad:
         """Whether each input is being differentiated, by position and by parameter name."""
         self._jaxfn.read_needs_input_grad = True
-        return NeedsInputGrad(self._jaxfn.needs_input_grad, self._jaxfn.form)
+        return NeedsInputGrad(self._jaxfn.needs_input_grad, self._jaxfn.names)
 
     @_Overridable
     def num_inputs(self) -> int:
-        """How many inputs `forward` has, those left to their defaults included."""
-        return len(self._jaxfn.form.names)
+        """The number of inputs of `forward`, those left to their defaults included."""
+        return len(self._jaxfn.names.names)
 
     @_Overridable
     def num_outputs(self) -> int:
-        """How many outputs `forward` returned."""
+        """The number of outputs that `forward` returned."""
         if self._jaxfn.num_outputs is None:
             raise AttributeError  # what it says is up to __getattr__
         return self._jaxfn.num_outputs
 
     def mark_non_differentiable(self, *outputs: Any) -> None:
-        """Says that these outputs have no derivative: they pass through `jax.lax.stop_gradient`.
+        """Declares that these outputs have no derivative: they pass through `jax.lax.stop_gradient`.
 
         `backward` still gets an argument for each: zeros, or `None` when not materializing.
 
@@ -250,7 +250,7 @@ class FunctionCtx:
         self._jaxfn.non_differentiable = outputs
 
     def mark_dirty(self, *inputs: Any) -> None:
-        """Says that these inputs are updated by `forward`, which returns their new values.
+        """Declares that `forward` updates these inputs and returns their new values.
 
         JAX arrays are immutable, so the caller's array keeps its value and the new one is the returned one. A
         `jax.Ref` argument really is written in place and need not be returned.
@@ -260,10 +260,10 @@ class FunctionCtx:
         self._jaxfn.dirty = inputs
 
     def log(self, **values: Any) -> None:
-        """Shows values to whoever looks: `jaxfn.logged()` around eager code, `jaxfn.with_logs(f)` in any program.
+        """Logs values for `jaxfn.logged()` around eager code, or `jaxfn.with_logs(f)` in any program.
 
-        In `forward`, `setup_context`, `backward` and `jvp`. While nobody looks it does nothing, and leaves nothing in
-        compiled programs. Values have no derivative here.
+        Works in `forward`, `setup_context`, `backward` and `jvp`. Without either of them it does nothing and leaves
+        nothing in compiled programs. Logged values are not differentiated.
 
         Args:
           **values: arrays or Python numbers, by name.
@@ -298,7 +298,7 @@ class FunctionCtx:
             self._jaxfn.logged = [*self._jaxfn.logged, *copies.items()]
 
     def set_materialize_grads(self, value: bool) -> None:
-        """With `False`, `backward` gets `None`, not zeros, for an output whose gradient is symbolically zero.
+        """Sets whether `backward` receives zeros or `None` for an output whose gradient is symbolically zero.
 
         Torch counterpart: `ctx.set_materialize_grads`.
         """
@@ -316,7 +316,7 @@ def _check_saved(method: str, tensors: tuple[Any, ...], numbers: Sequence[Any]) 
 
 
 class SavedNames(NamedTuple):
-    """What the values that a ctx keeps are called."""
+    """The names of the values that a ctx keeps."""
 
     num_tensors: int
     named: tuple[str, ...]
@@ -325,26 +325,26 @@ class SavedNames(NamedTuple):
 
     @property
     def num_for_backward(self) -> int:
-        """How many of the values were given to `save_for_backward`; they come first."""
+        """The number of values that were passed to `save_for_backward`; they come first."""
         return self.num_tensors + len(self.named)
 
 
-def state_of(ctx: FunctionCtx) -> ContextState:
-    """jaxfn's side of a ctx."""
+def ctx_state(ctx: FunctionCtx) -> ContextState:
+    """Returns the part of a ctx that jaxfn reads."""
     return ctx._jaxfn  # pyright: ignore[reportPrivateUsage]
 
 
-def saved_by(ctx: FunctionCtx) -> tuple[SavedNames, list[Any]]:
-    """Everything that a ctx keeps for `backward` and `jvp`."""
-    state, attributes = state_of(ctx), vars(ctx)
+def collect_saved(ctx: FunctionCtx) -> tuple[SavedNames, list[Any]]:
+    """Returns everything that a ctx keeps for `backward` and `jvp`, and its names."""
+    state, attributes = ctx_state(ctx), vars(ctx)
     for_forward = state.for_forward
     num_for_forward = None if for_forward is None else len(for_forward)
     names = SavedNames(len(state.tensors), tuple(state.named), num_for_forward, tuple(attributes))
     return names, [*state.tensors, *state.named.values(), *(for_forward or ()), *attributes.values()]
 
 
-def restored(state: ContextState, names: SavedNames, values: Iterable[Any]) -> FunctionCtx:
-    """A ctx that has what `saved_by` returned of another."""
+def restore_ctx(state: ContextState, names: SavedNames, values: Iterable[Any]) -> FunctionCtx:
+    """Returns a ctx that has what `collect_saved` returned of another one."""
     values = iter(values)
     ctx = FunctionCtx(state)
     state.tensors = tuple(islice(values, names.num_tensors))
@@ -357,7 +357,7 @@ def restored(state: ContextState, names: SavedNames, values: Iterable[Any]) -> F
     return ctx
 
 
-def show_saved_for_forward(state: ContextState) -> None:
-    """Makes `saved_tensors` what `jvp` is to see."""
+def use_saved_for_forward(state: ContextState) -> None:
+    """Makes `saved_tensors` the values that `jvp` should read."""
     if state.for_forward is not None:
         state.tensors, state.named = state.for_forward, {}

@@ -1,0 +1,515 @@
+"""The boundary between user code and JAX: what `forward`, `backward` and `jvp` take and return, checked.
+
+Torch's words hold on one side (gradients, one per input, in torch's complex convention), JAX's on the other (cotangents
+and tangents, one per array leaf). A cotangent or tangent that is symbolically zero is `None`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from operator import is_
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxfn._compat import is_ref, zeros_of
+from jaxfn._context import ContextState
+from jaxfn._mesh_types import match_tangent
+from jaxfn._observe import CALL_MONITOR
+from jaxfn._signature import InputNames, InputSpec
+from jaxfn._tree import (
+    ARRAY_SPEC,
+    ExpectedLeaf,
+    StructureError,
+    TreeSpec,
+    as_array,
+    conjugate,
+    flatten,
+    is_array_leaf,
+    is_inexact,
+    is_key,
+    is_wrapped_array,
+    leaf_key,
+    match_leaves,
+)
+
+
+class OutputSpec:
+    """The static part of the outputs of a forward pass; equal if they have the same structure."""
+
+    __slots__ = ("container", "non_differentiable", "trees")
+
+    def __init__(self, container: type | None, trees: tuple[TreeSpec, ...], non_differentiable: frozenset[int]) -> None:
+        self.container = container  # tuple or a namedtuple type; None: one output
+        self.trees = trees
+        self.non_differentiable = non_differentiable  # indices of array leaves that were marked
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OutputSpec):
+            return NotImplemented
+        return (
+            self.container is other.container
+            and self.non_differentiable == other.non_differentiable
+            and len(self.trees) == len(other.trees)
+            and all(_look_alike(a, b) for a, b in zip(self.trees, other.trees, strict=True))
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.container, self.non_differentiable, len(self.trees)))
+
+    def __repr__(self) -> str:
+        outputs = ", ".join(map(repr, self.trees))
+        return outputs if self.container is None else f"{self.container.__name__}({outputs})"
+
+    def unflatten(self, arrays: Sequence[jax.Array]) -> Any:
+        """Returns the outputs that have these array leaves."""
+        remaining = iter(arrays)
+        values = [tree.unflatten(remaining) for tree in self.trees]
+        if self.container is None:
+            return values[0]
+        make: Any = getattr(self.container, "_make", self.container)  # a namedtuple's constructor takes no iterable
+        return make(values)
+
+    def grad_outputs(
+        self, cotangents: Sequence[jax.Array | None], avals: Sequence[Any], materialize: bool
+    ) -> list[Any] | None:
+        """Returns a gradient for each top-level output, in torch's convention; `None` if all of them are zero.
+
+        Args:
+          cotangents: One for each array leaf.
+          avals: The types of those leaves.
+          materialize: Whether zeros are passed as arrays; otherwise as `None`.
+        """
+        if all(ct is None for ct in cotangents):
+            return None
+        if len(cotangents) == len(self.trees) == 1 and self.trees[0] is ARRAY_SPEC:  # by far the most frequent
+            return [conjugate(as_array(cotangents[0]))]
+        leaves = iter(
+            [
+                (_zeros(aval) if materialize else None) if ct is None else conjugate(as_array(ct))
+                for ct, aval in zip(cotangents, avals, strict=True)
+            ]
+        )
+        gradients: list[Any] = []
+        for tree in self.trees:
+            own = list(islice(leaves, tree.num_arrays))
+            is_zero = bool(own) and not materialize and all(leaf is None for leaf in own)
+            gradients.append(None if is_zero else tree.unflatten_gradient(iter(own)))
+        return gradients
+
+
+def _zeros(aval: Any) -> Any:
+    return None if is_key(aval) else zeros_of(aval)  # random keys have no zero
+
+
+def _look_alike(a: TreeSpec, b: TreeSpec) -> bool:
+    """Whether two forward passes gave this output alike; objects that are made again each time count as alike."""
+    has_leaf = a.treedef is None or b.treedef is None  # PyTreeDef does not compare with None
+    same_tree = a.treedef is b.treedef if has_leaf else a.treedef == b.treedef
+    return same_tree and all(leaf_key(x) == leaf_key(y) for x, y in zip(a.leaves, b.leaves, strict=True))
+
+
+class ForwardOutputs(NamedTuple):
+    """The outputs that `forward` returned.
+
+    Attributes:
+      value: The outputs themselves, with NumPy arrays in them converted to JAX ones.
+      originals: Their array leaves as `forward` returned them; their identity tells what it marks and saves.
+      arrays: The converted array leaves.
+      spec: Everything else.
+    """
+
+    value: Any
+    originals: Sequence[Any]
+    arrays: list[Any]
+    spec: OutputSpec
+
+
+def flatten_outputs(value: Any) -> ForwardOutputs:
+    """Flattens what `forward` returned: a tuple is several outputs, anything else is one."""
+    container: type | None = None
+    outputs: tuple[Any, ...] = (value,)
+    if isinstance(value, tuple):
+        container, outputs = type(value), cast(tuple[Any, ...], value)
+    originals: list[Any] = []
+    trees: list[TreeSpec] = []
+    for output in outputs:
+        leaves, tree = flatten(output)
+        if tree is not ARRAY_SPEC and is_wrapped_array(output):
+            leaves, tree = (output,), ARRAY_SPEC
+        originals += leaves
+        trees.append(tree)
+    arrays = [as_array(array) for array in originals]
+    spec = OutputSpec(container, tuple(trees), frozenset())
+    if not all(map(is_, originals, arrays)):
+        value = spec.unflatten(arrays)
+    return ForwardOutputs(value, originals, arrays, spec)
+
+
+# Marks
+
+
+def non_differentiable_outputs(name: str, state: ContextState, outputs: Sequence[Any]) -> frozenset[int]:
+    """Returns the indices of the marked outputs among the array leaves; warns of what is not an output.
+
+    # Note: two outputs, one array
+
+        y = jnp.sin(x)                      for a vector, `y.ravel()` is another array eagerly; under `jax.jit` it is
+        z = y.ravel()                       y itself, as for many functions that change nothing
+        ctx.mark_non_differentiable(z)      y must not lose its derivative by that
+
+    Raises:
+      ValueError: A marked array is returned more often than it was marked.
+    """
+    marked = jax.tree_util.tree_leaves(state.non_differentiable)
+    found: set[int] = set()
+    for mark in marked:
+        indices = [i for i, output in enumerate(outputs) if mark is output]
+        if not indices:
+            warnings.warn(
+                f"{name}: mark_non_differentiable was given a value that forward did not return; it has no effect. "
+                "Pass the very array that is returned.",
+                stacklevel=2,
+            )
+        elif sum(mark is other for other in marked) < len(indices) and is_inexact(jax.dtypes.result_type(mark)):
+            raise ValueError(
+                f"{name}: mark_non_differentiable was given an array that forward returns {len(indices)} times, as "
+                f"outputs {', '.join(map(str, indices))}, so that it cannot be told which is meant. (A function that "
+                "changes nothing, as `y.ravel()` of a vector, returns the array itself.) Return another array, "
+                "`jnp.array(y, copy=True)`, as the output without a derivative and mark that; or mark it once for each."
+            )
+        found.update(indices)
+    return frozenset(found)
+
+
+def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    """Checks what was marked dirty; returns whether an array is among it, whose caller keeps the old value.
+
+    Raises:
+      ValueError: Something is not an array input, or no output has the shape and dtype of the input.
+    """
+    found_array = False
+    for position, marked in enumerate(jax.tree_util.tree_leaves(state.dirty)):
+        if not any(marked is x for x in inputs):
+            raise ValueError(
+                f"{name}: mark_dirty was given something that is not an array input of forward (argument {position}, "
+                f"a {type(marked).__name__}). Pass the input as forward received it, and return its new value."
+            )
+        if is_ref(marked):
+            continue
+        found_array = True
+        if not any(x.shape == marked.shape and x.dtype == marked.dtype for x in outputs):
+            raise ValueError(
+                f"{name}: mark_dirty was given an input of shape {marked.shape} and dtype {marked.dtype} (argument "
+                f"{position}), but no output has that shape and dtype. JAX arrays are immutable: return the new value."
+            )
+    return found_array
+
+
+def warn_of_dirty(name: str) -> None:
+    """Warns what `mark_dirty` means where arrays are immutable."""
+    warnings.warn(
+        f"{name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To write in "
+        "place, pass a jax.Ref.",
+        stacklevel=2,
+    )
+
+
+# Gradients and tangents
+
+_MESSAGES: dict[str, tuple[type[Exception], str]] = {
+    "backward count": (
+        RuntimeError,
+        "returned an incorrect number of gradients: expected {expected} ({names}), got {got}. Return one gradient for "
+        "each input, and None for an input that has none.",
+    ),
+    "backward names": (
+        RuntimeError,
+        "returned gradients for {unknown}, which {verb} not among its parameters. The parameters are {names}.",
+    ),
+    "backward keywords": (
+        RuntimeError,
+        "returned gradients by position for the keywords {keywords}, whose order jax.jit and jax.checkpoint change. "
+        "Return a dict of gradients by name: {{{example}}}.",
+    ),
+    "backward type": (TypeError, "returned {got} as the gradient of {where}: expected an array{shape} or None."),
+    "backward static": (
+        RuntimeError,
+        "returned a gradient different than None for {where}, but that input is the Python value {value}, not an "
+        "array. Return None for it.",
+    ),
+    "backward structure": (
+        RuntimeError,
+        "returned a gradient for {where} that does not have that input's structure: {problem}. Any subtree of the "
+        "gradient may be None.",
+    ),
+    "backward shape": (
+        RuntimeError,
+        "returned an invalid gradient for {where}: got shape {got}, which cannot be summed to the input's shape "
+        "{expected}.",
+    ),
+    "backward complex": (
+        TypeError,
+        "returned a complex gradient ({got}) for {where}, which is real ({expected}). Return its .real.",
+    ),
+    "jvp count": (
+        RuntimeError,
+        "returned an invalid number of tangents: expected {expected}, one for each output of forward, got {got}. "
+        "Return None for an output whose tangent is zero.",
+    ),
+    "jvp type": (TypeError, "returned {got} as the tangent of {where}: expected an array{shape} or None."),
+    "jvp static": (
+        RuntimeError,
+        "returned a tangent different than None for {where}, which is not differentiable ({value}). Return None for "
+        "it.",
+    ),
+    "jvp structure": (
+        RuntimeError,
+        "returned a tangent for {where} that does not have that output's structure: {problem}. Any subtree of the "
+        "tangent may be None.",
+    ),
+    "jvp shape": (
+        RuntimeError,
+        "returned a tangent of shape {got} for {where}: expected the output's shape {expected}.",
+    ),
+    "jvp complex": (
+        TypeError,
+        "returned a complex tangent ({got}) for {where}, which is real ({expected}). Return its .real.",
+    ),
+}
+
+
+class _Where(NamedTuple):
+    """The place of a value that a method returned; formatted only if something is wrong with it.
+
+    Attributes:
+      function: The Function's name.
+      method: "backward" or "jvp".
+      position: The index of the input or output.
+      names: The names of the inputs; `None` for an output.
+      path: The path of a leaf.
+    """
+
+    function: str
+    method: str
+    position: int = 0
+    names: InputNames | None = None
+    path: str = ""
+
+    def __str__(self) -> str:
+        place = f"output {self.position}" if self.names is None else self.names.describe(self.position)
+        return place + self.path
+
+    def error(self, message: str, **facts: object) -> Exception:
+        """Returns the error with this message."""
+        kind, text = _MESSAGES[f"{self.method} {message}"]
+        return kind(f"{self.function}.{self.method} {text.format(where=self, **facts)}")
+
+    def check_array(self, value: Any, aval: Any) -> None:
+        """Raises if a value cannot be the gradient or tangent of an array leaf."""
+        if not is_array_leaf(value) or is_key(value):
+            got = "a random key" if is_array_leaf(value) else f"a Python {type(value).__name__}"
+            raise self.error("type", got=got, shape=f" of shape {getattr(aval, 'shape', ())}")
+
+    def check_real(self, value: jax.Array, aval: Any) -> None:
+        """Raises if a value is complex for an array leaf that is real."""
+        if value.dtype.kind == "c" and aval.dtype.kind != "c":
+            raise self.error("complex", got=value.dtype, expected=aval.dtype)
+
+    def match(
+        self, value: Any, tree: TreeSpec, leaves: Iterator[tuple[Any, bool]]
+    ) -> Iterator[tuple[_Where, Any, ExpectedLeaf]]:
+        """Yields for each array leaf its place, what `value` has there, and the leaf; raises for other structures."""
+        skeleton = tree.unflatten(iter([ExpectedLeaf(*leaf) for leaf in islice(leaves, tree.num_arrays)]))
+        try:
+            pieces = list(match_leaves(value, skeleton, tree))
+        except StructureError as problem:
+            raise self.error("structure", problem=problem) from None
+        for path, piece, leaf in pieces:
+            place = self._replace(path=path)
+            if isinstance(leaf, ExpectedLeaf):
+                yield place, piece, leaf
+            elif piece is not None:
+                value_text = repr(leaf) if self.method == "backward" else f"the Python value {leaf!r}"
+                raise place.error("static", value=value_text)
+
+
+def input_cotangents(
+    name: str, spec: InputSpec, returned: Any, avals: Sequence[Any], perturbed: Sequence[bool]
+) -> list[jax.Array | None]:
+    """Returns a cotangent, or `None` for zero, for each array leaf of the inputs, placed anywhere on a mesh.
+
+    Args:
+      name: The Function's.
+      spec: The inputs.
+      returned: What the user's `backward` returned.
+      avals: The types of the array leaves, over all inputs.
+      perturbed: Whether each array leaf is being differentiated; gradients of the others are not checked.
+
+    Raises:
+      RuntimeError, TypeError: See `_MESSAGES`.
+    """
+    leaves = zip(avals, perturbed, strict=True)
+    cotangents: list[jax.Array | None] = []
+    for index, (gradient, tree) in enumerate(zip(_one_per_input(name, spec, returned), spec.trees, strict=True)):
+        where = _Where(name, "backward", index, spec.names)
+        if tree is ARRAY_SPEC:  # by far the most frequent
+            cotangents.append(_cotangent(gradient, *next(leaves), where))
+            continue
+        cotangents += [
+            _cotangent(piece, leaf.aval, leaf.is_differentiated, place)
+            for place, piece, leaf in where.match(gradient, tree, leaves)
+        ]
+    return cotangents
+
+
+def _one_per_input(name: str, spec: InputSpec, returned: Any) -> Sequence[Any]:
+    names, where = spec.names, _Where(name, "backward")
+    expected = len(names.names)
+    if type(returned) is tuple and len(cast(tuple[Any, ...], returned)) == expected and not names.extra_keywords:
+        return cast(tuple[Any, ...], returned)  # as nearly always
+    if isinstance(returned, dict):
+        named = cast(dict[Any, Any], returned)
+        unknown = [key for key in named if key not in names.names and key != names.variadic]
+        if not unknown:
+            return _from_names(where, names, named)
+        if len(unknown) < len(named):
+            verb = "is" if len(unknown) == 1 else "are"
+            text = ", ".join(map(repr, unknown))
+            raise where.error("names", unknown=text, verb=verb, names=", ".join(names.names))
+    # A namedtuple is the gradient of the one input where that is itself such a namedtuple.
+    if not isinstance(returned, tuple) or (
+        type(returned) is not tuple and expected == 1 and spec.trees[0].container is type(returned)
+    ):
+        returned = (returned,)
+    gradients = list(cast(tuple[Any, ...], returned))
+    while len(gradients) > expected and gradients[-1] is None:
+        gradients.pop()
+    if not names.num_given <= len(gradients) <= expected:
+        wanted = expected if names.num_given == expected else f"{names.num_given} to {expected}"
+        is_list = len(gradients) == 1 and isinstance(gradients[0], list)
+        got = "a list, which counts as one gradient" if is_list else len(gradients)
+        raise where.error("count", expected=wanted, names=", ".join(names.names), got=got)
+    gradients += [None] * (expected - len(gradients))
+    keywords = names.extra_keywords
+    if len(keywords) > 1 and any(gradients[names.names.index(keyword)] is not None for keyword in keywords):
+        example = ", ".join(f"{keyword!r}: ..." for keyword in keywords)
+        raise where.error("keywords", keywords=", ".join(map(repr, keywords)), example=example)
+    return gradients
+
+
+def _from_names(where: _Where, names: InputNames, named: dict[Any, Any]) -> Sequence[Any]:
+    """Returns gradients in the order of the inputs; the name of a `*args` parameter stands for all of its items."""
+    by_name = dict(named)
+    if names.variadic in by_name:
+        items = by_name.pop(names.variadic)
+        group = [name for name in names.names if name.startswith(f"{names.variadic}[")]
+        if items is not None:
+            if len(items) != len(group):
+                kind, text = _MESSAGES["backward structure"]
+                problem = f"{len(items)} gradients were returned for {len(group)} arguments"
+                raise kind(f"{where.function}.backward {text.format(where=f'*{names.variadic}', problem=problem)}")
+            by_name |= dict(zip(group, items, strict=True))
+    return [by_name.get(name) for name in names.names]
+
+
+def _cotangent(gradient: Any, aval: Any, is_differentiated: bool, where: _Where) -> jax.Array | None:
+    """Returns the cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
+    if gradient is None:
+        return None
+    if (
+        is_differentiated
+        and isinstance(gradient, jax.Array)
+        and jax.typeof(gradient) == aval
+        and aval.dtype.kind == "f"
+    ):
+        return gradient  # as nearly always
+    where.check_array(gradient, aval)
+    if not is_differentiated:  # integers, and what torch would not look at either
+        return None
+    gradient = as_array(gradient)
+    where.check_real(gradient, aval)
+    gradient = _sum_to_shape(gradient, aval.shape, where)
+    if gradient.dtype != aval.dtype:
+        monitor = CALL_MONITOR.value
+        if monitor is not None:
+            monitor.casts[f"{where.function}, {where}", str(gradient.dtype), str(aval.dtype)] = None
+        gradient = gradient.astype(aval.dtype)
+    return conjugate(gradient)
+
+
+def _sum_to_shape(gradient: jax.Array, shape: tuple[int, ...], where: _Where) -> jax.Array:
+    if gradient.shape == shape:
+        return gradient
+    extra = gradient.ndim - len(shape)
+    pairs = list(zip(gradient.shape[max(extra, 0) :], shape, strict=False))
+    if extra < 0 or any(got != want and want != 1 for got, want in pairs):
+        raise where.error("shape", got=gradient.shape, expected=shape)
+    stretched = [extra + axis for axis, (got, want) in enumerate(pairs) if got != want]
+    summed = jnp.sum(gradient, axis=(*range(extra), *stretched))
+    return jax.lax.expand_dims(summed, [axis - extra for axis in stretched])  # reshape may not know how to shard it
+
+
+def input_tangents(
+    tangents: Sequence[jax.Array | None], spec: InputSpec, avals: Sequence[Any], materialize: bool
+) -> list[Any]:
+    """Returns a tangent for each input: of its structure, `None` for leaves that cannot be differentiated.
+
+    Args:
+      tangents: One for each array leaf of the inputs, `None` for zero.
+      spec: The inputs.
+      avals: The types of the array leaves.
+      materialize: Whether zeros are passed as arrays; otherwise as `None`.
+    """
+    leaves = iter(
+        [
+            zeros_of(aval) if tangent is None and materialize and is_inexact(aval.dtype) else tangent
+            for tangent, aval in zip(tangents, avals, strict=True)
+        ]
+    )
+    results: list[Any] = []
+    for tree in spec.trees:
+        own = list(islice(leaves, tree.num_arrays))
+        results.append(None if all(x is None for x in own) else tree.unflatten_gradient(iter(own)))
+    return results
+
+
+def output_tangents(name: str, returned: Any, spec: OutputSpec, avals: Sequence[Any]) -> list[jax.Array | None]:
+    """Returns a tangent, or `None` for zero, for each array leaf of the outputs.
+
+    Args:
+      name: The Function's.
+      returned: What the user's `jvp` returned.
+      spec: The outputs.
+      avals: The types of their array leaves.
+
+    Raises:
+      RuntimeError, TypeError: See `_MESSAGES`.
+    """
+    expected = len(spec.trees)
+    per_output = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else (returned,)
+    if len(per_output) != expected:
+        raise _Where(name, "jvp").error("count", expected=expected, got=len(per_output))
+    leaves = iter([(aval, i not in spec.non_differentiable) for i, aval in enumerate(avals)])
+    tangents: list[jax.Array | None] = []
+    for index, (tangent, tree) in enumerate(zip(per_output, spec.trees, strict=True)):
+        matched = _Where(name, "jvp", index).match(tangent, tree, leaves)
+        tangents += [_tangent(piece, leaf.aval, leaf.is_differentiated, place) for place, piece, leaf in matched]
+    return tangents
+
+
+def _tangent(tangent: Any, aval: Any, is_differentiable: bool, where: _Where) -> jax.Array | None:
+    if tangent is None:
+        return None
+    where.check_array(tangent, aval)
+    if not is_differentiable or not is_inexact(aval.dtype):
+        why = f"its dtype is {aval.dtype}" if is_differentiable else "it was marked so"
+        raise where.error("static", value=why)
+    tangent = as_array(tangent)
+    where.check_real(tangent, aval)
+    if tangent.shape != aval.shape:
+        raise where.error("shape", got=tangent.shape, expected=aval.shape)
+    return match_tangent(tangent.astype(aval.dtype), aval)

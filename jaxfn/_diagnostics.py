@@ -1,0 +1,269 @@
+"""Errors of the user's methods: where they come from, and hints about what is probably wrong.
+
+None of this runs in a call that succeeds. Someone new from torch writes `x.add_(1)`, `dim=0` or `if x.sum() > 0`. The
+errors of Python and JAX name neither the Function nor the fix, so both are added to the message. The error stays the
+same object of the same class, so that code which catches it still does.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxfn._signature import fits
+from jaxfn._tree import is_jax_type
+
+_OWN_FOLDER = str(Path(__file__).parent / "_")[:-1]  # ends with the separator, unlike a sibling such as jaxfn2
+
+
+def hide_own_frames(error: Exception) -> None:
+    """Removes jaxfn's own frames from an error's traceback; see `shown_frames`."""
+    error.with_traceback(shown_frames(error.__traceback__))  # a frozen dataclass would reject an assignment
+
+
+def came_through(error: Exception, *functions: Callable[..., Any]) -> bool:
+    """Whether an error was raised while one of these functions, called from here, was running."""
+    codes = [getattr(function, "__code__", None) for function in functions]
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
+
+
+def shown_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without jaxfn's own frames, as JAX leaves out its own.
+
+    `JAX_TRACEBACK_FILTERING=off` keeps all frames.
+    """
+    if cast(Any, jax.config).jax_traceback_filtering == "off":
+        return traceback
+    entries: list[TracebackType] = []
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    shown = None
+    for entry in reversed(entries):
+        if not entry.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+            shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown
+
+
+"""What the source text of user code says that running it does not."""
+
+
+def source_location(function: Callable[..., Any]) -> str | None:
+    """Returns where a function was written, "file:line"; `None` if it does not tell."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def location_without_return(function: Callable[..., Any]) -> str | None:
+    """Returns the file and line of a function without a return statement.
+
+    `None` if it has a return or raise statement, or there is no source text to tell.
+    """
+    location = source_location(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):  # a class with __call__, a built-in, an interpreter's prompt
+        return None
+    definition = tree.body[0] if tree.body else None
+    if not isinstance(definition, ast.FunctionDef):  # a lambda always returns
+        return None
+    if any(isinstance(node, (ast.Return, ast.Raise)) for node in _statements(definition.body)):
+        return None
+    return location
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Yields the nodes of statements, without those in functions and classes that are defined there."""
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            pending += ast.iter_child_nodes(node)
+
+
+# Methods of torch's tensors that JAX's arrays lack, if the name alone does not tell what replaces them.
+_REPLACEMENTS = {
+    "backward": "derivatives are taken around a function: jax.grad(f)(x), and jax.vjp(f, x) inside of a Function",
+    "bmm": "write x @ y",
+    "bool": "write x.astype(bool)",
+    "clone": "arrays are immutable, and none has to be copied: leave it out",
+    "contiguous": "arrays have no memory layout of their own: leave it out",
+    "cpu": "write jax.device_put(x, device), outside of the Function",
+    "cuda": "write jax.device_put(x, device), outside of the Function",
+    "detach": "write jax.lax.stop_gradient(x)",
+    "dim": "write x.ndim",
+    "double": "write x.astype(jnp.float64)",
+    "expand": "write jnp.broadcast_to(x, shape)",
+    "expand_as": "write jnp.broadcast_to(x, y.shape)",
+    "float": "write x.astype(jnp.float32)",
+    "gather": "write jnp.take_along_axis(x, indices, axis)",
+    "half": "write x.astype(jnp.float16)",
+    "int": "write x.astype(jnp.int32)",
+    "long": "write x.astype(int)",
+    "masked_fill": "write jnp.where(mask, value, x)",
+    "mm": "write x @ y",
+    "new_ones": "write jnp.ones(shape, x.dtype)",
+    "new_zeros": "write jnp.zeros(shape, x.dtype)",
+    "numel": "write x.size",
+    "numpy": "write np.asarray(x), where JAX is not tracing",
+    "permute": "write x.transpose(axes)",
+    "requires_grad": "ctx.needs_input_grad says which inputs are being differentiated",
+    "requires_grad_": "jax.grad differentiates by a function's arguments, and nothing has to be marked: leave it out",
+    "scatter": "write jnp.put_along_axis(x, indices, values, axis, inplace=False)",
+    "select": "write jnp.take(x, index, axis)",
+    "split": "write jnp.split(x, places, axis), which takes places to cut at, or a number of parts, and no sizes",
+    "t": "write x.T",
+    "to": "write x.astype(dtype), or jax.device_put(x, device) outside of the Function",
+    "type": "write x.astype(dtype)",
+    "type_as": "write x.astype(y.dtype)",
+    "unsqueeze": "write jnp.expand_dims(x, axis)",
+    "where": "write jnp.where(condition, x, y)",
+}
+_KEYWORDS = {"dim": "axis", "keepdim": "keepdims"}
+_UNKNOWN_KEYWORD = re.compile(r"^_?(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_CTX = re.compile(r"\bFunctionCtx\b(?!\.)")  # its methods' own errors begin with "FunctionCtx.name()"
+# Messages of ctx itself, which has no hint to add but does not know whose ctx it is.
+_BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", "ctx.log(...):")
+_FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
+
+
+def add_hint(error: Exception, function_name: str, method: str, ctx: Any = None) -> None:
+    """Adds the Function, the mistake and the fix to the message of an error, if it is a known one.
+
+    Args:
+      error: What one of the user's methods raised.
+      function_name: The Function's name.
+      method: The name of the method.
+      ctx: The ctx that the method received.
+    """
+    if str(error).startswith(_BY_CTX):
+        add_to_message(error, f"In {function_name}.{method}.")
+    hint = _hint(error, method, ctx)
+    if hint is not None:
+        add_to_message(error, f"In {function_name}.{method}: {hint}.")
+
+
+def add_to_message(error: Exception, text: str) -> None:
+    """Adds a sentence to the message of an error, unless an inner Function has done so."""
+    if vars(error).setdefault("_jaxfn_text", text) is text:
+        message, *others = error.args or ("",)
+        error.args = (f"{str(message).rstrip()}\n{text}", *others)
+
+
+def _hint(error: Exception, method: str, ctx: Any) -> str | None:
+    text = str(error)
+    if text.startswith("nothing was saved as"):
+        return "save it in forward under that name: ctx.save_for_backward(name=value)"
+    if text.startswith("ctx has no attribute"):
+        return "assign what backward needs in forward (ctx.name = value), or in setup_context"
+    if text.startswith("ctx.needs_input_grad["):
+        return (
+            "it has one flag for each parameter of forward, without the ctx; its name may be used in place of a number"
+        )
+    if isinstance(error, AttributeError):
+        return _hint_for_missing(error.name) if error.name and is_jax_type(type(error.obj)) else None
+    if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)):
+        return (
+            "the value of an array is read (by if, while, float(...), .item() or an index), and a traced array has "
+            "none. Use jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is static"
+        )
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        return "NumPy cannot compute with traced arrays. Use jax.numpy instead"
+    if isinstance(error, NotImplementedError) and "array.view()" in text:
+        return _hint_for_view(error)
+    if isinstance(error, TypeError):
+        return _hint_for_type_error(error, text)
+    if isinstance(error, ValueError) and "values to unpack" in text and ctx and "saved_" in _lines(error)[-1]:
+        return _hint_for_unpacking(method, ctx)
+    return None
+
+
+def _hint_for_missing(name: str) -> str | None:
+    """Returns what replaces one of torch's methods."""
+    if name in _REPLACEMENTS:
+        return f"JAX's arrays have no {name}; {_REPLACEMENTS[name]}"
+    if name.endswith("_") and not name.endswith("__"):
+        return f"arrays are immutable, so there is no {name}. Compute a new array, and use and return that"
+    for module, prefix in _FUNCTIONS:
+        if callable(getattr(module, name, None)):
+            return f"JAX's arrays have no {name}; write {prefix}.{name}(x)"
+    return None
+
+
+def _lines(error: Exception) -> list[str]:
+    """Returns the lines of code on an error's traceback, the one that raised it last; empty without source."""
+    return [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def _hint_for_type_error(error: TypeError, text: str) -> str | None:
+    unknown = _UNKNOWN_KEYWORD.search(text)
+    if unknown and unknown[2] in _KEYWORDS and any(hasattr(module, unknown[1]) for module, _ in _FUNCTIONS):
+        return f"JAX calls {unknown[2]} {_KEYWORDS[unknown[2]]}"
+    if _CTX.search(text):
+        if "static_argnums" in text:
+            return (
+                "jax.jit cannot take the ctx. Compile what calls the Function (jax.jit(f), where f calls apply), or a "
+                "function without ctx inside of this method; or, if the ctx was to be an input, write "
+                "forward(ctx, x, ...)"
+            )
+        return "the ctx is used as if it were an input. It is the first parameter: write forward(ctx, x, ...)"
+    return _hint_for_view(error) if "as a data type" in text else None
+
+
+def _hint_for_view(error: Exception) -> str | None:
+    if not any(".view(" in line for line in _lines(error)):
+        return None
+    return "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"
+
+
+def _hint_for_unpacking(method: str, ctx: Any) -> str:
+    num_saved = len(ctx.saved_tensors)
+    if num_saved:
+        return f"ctx.saved_tensors holds {num_saved}, as many as forward saved"
+    if method == "backward" or method == "jvp":
+        return "forward saved nothing. Call ctx.save_for_backward(...) there"
+    return "nothing is saved yet. ctx.saved_tensors is for backward; forward has the inputs themselves"
+
+
+def is_call_error(error: TypeError, function: Callable[..., Any], args: Sequence[object]) -> bool:
+    """Whether an error says that a function cannot be called with these arguments."""
+    if came_through(error, inspect.unwrap(function)):  # a decorator has called it with others
+        return False
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a built-in, which does not say
+        return False
+    return not fits(signature, args, {})
+
+
+def signature_error(
+    function_name: str, method: str, function: Callable[..., Any], ctx: Any, num_others: int
+) -> TypeError:
+    """Returns the error to raise if a method cannot take its arguments."""
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    outputs = "outputs" if getattr(ctx, "num_outputs", 0) != 1 else "output"
+    given, pattern = {
+        "backward": (f"ctx and the gradients of {num_others} {outputs}", "backward(ctx, *grad_outputs)"),
+        "jvp": (f"ctx and the tangents of {num_others} inputs", "jvp(ctx, *tangents)"),
+        "setup_context": ("ctx, the inputs and the output", "setup_context(ctx, inputs, output)"),
+    }[method]
+    if names and names[0] == "self":
+        hint = f"A Function has no instances: make it a static method, {pattern}, without self"
+    elif len(names) == num_others:
+        hint = f"Its first parameter, {names[0]!r}, is taken for the ctx: write {pattern}"
+    else:
+        hint = f"Write {pattern}"
+    return TypeError(f"{function_name}.{method}{signature} cannot take what it is called with, {given}. {hint}.")

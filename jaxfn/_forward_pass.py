@@ -1,0 +1,404 @@
+"""One call of a Function (`CallSpec`), and one forward pass with the `backward` and `jvp` that belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxfn._boundary import (
+    ForwardOutputs,
+    OutputSpec,
+    check_dirty,
+    input_cotangents,
+    input_tangents,
+    non_differentiable_outputs,
+    output_tangents,
+)
+from jaxfn._compat import manual_axes_here
+from jaxfn._context import ContextState, FunctionCtx, SavedNames, collect_saved, restore_ctx, use_saved_for_forward
+from jaxfn._hooks import Hooks, PackedResiduals, pack
+from jaxfn._jaxpr import StagedFunction
+from jaxfn._mesh_types import match_cotangents
+from jaxfn._methods import UserMethods
+from jaxfn._observe import OBSERVATION, Label, Observation, emit_logs, label_arrays, label_present, leaf_names, observe
+from jaxfn._signature import InputSpec
+from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten_saved, is_inexact, is_traced
+from jaxfn._vmap_method import forward_with_vmap
+
+
+class CallSpec:
+    """The static part of a call: the Function's methods, and the names and tree spec of each input."""
+
+    def __init__(self, methods: UserMethods, inputs: InputSpec) -> None:
+        self.methods = methods
+        self.name = methods.name
+        self.inputs = inputs
+
+    @property
+    def may_capture_tracers(self) -> bool:
+        """Whether `forward` may use tracers besides the array leaves: in a closure, or in an object it is passed."""
+        return self.inputs.has_objects or self.methods.may_capture_tracers
+
+    def scope(self, method: str) -> Any:
+        """Names the operations of a method in compiled programs and profiles."""
+        return jax.named_scope(f"{self.name}.{method}")
+
+    def check_no_perturbed_refs(self, perturbed: Sequence[bool]) -> None:
+        """Raises if a reference itself is being differentiated, whose derivative would silently be lost."""
+        for index, is_ref, is_perturbed in zip(self.inputs.per_leaf(), self.inputs.are_refs, perturbed, strict=True):
+            if is_ref and is_perturbed:
+                raise NotImplementedError(
+                    f"{self.name}: {self.inputs.names.describe(index)} is a jax.Ref that was made inside the function "
+                    "being differentiated. What a Function reads from or writes to it would have no derivative. Make "
+                    "the Ref outside, or return the value instead of writing it."
+                )
+
+
+class ResidualSource(NamedTuple):
+    """The origin of a residual.
+
+    Attributes:
+      kind: "input", "output" or "intermediate".
+      place: Its index among those.
+      is_packed: Whether it passes the saved-tensor hooks.
+    """
+
+    kind: str
+    place: int
+    is_packed: bool
+
+
+class SavedSpec(NamedTuple):
+    """The static part of what a ctx keeps for `backward` and `jvp`.
+
+    A saved input or output is not stored again: the residual *is* that input or output, and has its derivative. An
+    intermediate has the derivative of the operations that computed it.
+
+    Attributes:
+      names: The names of the values.
+      trees: The tree spec of each value.
+      sources: The origin of each residual.
+      order: For each array leaf of the values, which residual it is.
+    """
+
+    names: SavedNames
+    trees: list[TreeSpec]
+    sources: list[ResidualSource]
+    order: list[int]
+
+    def residual_names(self) -> list[str]:
+        """Returns, for each residual, the names under which it was saved."""
+        names: list[list[str]] = [[] for _ in self.sources]
+        for residual, name in zip(self.order, leaf_names(self._names_on_ctx(), self.trees), strict=True):
+            names[residual].append(name)
+        return [", ".join(own) for own in names]
+
+    def _names_on_ctx(self) -> Iterable[str]:
+        yield from (f"saved_tensors[{i}]" for i in range(self.names.num_tensors))
+        yield from self.names.named
+        yield from (f"saved_for_forward[{i}]" for i in range(self.names.num_for_forward or 0))
+        yield from (f"ctx.{name}" for name in self.names.attributes)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPass:
+    """One forward pass, without its arrays: everything that `backward` and `jvp` need except the residuals.
+
+    Attributes:
+      spec: The call.
+      seen_flags: Which array leaves `forward` was told are being differentiated.
+      perturbed: Which array leaves `backward` is told are.
+      reads_flags: Whether `forward` read `ctx.needs_input_grad`.
+      materialize_grads: What `ctx.set_materialize_grads` was given.
+      hooks: The saved-tensor hooks that were active at the call.
+      packed: What unpacks the residuals, under hooks.
+      saved: What the ctx keeps.
+      captures_arrays: Whether arrays are in closures or objects on ctx, where they have no derivative.
+      outputs: The structure of the outputs.
+      input_avals, output_avals: The types of the array leaves. (Arrays would leak their tracers into `backward`.)
+    """
+
+    spec: CallSpec
+    seen_flags: tuple[bool, ...]
+    perturbed: tuple[bool, ...]
+    reads_flags: bool
+    materialize_grads: bool
+    hooks: Hooks | None
+    packed: PackedResiduals | None
+    saved: SavedSpec
+    captures_arrays: bool
+    outputs: OutputSpec
+    input_avals: Sequence[Any]
+    output_avals: Sequence[Any]
+
+    def with_perturbed(self, perturbed: tuple[bool, ...]) -> ForwardPass:
+        """Returns the forward pass for derivatives with respect to these array leaves."""
+        return replace(self, perturbed=perturbed)
+
+    @property
+    def differentiable(self) -> list[int]:
+        """The indices of the outputs' array leaves that have a derivative."""
+        marked = self.outputs.non_differentiable
+        return [i for i, aval in enumerate(self.output_avals) if is_inexact(aval.dtype) and i not in marked]
+
+    def residuals(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], intermediates: Sequence[Any]
+    ) -> tuple[ForwardPass, list[Any]]:
+        """Returns the arrays to keep for `backward` and `jvp`, and the forward pass that can read them."""
+        arrays = {"input": inputs, "output": outputs, "intermediate": intermediates}
+        kept = [arrays[source.kind][source.place] for source in self.saved.sources]
+        if self.hooks is None:
+            return self, kept
+        with self.spec.scope("forward"):
+            packed, kept = pack(self.spec.name, self.hooks, [s.is_packed for s in self.saved.sources], kept)
+        return replace(self, packed=packed), kept
+
+    def _restore_ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx]:
+        """Returns the ctx as `forward` left it."""
+        if self.packed is not None:
+            residuals = self.packed.unpack(residuals)
+        inputs = self.spec.inputs
+        state = ContextState(inputs.names, inputs.needs_input_grad(self.perturbed))
+        state.num_outputs = len(self.outputs.trees)
+        state.materialize_grads = self.materialize_grads
+        arrays = iter([residuals[i] for i in self.saved.order])
+        return state, restore_ctx(state, self.saved.names, [tree.unflatten(arrays) for tree in self.saved.trees])
+
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
+        """Calls the user's `backward`.
+
+        Args:
+          residuals: What `residuals` returned.
+          cotangents: One for each array leaf of the outputs, `None` for zero.
+
+        Returns:
+          A cotangent for each array leaf of the inputs, `None` for zero.
+        """
+        if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
+            return self._observed("backward", residuals, cotangents)
+        return self._backward(residuals, cotangents)
+
+    def _backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
+        grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
+        if grad_outputs is None:
+            return [None] * len(self.input_avals)
+        spec, methods = self.spec, self.spec.methods
+        with spec.scope("backward"):
+            state, ctx = self._restore_ctx(residuals)
+            returned = methods.backward(ctx, grad_outputs)
+            try:
+                gradients = input_cotangents(spec.name, spec.inputs, returned, self.input_avals, self.perturbed)
+                if manual_axes_here() or self._is_on_mesh():
+                    gradients = match_cotangents(gradients, self.input_avals)
+            except (RuntimeError, TypeError) as error:
+                methods.add_location("backward", error)
+                raise
+        return emit_logs(spec.name, "backward", state.logged, gradients) if state.logged else gradients
+
+    def _is_on_mesh(self) -> bool:
+        return not all(aval.sharding.mesh.empty for aval in self.input_avals if is_inexact(aval.dtype))
+
+    def jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        """Calls the user's `jvp`.
+
+        Args:
+          residuals: What `residuals` returned.
+          tangents: One for each array leaf of the inputs, `None` for zero.
+
+        Returns:
+          A tangent for each array leaf of the outputs, `None` for zero.
+        """
+        if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
+            return self._observed("jvp", residuals, tangents)
+        return self._jvp(residuals, tangents)
+
+    def _jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        spec, methods = self.spec, self.spec.methods
+        with spec.scope("jvp"):
+            state, ctx = self._restore_ctx(residuals)
+            use_saved_for_forward(state)
+            returned = methods.jvp(ctx, input_tangents(tangents, spec.inputs, self.input_avals, self.materialize_grads))
+            try:
+                results = output_tangents(spec.name, returned, self.outputs, self.output_avals)
+            except (RuntimeError, TypeError) as error:
+                methods.add_location("jvp", error)
+                raise
+        return emit_logs(spec.name, "jvp", state.logged, results) if state.logged else results
+
+    def _observed(self, method: str, residuals: Sequence[Any], vectors: Sequence[Any]) -> list[jax.Array | None]:
+        """Calls `backward` or `jvp` so that what it reads, and for `Observation.VALUES` all else, is labelled."""
+        name = self.spec.name
+        rule = self._backward if method == "backward" else self._jvp
+        residuals = label_arrays(residuals, self._residual_labels(method))
+        if OBSERVATION.value is Observation.RESIDUALS:
+            return rule(residuals, vectors)
+        inputs, outputs = input_names(self.spec), self._output_names()
+        if method == "backward":
+            role, names, result_role, result_names = "grad_output", outputs, "gradient", inputs
+        else:
+            role, names, result_role, result_names = "tangent", inputs, "tangent", outputs
+        return observe(
+            name,
+            method,
+            lambda vectors: rule(residuals, vectors),
+            vectors,
+            role,
+            names,
+            lambda results: label_present(results, name, method, result_role, result_names),
+        )
+
+    def _residual_labels(self, method: str) -> list[Label]:
+        """Returns a label for each array that is kept."""
+        counts = [1] * len(self.saved.sources) if self.packed is None else [t.num_arrays for t in self.packed.trees]
+        labels: list[Label] = []
+        for source, name, count in zip(self.saved.sources, self.saved.residual_names(), counts, strict=True):
+            labels += [Label(self.spec.name, method, "saved", name, source.kind, source.is_packed)] * count
+        return labels
+
+    def label_results(self, outputs: list[Any], intermediates: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Labels what `forward` made."""
+        names = [""] * len(intermediates)
+        for source, name in zip(self.saved.sources, self.saved.residual_names(), strict=True):
+            if source.kind == "intermediate":
+                names[source.place] = name
+        function = self.spec.name
+        return (
+            label_present(outputs, function, "forward", "output", self._output_names()),
+            label_present(intermediates, function, "forward", "saved", names),
+        )
+
+    def _output_names(self) -> list[str]:
+        """Returns a name for each array leaf of the outputs."""
+        trees = self.outputs.trees
+        return leaf_names(map(str, range(len(trees))), trees)
+
+
+def input_names(spec: CallSpec) -> list[str]:
+    """Returns a name for each array leaf of the inputs."""
+    return leaf_names(spec.inputs.names.names, spec.inputs.trees)
+
+
+class ForwardResult(NamedTuple):
+    """A forward pass with its arrays.
+
+    Attributes:
+      forward_pass: Everything but the arrays.
+      outputs: The array leaves of the outputs.
+      intermediates: The saved arrays that are neither inputs nor outputs.
+      replay, consts: `forward` as a jaxpr, if it was staged, and the arrays that it captures.
+    """
+
+    forward_pass: ForwardPass
+    outputs: Sequence[Any]
+    intermediates: Sequence[Any]
+    replay: StagedFunction | None = None
+    consts: Sequence[Any] = ()
+
+
+def run_forward(
+    spec: CallSpec, arrays: Sequence[Any], seen_flags: tuple[bool, ...], hooks: Hooks | None
+) -> ForwardResult:
+    """Runs `forward`.
+
+    Args:
+      spec: The call.
+      arrays: The array leaves of the inputs.
+      seen_flags: Which of them `forward` is told are being differentiated.
+      hooks: The saved-tensor hooks that were active at the call.
+    """
+    if OBSERVATION.value is not Observation.VALUES:  # as nearly always
+        return _run_forward(spec, arrays, seen_flags, hooks)
+    return observe(
+        spec.name,
+        "forward",
+        lambda arrays: _run_forward(spec, arrays, seen_flags, hooks),
+        arrays,
+        "input",
+        input_names(spec),
+        lambda result: ForwardResult(
+            result.forward_pass, *result.forward_pass.label_results([*result.outputs], [*result.intermediates])
+        ),
+    )
+
+
+def _run_forward(
+    spec: CallSpec, arrays: Sequence[Any], seen_flags: tuple[bool, ...], hooks: Hooks | None
+) -> ForwardResult:
+    with spec.scope("forward"):
+        state, ctx, returned = call_forward(spec, arrays, seen_flags)
+    saved, intermediates = _save(ctx, arrays, returned.originals, hooks)
+    forward_pass = ForwardPass(
+        spec,
+        seen_flags,
+        seen_flags,
+        state.read_needs_input_grad,
+        state.materialize_grads,
+        hooks,
+        None,
+        saved,
+        any(tree.captures_arrays() for tree in saved.trees),
+        returned.spec,
+        [jax.typeof(x) for x in arrays],
+        [jax.typeof(x) for x in returned.arrays],
+    )
+    return ForwardResult(forward_pass, returned.arrays, intermediates)
+
+
+def call_forward(
+    spec: CallSpec, arrays: Sequence[Any], perturbed: tuple[bool, ...]
+) -> tuple[ContextState, FunctionCtx, ForwardOutputs]:
+    """Calls the user's `forward`; returns the ctx that it filled and its outputs, without the Function's rule."""
+    methods, inputs = spec.methods, spec.inputs
+    state = ContextState(inputs.names, inputs.needs_input_grad(perturbed))
+    ctx = FunctionCtx(state)
+    if inputs.python_numbers and not any(perturbed):
+        state.python_numbers = inputs.python_numbers
+    try:
+        if methods.vmap is not None and any(map(is_traced, arrays)):
+            returned = forward_with_vmap(methods, inputs, ctx, arrays)
+        else:
+            values = inputs.unflatten(arrays)
+            returned = methods.forward(ctx, inputs, values)
+            if inputs.mutable:
+                inputs.check_inputs_unchanged(spec.name, values, arrays, returned.originals)
+    except jax.errors.UnexpectedTracerError as error:
+        raise methods.escaped_tracer_error("forward") from error
+    if state.dirty and check_dirty(spec.name, state, arrays, returned.arrays):
+        methods.warn_of_dirty()
+    if state.non_differentiable:
+        marked = non_differentiable_outputs(spec.name, state, returned.originals)
+        returned = returned._replace(spec=OutputSpec(returned.spec.container, returned.spec.trees, marked))
+    if state.logged:
+        returned = returned._replace(arrays=emit_logs(spec.name, "forward", state.logged, returned.arrays))
+    return state, ctx, returned
+
+
+def _save(
+    ctx: FunctionCtx, inputs: Sequence[Any], outputs: Sequence[Any], hooks: Hooks | None
+) -> tuple[SavedSpec, list[jax.Array]]:
+    """Returns what a ctx keeps, and the intermediates among it."""
+    names, values = collect_saved(ctx)
+    known: dict[int, tuple[str, int]] = {}
+    for i, x in enumerate(outputs):
+        known.setdefault(id(x), ("output", i))  # of several outputs that are one array the first counts
+    for i, x in enumerate(inputs):
+        known[id(x)] = ("input", i)
+    intermediates: list[Any] = []
+    trees: list[TreeSpec] = []
+    indices: dict[ResidualSource, int] = {}
+    order: list[int] = []
+    for position, value in enumerate(values):
+        # Flattening an input or output again would cost more than this test.
+        arrays, tree = ((value,), ARRAY_SPEC) if id(value) in known else flatten_saved(value)
+        trees.append(tree)
+        is_packed = hooks is not None and position < names.num_for_backward
+        for array in arrays:
+            if id(array) not in known:
+                known[id(array)] = ("intermediate", len(intermediates))
+                intermediates.append(array)
+            source = ResidualSource(*known[id(array)], is_packed)
+            order.append(indices.setdefault(source, len(indices)))
+    return SavedSpec(names, trees, list(indices), order), [as_array(x) for x in intermediates]

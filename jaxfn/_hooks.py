@@ -1,0 +1,247 @@
+"""Saved-tensor hooks: functions that pack what is saved for `backward`, and unpack it there.
+
+The active hooks are a JAX user context: thread-local, and part of the key of jit's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxfn._compat import memory_space
+from jaxfn._primitives import DeferredError, Rule, attach, stop
+from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten, is_array_leaf, is_inexact, is_traced
+
+
+class Hooks(NamedTuple):
+    """A pair of hooks; equal if the functions are, so that entering them again does not retrace."""
+
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+HOOKS: Any = jax.make_user_context(None)
+"""Its `value` is the innermost `Hooks` of this thread, if any."""
+
+# The message of the error that entering hooks raises, if they are disabled.
+_disabled: Any = jax.make_user_context(None)
+
+
+@contextmanager
+def saved_tensors_hooks(pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> Generator[None]:
+    """Packs every array that Functions applied inside save for `backward`; a context manager or a decorator.
+
+    The innermost hooks apply. Under `jax.jit` they are those that are active where the Function is traced; a jitted
+    function is traced again, once, for each pair of hooks, so keep the hooks themselves (a `lambda` written in a loop
+    is another one each time). Attributes of ctx and what `save_for_forward` kept are not packed.
+
+    A second derivative goes through what was packed as if it were the array itself, where `pack_hook` returns one
+    floating array of the same shape; it raises `NotImplementedError` where the packed form is another (integers, say).
+
+    Args:
+      pack_hook: takes a saved array; what it returns (any pytree of arrays and Python values) is kept instead.
+      unpack_hook: takes that; what it returns is what `backward` reads.
+
+    Raises:
+      RuntimeError: inside `disable_saved_tensors_hooks`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxfn
+      >>> @jaxfn.function
+      ... def square(ctx, x):
+      ...     ctx.save_for_backward(x)
+      ...     return x * x
+      >>> @square.backward
+      ... def _(ctx, grad_output):
+      ...     (x,) = ctx.saved_tensors
+      ...     return 2 * x * grad_output
+      >>> def pack(x):
+      ...     return x.astype(jnp.bfloat16)
+      >>> def unpack(x):
+      ...     return x.astype(jnp.float32)
+      >>> with jaxfn.saved_tensors_hooks(pack, unpack):
+      ...     print(jax.grad(square)(1.001))
+      2.0
+
+    Torch counterpart: `torch.autograd.graph.saved_tensors_hooks`.
+    """
+    _check_not_disabled()
+    with HOOKS(Hooks(pack_hook, unpack_hook)):
+        yield
+
+
+@contextmanager
+def disable_saved_tensors_hooks(error_message: str) -> Generator[None]:
+    """Forbids saved-tensor hooks inside; a context manager or a decorator.
+
+    Args:
+      error_message: what the error will say.
+
+    Raises:
+      RuntimeError: with that message, where hooks are entered inside, or in force already.
+
+    Examples:
+      >>> import jaxfn
+      >>> with jaxfn.disable_saved_tensors_hooks("not in this block"):
+      ...     with jaxfn.save_on_host():
+      ...         pass
+      Traceback (most recent call last):
+      ...
+      RuntimeError: not in this block
+
+    Torch counterpart: `torch.autograd.graph.disable_saved_tensors_hooks`.
+    """
+    if HOOKS.value is not None:
+        raise RuntimeError(error_message)
+    with _disabled(error_message):
+        yield
+
+
+def _check_not_disabled() -> None:
+    if _disabled.value is not None:
+        raise RuntimeError(_disabled.value)
+
+
+@contextmanager
+def save_on_host() -> Generator[None]:
+    """Keeps what Functions applied inside save for `backward` in host memory; a context manager or a decorator.
+
+    On the CPU, JAX 0.10.0 takes all memory for host memory, and arrays stay where they are.
+
+    Raises:
+      RuntimeError: the default backend cannot place arrays in host memory.
+
+    Examples:
+      >>> import jax, jaxfn
+      >>> @jaxfn.function
+      ... def square(ctx, x):
+      ...     ctx.save_for_backward(x)
+      ...     return x * x
+      >>> @square.backward
+      ... def _(ctx, grad_output):
+      ...     (x,) = ctx.saved_tensors
+      ...     return 2 * x * grad_output
+      >>> with jaxfn.save_on_host():
+      ...     print(jax.grad(square)(3.0))
+      6.0
+
+    Torch counterpart: `torch.autograd.graph.save_on_cpu`.
+    """
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise RuntimeError(
+            f"save_on_host: the {device.platform} backend has no host memory for arrays (its memories: "
+            f"{', '.join(kinds)}). Leave save_on_host out here, or recompute with jax.checkpoint instead."
+        )
+    with saved_tensors_hooks(_to_host, _to_device):
+        yield
+
+
+def _to_host(array: Any) -> Any:
+    return jax.device_put(array, jax.memory.Space.Host)
+
+
+def _to_device(array: Any) -> Any:
+    return jax.device_put(array, jax.memory.Space.Device)
+
+
+class PackedResiduals(NamedTuple):
+    """The static part of packed residuals.
+
+    Attributes:
+      function: The Function's name, for messages.
+      hooks: The hooks.
+      are_packed: For each residual, whether it passed `pack_hook`.
+      trees: For each residual, the tree spec of what is kept of it.
+    """
+
+    function: str
+    hooks: Hooks
+    are_packed: Sequence[bool]
+    trees: Sequence[TreeSpec]
+
+    def unpack(self, kept: Sequence[Any]) -> list[Any]:
+        """Returns the residuals again."""
+        remaining = iter(kept)
+        leaves = [list(islice(remaining, tree.num_arrays)) for tree in self.trees]
+        return [
+            self._unpack_one(own, tree) if is_packed else own[0]
+            for is_packed, own, tree in zip(self.are_packed, leaves, self.trees, strict=True)
+        ]
+
+    def _unpack_one(self, leaves: Sequence[Any], tree: TreeSpec) -> Any:
+        any_traced = any(map(is_traced, leaves))
+        array = self.hooks.unpack(tree.unflatten(iter(stop(leaves) if any_traced else leaves)))
+        if not is_array_leaf(array):
+            raise TypeError(
+                f"{self.function}: the unpack_hook of saved_tensors_hooks returned a {type(array).__name__}; expected "
+                "the array that pack_hook received."
+            )
+        array = as_array(array)
+        return _with_derivative_of(leaves, [array], self.function)[0] if any_traced else array
+
+
+def pack(
+    function: str, hooks: Hooks, are_packed: Sequence[bool], residuals: Sequence[Any]
+) -> tuple[PackedResiduals, list[Any]]:
+    """Packs residuals; returns what unpacks them, and all arrays that are kept.
+
+    Args:
+      function: The Function's name.
+      hooks: The hooks.
+      are_packed: For each residual, whether it passes `pack_hook`.
+      residuals: The arrays.
+    """
+    trees: list[TreeSpec] = []
+    kept: list[Any] = []
+    for is_packed, residual in zip(are_packed, residuals, strict=True):
+        leaves, tree = _pack_one(function, hooks, residual) if is_packed else ([residual], ARRAY_SPEC)
+        trees.append(tree)
+        kept += leaves
+    return PackedResiduals(function, hooks, are_packed, trees), kept
+
+
+def _pack_one(function: str, hooks: Hooks, array: Any) -> tuple[list[Any], TreeSpec]:
+    if not is_traced(array):
+        leaves, tree = flatten(hooks.pack(array))
+        return [as_array(x) for x in leaves], tree
+    leaves, tree = flatten(hooks.pack(as_array(*stop([array]))))
+    return _with_derivative_of([array], [as_array(x) for x in leaves], function), tree
+
+
+def _with_derivative_of(sources: Sequence[Any], results: list[Any], function: str) -> list[Any]:
+    """Gives what a hook returned the derivative of what it received."""
+    if not any(is_inexact(x.dtype) for x in sources):
+        return results
+    is_like = (
+        len(results) == len(sources) == 1 and is_inexact(results[0].dtype) and results[0].shape == sources[0].shape
+    )
+    error = DeferredError(
+        NotImplementedError,
+        f"{function}: a second derivative goes through an array that saved_tensors_hooks packed into something other "
+        "than one floating array of its shape, which has no derivative. Differentiate twice without the hooks, or let "
+        "pack_hook return such an array.",
+    )
+    return attach(results, (), sources, _CAST if is_like else error)
+
+
+class _Cast(Rule):
+    """The derivative of a hook that changes nothing but dtype and memory space."""
+
+    def __call__(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        (source,), (tangent,) = inputs, tangents
+        tangent = tangent.astype(outputs[0].dtype)
+        here, there = memory_space(source), memory_space(outputs[0])
+        if here != there:
+            tangent = jax.device_put(tangent, there, src=here)  # src is where its transpose goes back to
+        return attach(outputs, (), inputs, self), [tangent]
+
+
+_CAST = _Cast()

@@ -1,0 +1,361 @@
+"""Tools for jaxprs: what an eqn runs, evaluation, dependence, identities.
+
+# Note: one place that knows what an eqn is
+
+    subjaxprs           the jaxprs that an eqn runs, and how their variables are bound to the eqn's
+    all_eqns            every eqn of a jaxpr and of the jaxprs in it
+    eval_jaxpr_with     the outputs, with a function that evaluates each eqn
+    StagedFunction      a function as a jaxpr, which is evaluated without running its Python code again
+    needed_eqns         the eqns and the variables that outputs depend on; dependent_eqns: that depend on variables
+    unchanged_operand   the operand that an eqn returns unchanged
+
+Tables hold a primitive by its identity, or by its name where no public module of JAX has it (0.10.0 to 0.12.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+
+from jaxfn._compat import (
+    AbstractRef,
+    Primitive,
+    call_p,
+    closed_call_p,
+    custom_jvp_call_p,
+    custom_lin_p,
+    custom_vjp_call_p,
+    inner_jaxpr,
+    jit_p,
+    lower_jaxpr,
+    name_p,
+    remat_p,
+    scan_sizes,
+    while_sizes,
+)
+
+_V = TypeVar("_V")
+
+
+def is_variable(atom: Any) -> bool:
+    """Whether an operand or an output in a jaxpr is a variable, and not a literal."""
+    return not hasattr(atom, "val")
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Returns a jaxpr without its consts, and the consts. In 0.12.0 closed jaxprs are jaxprs too."""
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+
+
+def primitives(names: str) -> frozenset[Primitive | str]:
+    """Returns primitives by name: `jax.lax.add_p` for "add", and the name itself where `jax.lax` has no such one."""
+    return frozenset(getattr(jax.lax, f"{name}_p", name) for name in names.split())
+
+
+def is_any_of(eqn: Any, primitives: Collection[Primitive | str]) -> bool:
+    """Whether the primitive of an eqn, or its name, is among `primitives`."""
+    return eqn.primitive in primitives or eqn.primitive.name in primitives
+
+
+def lookup(table: Mapping[Primitive | str, _V], eqn: Any) -> _V | None:
+    """Returns the entry of a table for the primitive of an eqn, or for its name; `None` if there is none."""
+    return table.get(eqn.primitive, table.get(eqn.primitive.name))
+
+
+def flat_params(eqn: Any) -> list[Any]:
+    """Returns the params of an eqn, with the items of tuples and lists one by one."""
+    values = eqn.params.values()
+    return [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+
+
+def jaxprs_in_params(eqn: Any) -> list[Any]:
+    """Returns the jaxprs among the params of an eqn, open and closed ones."""
+    return [item for item in flat_params(eqn) if hasattr(item, "eqns")]
+
+
+def all_eqns(jaxpr: Any) -> Iterator[Any]:
+    """Yields the eqns of a jaxpr, each followed by those of the jaxprs among its params."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn):
+            yield from all_eqns(inner)
+
+
+def is_reverse_only(eqn: Any) -> bool:
+    """Whether an eqn stands for the tangents of a `jax.custom_vjp`.
+
+    `jax.jvp` of a custom_vjp can be traced, and raises when this eqn is evaluated.
+    """
+    return eqn.primitive is custom_lin_p
+
+
+class SubJaxpr(NamedTuple):
+    """A jaxpr that an eqn runs.
+
+    Attributes:
+      jaxpr, consts: the jaxpr, and its consts.
+      operands: for each of its inputs, the index of the eqn's operand that it is, or is a part of.
+      results: for each of its outputs, the index of the eqn's result that it becomes, or becomes a part of; `None` for
+        an output that stays inside (the condition of a loop).
+      kind: "jit", "scan", "while", "cond", "checkpoint", "shard_map", or "call".
+      num_consts: in a loop, how many inputs come before the carry.
+      carried: in a loop, pairs of the index of an output and of the input that it is in the next step.
+      length: the number of steps: 1 except in loops, `None` where it is not known.
+      is_reversed: whether a scan starts at the end of its arrays.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    operands: Sequence[int]
+    results: Sequence[int | None]
+    kind: str
+    num_consts: int = 0
+    carried: Sequence[tuple[int, int]] = ()
+    length: int | None = 1
+    is_reversed: bool = False
+
+
+def subjaxprs(eqn: Any) -> list[SubJaxpr]:
+    """Returns the jaxprs that an eqn runs, in order; none for an operation."""
+    rule = lookup(subjaxpr_rules, eqn)
+    return [] if rule is None else rule(eqn)
+
+
+def _subjaxpr(jaxpr: Any, eqn: Any, kind: str, operands: Sequence[int]) -> SubJaxpr:
+    return SubJaxpr(*open_jaxpr(jaxpr), operands, range(len(eqn.outvars)), kind)
+
+
+def _call(eqn: Any, kind: str, param: str) -> list[SubJaxpr]:
+    jaxpr = eqn.params.get(param)
+    return [] if jaxpr is None else [_subjaxpr(jaxpr, eqn, kind, range(len(eqn.invars)))]
+
+
+def _scan(eqn: Any) -> list[SubJaxpr]:
+    params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn)
+    (body,) = _call(eqn, "scan", "jaxpr")
+    carried = [(i, num_consts + i) for i in range(num_carry)]
+    length, is_reversed = params["length"], params["reverse"]
+    return [body._replace(num_consts=num_consts, carried=carried, length=length, is_reversed=is_reversed)]
+
+
+def _while(eqn: Any) -> list[SubJaxpr]:
+    num_cond, num_body = while_sizes(eqn)
+    carry = range(num_cond + num_body, len(eqn.invars))
+    cond = _subjaxpr(eqn.params["cond_jaxpr"], eqn, "while", [*range(num_cond), *carry])
+    body = _subjaxpr(eqn.params["body_jaxpr"], eqn, "while", range(num_cond, len(eqn.invars)))
+    carried = [(i, num_body + i) for i in range(len(carry))]
+    return [
+        cond._replace(results=[None], num_consts=num_cond, length=None),
+        body._replace(num_consts=num_body, carried=carried, length=None),
+    ]
+
+
+def _cond(eqn: Any) -> list[SubJaxpr]:
+    return [_subjaxpr(branch, eqn, "cond", range(1, len(eqn.invars))) for branch in eqn.params["branches"]]
+
+
+# By the object that an eqn's params hold: a solver, or a linear map.
+_traced: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _linear_solve(eqn: Any) -> list[SubJaxpr]:
+    """Returns the solver's jaxpr; the eqn's other jaxprs are only used for derivatives."""
+    solver, lengths = eqn.params["jaxprs"].solve, eqn.params["const_lengths"]
+    lowered = _traced.get(solver) or lower_jaxpr(solver)
+    if lowered is not solver:  # JAX's experimental implementations do not lower it together with the outer jaxpr
+        _traced[solver] = lowered
+    first = lengths.matvec + lengths.vecmat
+    right_sides = range(sum(lengths), len(eqn.invars))
+    return [_subjaxpr(lowered, eqn, "call", [*range(first, first + lengths.solve), *right_sides])]
+
+
+def traced_impl(eqn: Any, param: str) -> list[SubJaxpr]:
+    """Returns the jaxpr of a primitive's impl, traced once for each object that is the value of `param`."""
+    key = eqn.params[param]
+    if key not in _traced:
+        types = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+        try:
+            _traced[key] = jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*types)
+        except NameError:  # an axis of a mesh, or of a vmap, that is not bound here
+            return []
+    return [_subjaxpr(_traced[key], eqn, "call", range(len(eqn.invars)))]
+
+
+# Where the primitives of jaxfn are defined, they add their own rules.
+subjaxpr_rules: dict[Primitive | str, Callable[[Any], list[SubJaxpr]]] = {
+    jax.lax.scan_p: _scan,
+    jax.lax.while_p: _while,
+    jax.lax.cond_p: _cond,
+    jax.lax.linear_solve_p: _linear_solve,
+    jit_p: partial(_call, kind="jit", param="jaxpr"),
+    remat_p: partial(_call, kind="checkpoint", param="jaxpr"),
+    custom_jvp_call_p: partial(_call, kind="call", param="call_jaxpr"),
+    custom_vjp_call_p: partial(_call, kind="call", param="call_jaxpr"),
+    call_p: partial(_call, kind="call", param="call_jaxpr"),
+    closed_call_p: partial(_call, kind="call", param="call_jaxpr"),
+    "shard_map": partial(_call, kind="shard_map", param="jaxpr"),
+    "custom_vmap_call": partial(_call, kind="call", param="call"),
+    "composite": partial(_call, kind="call", param="jaxpr"),
+}
+
+
+def any_eqn(jaxpr: Any, condition: Callable[[Any], bool]) -> bool:
+    """Whether an eqn of a jaxpr, or of a sub-jaxpr, fulfils the condition."""
+    return any(condition(eqn) or any(any_eqn(sub.jaxpr, condition) for sub in subjaxprs(eqn)) for eqn in jaxpr.eqns)
+
+
+def unhandled_subjaxprs(eqn: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the jaxprs in an eqn, at any depth, that `subjaxprs` has no rule for, with the primitive's name."""
+    inner = [sub.jaxpr for sub in subjaxprs(eqn)]
+    if not inner:
+        inner = [open_jaxpr(lower_jaxpr(jaxpr))[0] for jaxpr in jaxprs_in_params(eqn)]
+        yield from ((eqn.primitive.name, jaxpr) for jaxpr in inner)
+    for jaxpr in inner:
+        for inner_eqn in jaxpr.eqns:
+            yield from unhandled_subjaxprs(inner_eqn)
+
+
+def eval_jaxpr_with(
+    eval_eqn: Callable[[int, Any, list[Any]], Sequence[Any]],
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    read_literal: Callable[[Any], Any] = attrgetter("val"),
+) -> list[Any]:
+    """Returns the outputs of a jaxpr, for values of any kind: arrays, or what is known of them.
+
+    Args:
+      eval_eqn: returns the results of an eqn, from its index, the eqn and its operands.
+      jaxpr, consts, args: the jaxpr, and what it is applied to.
+      read_literal: returns the value of a literal.
+    """
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        return env[atom] if is_variable(atom) else read_literal(atom)
+
+    for index, eqn in enumerate(jaxpr.eqns):
+        results = eval_eqn(index, eqn, list(map(read, eqn.invars)))
+        env.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def needed_eqns(jaxpr: Any, outputs: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+    """Returns the eqns that some outputs of a jaxpr depend on, in order, and all variables that they depend on.
+
+    JAX's own dead code elimination also keeps every eqn with an effect.
+    """
+    needed = set(filter(is_variable, outputs))
+    eqns: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        touches_ref = any(is_variable(v) and v in needed and isinstance(v.aval, AbstractRef) for v in eqn.invars)
+        if touches_ref or not needed.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            needed |= set(filter(is_variable, _needed_operands(eqn)))
+    return eqns[::-1], needed
+
+
+def _needed_operands(eqn: Any) -> Sequence[Any]:
+    """Returns the operands that the results depend on. A custom derivative may have others, for its rule alone."""
+    inner = subjaxprs(eqn)
+    if eqn.effects or len(inner) != 1 or inner[0].carried:
+        return eqn.invars
+    _, needed = needed_eqns(inner[0].jaxpr, inner[0].jaxpr.outvars)
+    return [eqn.invars[i] for v, i in zip(inner[0].jaxpr.invars, inner[0].operands, strict=True) if v in needed]
+
+
+class StagedFunction:
+    """The jaxpr of a function of arrays that returns two lists of arrays, evaluated without running its Python again.
+
+    Args:
+      jaxpr: The jaxpr.
+      num_first: The length of the first list.
+    """
+
+    def __init__(self, jaxpr: Any, num_first: int) -> None:
+        self._jaxpr = jaxpr
+        self._num_first = num_first
+
+    def evaluate(self, consts: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns both lists."""
+        results = self._eval(self._jaxpr, consts, arrays)
+        return results[: self._num_first], results[self._num_first :]
+
+    def evaluate_second(self, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        """Returns the second list, without the eqns that only the first list needs."""
+        outputs = self._jaxpr.outvars[self._num_first :]
+        eqns, _ = needed_eqns(self._jaxpr, outputs)
+        return self._eval(self._jaxpr.replace(eqns=eqns, outvars=outputs), consts, arrays)
+
+    def _eval(self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        results = eval_jaxpr(jaxpr, consts, *arrays)
+        return [  # literals come out as Python and NumPy numbers
+            x if is_variable(atom) else jnp.asarray(x, atom.aval.dtype)
+            for x, atom in zip(results, jaxpr.outvars, strict=True)
+        ]
+
+
+def stage(
+    function: Callable[..., tuple[Sequence[Any], Sequence[Any]]], arrays: Sequence[Any]
+) -> tuple[StagedFunction, list[Any]]:
+    """Traces a function to a jaxpr; returns it and its consts, which are the arrays that the function captures."""
+    sizes: list[int] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        first, second = function(*arrays)
+        sizes.append(len(first))
+        return [*first, *second]
+
+    closed = jax.make_jaxpr(flat)(*arrays)
+    return StagedFunction(closed.jaxpr, sizes[0]), list(closed.consts)
+
+
+def dependent_eqns(jaxpr: Any, variables: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+    """Returns the eqns that depend on some variables of a jaxpr, in order, and all variables that do."""
+    dependent = set(variables)
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        if any(is_variable(v) and v in dependent for v in eqn.invars):
+            eqns.append(eqn)
+            dependent.update(eqn.outvars)
+    return eqns, dependent
+
+
+# Primitives whose results are their operands, one by one. Those of jaxfn are added where they are defined.
+identity_primitives: set[Primitive | str] = {jax.lax.stop_gradient_p, name_p}
+# Calls that return an operand unchanged where the function that they call does. The last one is what checkpoint,
+# checkpoint_name and custom_vjp are in JAX's experimental implementations, and what that lowers to are the two before.
+_TRANSPARENT_CALLS = {remat_p, custom_jvp_call_p, custom_vjp_call_p, call_p, closed_call_p, "call_hi_primitive"}
+
+
+def unchanged_operand(eqn: Any, result: int) -> int | None:
+    """Returns the index of the operand that an eqn returns unchanged as one of its results; `None` if there is none.
+
+    These are the eqns of functions that return the very same object where it is a concrete array. `jax.jit` and
+    `jax.lax.optimization_barrier` return new arrays, and so are not among them.
+    """
+    if is_any_of(eqn, identity_primitives):
+        return result
+    if eqn.primitive is jax.lax.device_put_p:
+        is_moved = eqn.params["devices"][result] is not None
+        return None if is_moved or eqn.params["copy_semantics"][result].name != "REUSE_INPUT" else result
+    if not is_any_of(eqn, _TRANSPARENT_CALLS):
+        return None
+    inner = subjaxprs(eqn)
+    jaxpr = inner[0].jaxpr if inner else open_jaxpr(inner_jaxpr(eqn))[0]
+    producers = {v: (inner_eqn, i) for inner_eqn in jaxpr.eqns for i, v in enumerate(inner_eqn.outvars)}
+    atom = jaxpr.outvars[result]
+    while is_variable(atom) and atom in producers:
+        inner_eqn, i = producers[atom]
+        operand = unchanged_operand(inner_eqn, i)
+        if operand is None:
+            return None
+        atom = inner_eqn.invars[operand]
+    return next((i for i, v in enumerate(jaxpr.invars) if v is atom), None)

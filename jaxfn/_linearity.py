@@ -1,0 +1,168 @@
+"""Whether user code that is going to be transposed is linear, constants added on included.
+
+JAX refuses to transpose most of what is not linear, but it drops an added constant, and what went through integers, in
+silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfn._compat import add_jaxvals_p, make_jaxpr, triangular_solve_p, tridiagonal_solve_p
+from jaxfn._jaxpr import (
+    SubJaxpr,
+    eval_jaxpr_with,
+    identity_primitives,
+    is_any_of,
+    jaxprs_in_params,
+    lookup,
+    open_jaxpr,
+    primitives,
+    subjaxprs,
+)
+from jaxfn._primitives import linear_map_p
+from jaxfn._tree import is_inexact, is_key, is_traced
+
+
+class _Kind(IntEnum):
+    """What a value is, as a function of the arguments."""
+
+    ZERO = 0
+    CONSTANT = 1
+    LINEAR = 2
+    OTHER = 3
+
+
+# Their operands (some of them) are added, chosen among or laid side by side: a constant among linear ones makes the
+# result affine.
+_COMBINING = {
+    add_jaxvals_p: slice(None),
+    jax.lax.select_n_p: slice(1, None),
+    jax.lax.dynamic_update_slice_p: slice(0, 2),
+    **dict.fromkeys(primitives("add sub complex concatenate stack pad"), slice(None)),
+    **dict.fromkeys(primitives("scatter_add scatter_sub scatter"), slice(0, 3, 2)),
+}
+# Linear in each operand where the others are constants.
+_MULTIPLYING = primitives("mul dot_general conv_general_dilated ragged_dot_general")
+# Linear in one operand where the others are constants, and zero with it.
+_LINEAR_IN_FIRST = primitives("""
+broadcast_in_dim convert_element_type reshape squeeze transpose neg copy pvary slice dynamic_slice rev split unstack
+real imag conj fft reduce_sum cumsum reduce_window_sum reduce_precision sharding_constraint layout_constraint
+reshard div gather scatter_mul select_and_scatter_add select_and_gather_add
+all_gather all_gather_invariant all_to_all ppermute reduce_scatter pbroadcast
+""")
+_LINEAR_IN = dict.fromkeys(_LINEAR_IN_FIRST, 0) | {triangular_solve_p: 1, tridiagonal_solve_p: 3}
+# Each result belongs to the operand with the same index.
+_ONE_BY_ONE = primitives("optimization_barrier device_put psum psum_invariant")
+# What they run is not looked into.
+_OPAQUE = {linear_map_p, jax.lax.linear_solve_p, jax.lax.while_p}
+
+
+def is_linear(function: Callable[..., Any], like: Sequence[Any], constants: Sequence[Any] = ()) -> bool:
+    """Whether no operation of a function is known to be nonlinear. JAX refuses to transpose the others.
+
+    Args:
+      function: Takes arrays and returns a list of arrays.
+      like: Arrays of the types of the arguments in which it ought to be linear.
+      constants: Arrays of the types of further arguments.
+    """
+    kinds = [_Kind.LINEAR] * len(like) + [_Kind.CONSTANT] * len(constants)
+    results = _kinds_in_jaxpr(*open_jaxpr(make_jaxpr(function, *like, *constants)), kinds)
+    return all(kind in (_Kind.ZERO, _Kind.LINEAR) for kind in results)
+
+
+def _kinds_in_jaxpr(jaxpr: Any, consts: Sequence[Any], operands: Sequence[_Kind]) -> list[_Kind]:
+    """Returns the kinds of a jaxpr's outputs."""
+
+    def eval_eqn(_: int, eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+        # What became an integer or a boolean has been rounded or compared.
+        return [
+            _Kind.OTHER if kind is _Kind.LINEAR and not is_inexact(var.aval.dtype) else kind
+            for var, kind in zip(eqn.outvars, _kinds_in_eqn(eqn, operands), strict=True)
+        ]
+
+    kinds_of_consts = list(map(_kind_of, consts))
+    return eval_jaxpr_with(eval_eqn, jaxpr, kinds_of_consts, operands, lambda literal: _kind_of(literal.val))
+
+
+def _kinds_in_eqn(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+    inner = [] if is_any_of(eqn, _OPAQUE) else subjaxprs(eqn) or _called_with_operands(eqn)
+    if not inner:
+        return _kinds_in_operation(eqn, operands)
+    if eqn.primitive is jax.lax.cond_p and operands[0] >= _Kind.LINEAR:
+        return [_Kind.OTHER] * len(eqn.outvars)
+    return [_kind_of_sum(kinds) for kinds in zip(*(_kinds_in_subjaxpr(sub, operands) for sub in inner), strict=True)]
+
+
+def _kinds_in_subjaxpr(sub: SubJaxpr, operands: Sequence[_Kind]) -> list[_Kind]:
+    arguments = [operands[i] for i in sub.operands]
+    while True:  # until the carry is what it becomes
+        results, before = _kinds_in_jaxpr(sub.jaxpr, sub.consts, arguments), list(arguments)
+        for result, argument in sub.carried:
+            arguments[argument] = _kind_of_sum([before[argument], results[result]])
+        if arguments == before:
+            return results
+
+
+def _called_with_operands(eqn: Any) -> list[SubJaxpr]:
+    """Returns what an eqn without a rule runs with its operands as arguments. A kernel's arguments are references."""
+    for jaxpr, consts in map(open_jaxpr, jaxprs_in_params(eqn)):
+        if len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars):
+            return [SubJaxpr(jaxpr, consts, range(len(eqn.invars)), range(len(eqn.outvars)), "call")]
+    return []
+
+
+def _kind_of_sum(kinds: Sequence[_Kind]) -> _Kind:
+    """Returns the kind of a value that is one of these or their sum; linear plus constant is affine, hence OTHER."""
+    return _Kind.OTHER if _Kind.LINEAR in kinds and _Kind.CONSTANT in kinds else max(kinds)
+
+
+def _kinds_in_operation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+    """Returns the kinds of one operation's results."""
+    count = len(eqn.outvars)
+    if is_any_of(eqn, _ONE_BY_ONE) or is_any_of(eqn, identity_primitives):
+        return operands[:count]
+    if eqn.primitive in (linear_map_p, jax.lax.linear_solve_p):  # linear in the last operands
+        is_ours = eqn.primitive is linear_map_p
+        num_others = eqn.params["num_res"] if is_ours else sum(eqn.params["const_lengths"])
+        return [_linear_in(operands[num_others:], operands[:num_others])] * count
+    if is_any_of(eqn, _MULTIPLYING):
+        factors = sorted(operands)
+        return [_Kind.ZERO if factors[0] is _Kind.ZERO else _linear_in(factors[-1:], factors[:-1])] * count
+    combined = lookup(_COMBINING, eqn)
+    if combined is not None:
+        others = [kind for i, kind in enumerate(operands) if i not in range(len(operands))[combined]]
+        return [_linear_in(operands[combined], others)] * count
+    index = lookup(_LINEAR_IN, eqn)
+    if index is not None:
+        fills = eqn.primitive is jax.lax.gather_p and _is_number(eqn.params["fill_value"])
+        joined = [operands[index], _Kind.CONSTANT] if fills else [operands[index]]
+        return [_linear_in(joined, [*operands[:index], *operands[index + 1 :]])] * count
+    most = max(operands, default=_Kind.ZERO)
+    if most is _Kind.LINEAR and eqn.primitive is jax.lax.while_p:  # which JAX does not transpose
+        return [_Kind.OTHER] * count
+    if most is not _Kind.LINEAR:
+        return [max(most, _Kind.CONSTANT)] * count
+    # JAX transposes few of these, which must not add a constant then.
+    beside = [kind for atom, kind in zip(eqn.invars, operands, strict=True) if is_inexact(atom.aval.dtype)]
+    return [_kind_of_sum(beside)] * count
+
+
+def _linear_in(joined: Sequence[_Kind], others: Sequence[_Kind]) -> _Kind:
+    """Of what is linear in the `joined` operands together, where the others are constants."""
+    return _Kind.OTHER if max(others, default=_Kind.ZERO) >= _Kind.LINEAR else _kind_of_sum(joined)
+
+
+def _is_number(fill_value: Any) -> bool:
+    """Whether what is read outside of an array is neither zero nor the NaN that shows a mistake."""
+    return fill_value is not None and fill_value != 0 and not np.isnan(fill_value)
+
+
+def _kind_of(value: Any) -> _Kind:
+    is_known = not is_traced(value) and not (isinstance(value, jax.Array) and is_key(value))
+    return _Kind.ZERO if is_known and not np.any(np.asarray(value)) else _Kind.CONSTANT

@@ -1,0 +1,50 @@
+"""Placement of values on a mesh, as their types tell it: explicit axes, and the manual ones of `jax.shard_map`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfn._compat import cotangent_sharding, varying_axes
+
+
+def pcast_like(value: jax.Array, aval: Any) -> jax.Array:
+    """Makes a value vary over all manual mesh axes over which another one varies."""
+    missing = varying_axes(aval) - varying_axes(jax.typeof(value))
+    return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+
+def zeros_in_place_of(value: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros of the same type, with its sharding over explicit axes and varying over the same manual ones."""
+    return pcast_like(jnp.zeros_like(value), value)
+
+
+def match_tangent(tangent: jax.Array, aval: Any) -> jax.Array:
+    """Places a tangent on the mesh like its output; it may vary over more manual axes."""
+    return pcast_like(_reshard(tangent, aval.sharding), aval)
+
+
+def match_cotangents(cotangents: Sequence[jax.Array | None], avals: Sequence[Any]) -> list[jax.Array | None]:
+    """Places each cotangent on the mesh like its input, varying over the same manual axes.
+
+    A gradient of a weight that is replicated over a manual axis is the sum over its devices, as `jax.shard_map` with
+    `check_vma=True` requires. Over explicit axes a gradient is often placed like the output that it comes from, such as
+    that of a bias which was broadcast along a sharded axis.
+    """
+    return [None if x is None else _match_cotangent(x, aval) for x, aval in zip(cotangents, avals, strict=True)]
+
+
+def _match_cotangent(cotangent: jax.Array, aval: Any) -> jax.Array:
+    surplus = varying_axes(jax.typeof(cotangent)) - varying_axes(aval)
+    if surplus:
+        cotangent = jax.lax.psum(cotangent, tuple(sorted(surplus)))
+    return pcast_like(_reshard(cotangent, cotangent_sharding(aval)), aval)
+
+
+def _reshard(value: jax.Array, sharding: Any) -> jax.Array:
+    if not sharding.mesh.explicit_axes or jax.typeof(value).sharding.spec == sharding.spec:
+        return value
+    return jax.sharding.reshard(value, sharding)

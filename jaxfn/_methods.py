@@ -1,0 +1,268 @@
+"""The methods of a Function class, as the rest of jaxfn calls them."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.core import Tracer
+
+from jaxfn._boundary import ForwardOutputs, flatten_outputs, warn_of_dirty
+from jaxfn._context import FunctionCtx, ctx_state
+from jaxfn._diagnostics import (
+    add_hint,
+    add_to_message,
+    is_call_error,
+    location_without_return,
+    signature_error,
+    source_location,
+)
+from jaxfn._signature import ForwardSignature, InputSpec
+from jaxfn._tree import closure_values
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_UNDEFINED = "_jaxfn_undefined"
+_METHODS = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
+
+
+def undefined(method: _F) -> _F:
+    """Marks a base-class method as one that a subclass may define."""
+    setattr(method, _UNDEFINED, True)
+    return method
+
+
+def _is_defined(method: Any) -> bool:
+    return not getattr(method, _UNDEFINED, False)
+
+
+def _method_key(function: Any) -> tuple[Any, ...]:
+    """Returns what decides how a call is made, and the name that messages use; compared by identity."""
+    methods = [getattr(function, name) for name in _METHODS]
+    # A bound method is another object at each access.
+    parts = [part for m in methods for part in ((m.__func__, m.__self__) if isinstance(m, types.MethodType) else (m,))]
+    return (*parts, function.__name__, function.generate_jvp_rule)
+
+
+class UserMethods:
+    """The methods of one Function class.
+
+    Args:
+      function: The class.
+
+    Attributes:
+      name: The name of the class.
+      signature: The parameters of `forward` without the ctx.
+      has_backward, has_jvp: Whether it defines `backward` (or `vjp`), and `jvp`.
+      has_forward_mode: Whether forward mode works, by `jvp` or by `generate_jvp_rule`.
+      takes_torch_tensors: Whether torch tensors are accepted as constants.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.name: str = function.__name__
+        self.takes_torch_tensors: bool = function._jaxfn_takes_torch_tensors
+        self._function = function
+        self._method_key = _method_key(function)
+        self._forward = function.forward
+        self._setup_context = function.setup_context
+        self._is_separate = _is_defined(self._setup_context)
+        self._warned: set[str] = set()
+        if not _is_defined(self._forward):
+            raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
+        self.signature = ForwardSignature(self._forward, not self._is_separate, self.name)
+        self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
+        self.has_jvp = _is_defined(function.jvp)
+        self.has_forward_mode = self.has_jvp or (self.has_backward and function.generate_jvp_rule)
+        self.vmap: Callable[..., Any] | None = function.vmap if _is_defined(function.vmap) else None
+        if self.has_jvp and function.generate_jvp_rule:
+            raise RuntimeError(
+                f"{self.name} has both generate_jvp_rule=True and a jvp method. Delete one of them, to say which rule "
+                "forward mode uses."
+            )
+
+    def is_current(self) -> bool:
+        """Whether the class still has the methods that were looked up."""
+        key = _method_key(self._function)
+        return len(key) == len(self._method_key) and all(
+            a is b or (isinstance(a, (str, bool)) and a == b) for a, b in zip(key, self._method_key, strict=True)
+        )
+
+    @property
+    def may_capture_tracers(self) -> bool:
+        """Whether `forward` or `setup_context` has a closure or defaults that might hold a tracer."""
+        methods = (self._forward, self._setup_context) if self._is_separate else (self._forward,)
+        return any(map(_may_capture_tracers, methods))
+
+    def forward_captures(self) -> list[Any]:
+        """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too, each once."""
+        found: dict[int, Any] = {}
+        for method in (self._forward, self._setup_context):
+            pending = _captured_values(method) if isinstance(method, types.FunctionType) else []
+            for value in pending:
+                if isinstance(value, Tracer):
+                    found[id(value)] = value
+                elif type(value) in (tuple, list):
+                    pending += value
+                elif type(value) is dict:
+                    pending += value.values()
+        return list(found.values())
+
+    def vmap_problem(self) -> str | None:
+        """Returns what is wrong with the class's `vmap`, if anything; raised where a call is batched."""
+        if self.vmap is None:
+            return None
+        if self._function.generate_vmap_rule:
+            return (
+                f"You tried to vmap over {self.name}, but it has both generate_vmap_rule=True and a vmap static "
+                "method. Set generate_vmap_rule=False or delete the vmap static method."
+            )
+        if not self._is_separate:
+            return (
+                f"You tried to vmap over {self.name}, which has a vmap static method, so it must also have the "
+                "setup_context static method: write forward(...) without ctx, and setup_context(ctx, inputs, output)."
+            )
+        return None
+
+    def forward(self, ctx: FunctionCtx, spec: InputSpec, inputs: tuple[Any, ...]) -> ForwardOutputs:
+        """Calls `forward`, and `setup_context` if there is one."""
+        if self._is_separate:
+            return self.set_up(ctx, inputs, self.forward_alone(spec, inputs))
+        try:
+            outputs = flatten_outputs(spec.names.call(self._forward, (ctx,), inputs))
+        except Exception as error:
+            add_hint(error, self.name, "forward", ctx)
+            raise
+        self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
+        return outputs
+
+    def forward_alone(self, spec: InputSpec, inputs: Sequence[Any]) -> ForwardOutputs:
+        """Calls a `forward` that takes no ctx."""
+        try:
+            outputs = flatten_outputs(spec.names.call(self._forward, (), inputs))
+        except Exception as error:
+            add_hint(error, self.name, "forward")
+            raise
+        self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
+        return outputs
+
+    def set_up(self, ctx: FunctionCtx, inputs: tuple[Any, ...], outputs: ForwardOutputs) -> ForwardOutputs:
+        """Calls `setup_context`; returns the outputs that it received."""
+        ctx_state(ctx).num_outputs = len(outputs.spec.trees)
+        self._call_rule("setup_context", self._setup_context, ctx, (inputs, outputs.value))
+        return outputs
+
+    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any]) -> Any:
+        """Calls `backward`, or `vjp`, its other name.
+
+        Args:
+          ctx: The ctx as `forward` left it.
+          grad_outputs: One for each output.
+        """
+        if not self.has_backward:
+            raise NotImplementedError(
+                f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
+                f"backward(ctx, *grad_outputs) as a static method.{self._misspelt()}"
+            )
+        if _is_defined(self._function.vjp) and _is_defined(self._function.backward):
+            raise RuntimeError(
+                f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
+                "only implement one of them."
+            )
+        backward = self._backward()
+        arguments = (list(grad_outputs),) if self._function.boxed_grads_call else grad_outputs
+        returned = self._call_rule("backward", backward, ctx, arguments)
+        self._warn_of_no_return("backward", backward, returned)
+        return returned
+
+    def _backward(self) -> Callable[..., Any]:
+        """Returns `backward`, under whichever of its two names it was defined."""
+        return self._function.vjp if _is_defined(self._function.vjp) else self._function.backward
+
+    def _misspelt(self) -> str:
+        """Returns a hint if the class has an attribute whose name is nearly that of a method."""
+        names = [name for kind in self._function.__mro__ for name in vars(kind) if not name.startswith("_")]
+        close = [name for name in names if name not in _METHODS and difflib.get_close_matches(name, _METHODS, 1, 0.75)]
+        if not close:
+            return ""
+        meant = difflib.get_close_matches(close[0], _METHODS, 1)[0]
+        return f" It has {close[0]!r}: is {meant!r} meant?"
+
+    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
+        """Calls `jvp`; see `backward`."""
+        return self._call_rule("jvp", self._function.jvp, ctx, tangents)
+
+    def _call_rule(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, arguments: Sequence[Any]) -> Any:
+        """Calls a method that takes the ctx; adds a hint to its errors."""
+        try:
+            return rule(ctx, *arguments)
+        except jax.errors.UnexpectedTracerError as error:
+            raise self.escaped_tracer_error(method) from error
+        except Exception as error:
+            if isinstance(error, TypeError) and is_call_error(error, rule, (ctx, *arguments)):
+                raise signature_error(self.name, method, rule, ctx, len(arguments)) from None
+            add_hint(error, self.name, method, ctx)
+            raise
+
+    def escaped_tracer_error(self, method: str) -> Exception:
+        """Returns the error for a method that uses a tracer of another program."""
+        return NotImplementedError(
+            f"{self.name}.{method} uses an array that JAX traced in another program than the one in which {method} is "
+            f"called, as under jit, vmap, scan and checkpoint: {method} captured it (in a closure, an object or a "
+            f"global), or it was kept outside of ctx. Pass it to {self.name} as an argument, and save it on ctx "
+            "(ctx.save_for_backward(array), or ctx.name = array)."
+        )
+
+    def add_location(self, method: str, error: Exception) -> None:
+        """Adds to an error about what a method returned where that method was written."""
+        function = self._backward() if method == "backward" else getattr(self._function, method)
+        location = source_location(function)
+        if location is not None:
+            add_to_message(error, f"{self.name}.{method} is at {location}.")
+
+    def _warn_of_no_return(
+        self, method: str, function: Callable[..., Any], returned: Any, may_return_none: bool = False
+    ) -> None:
+        """Warns, once, if a method returned `None` because it has no return statement."""
+        if returned is not None or may_return_none or method in self._warned:
+            return
+        self._warned.add(method)
+        location = location_without_return(function)
+        if location is not None:
+            consequence, fix = {
+                "forward": ("its only output is None", "Return the output, or write return None if there is none."),
+                "backward": (
+                    "its gradients are zero",
+                    "Return the gradients, or write return None if there are none.",
+                ),
+            }[method]
+            warnings.warn(
+                f"{self.name}.{method} returned nothing, so {consequence}: there is no return statement in it "
+                f"({location}). {fix}",
+                stacklevel=2,
+            )
+
+    def warn_of_dirty(self) -> None:
+        """Warns, once, that `mark_dirty` does not change the caller's array."""
+        if "dirty" not in self._warned:
+            self._warned.add("dirty")
+            warn_of_dirty(self.name)
+
+
+# Values of these types hold no tracer.
+_HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+
+
+def _may_capture_tracers(function: Any) -> bool:
+    if not isinstance(function, types.FunctionType):
+        return True
+    return any(not isinstance(value, _HOLD_NOTHING) for value in _captured_values(function))
+
+
+def _captured_values(function: types.FunctionType) -> list[Any]:
+    """Returns the values in a function's closure and defaults."""
+    if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+        return []
+    return [*closure_values(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

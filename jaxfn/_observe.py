@@ -1,0 +1,256 @@
+"""User contexts by which jaxfn's tools look into programs, and the labels that they find there.
+
+Two contexts serve two needs, and key JAX's caches differently:
+
+- `OBSERVATION`: what `residuals`, `find_nan`, `logged` and `with_logs` look for. Functions then label arrays by an
+  identity that lowers to nothing. Without it, programs have no labels.
+- `CALL_MONITOR`: what a derivative check needs to know of each call, and whether Functions run without their rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from jaxfn._compat import VmapAxis, is_ref, make_primitive, record_source_lines
+from jaxfn._jaxpr import identity_primitives
+from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced
+
+_Results = TypeVar("_Results")
+_Arrays = TypeVar("_Arrays", bound=Sequence[Any])
+
+
+@dataclass(eq=False)
+class CallMonitor:
+    """Observes one trace of a function. It is part of the key of JAX's caches, so that each one sees every call.
+
+    Attributes:
+      bypass_rules: Whether outermost Functions run as their bare `forward`, which JAX then differentiates.
+      functions: The Functions that were called, in order, each once.
+      casts: The gradients that `backward` returned in another dtype than its input's: (where, returned, expected).
+    """
+
+    bypass_rules: bool
+    functions: dict[Any, None] = field(default_factory=dict[Any, None])
+    casts: dict[tuple[str, str, str], None] = field(default_factory=dict[tuple[str, str, str], None])
+
+
+CALL_MONITOR: Any = jax.make_user_context(default_value=None)
+"""Its `value` is the active `CallMonitor`, if any. `with CALL_MONITOR(monitor):` sets it."""
+
+
+class Observation(Enum):
+    """A kind of arrays that a tool looks for."""
+
+    RESIDUALS = "what backward reads of what forward saved"
+    VALUES = "all arrays that pass between JAX and the methods of a Function"
+    LOGS = "the values that `ctx.log` receives"
+    EAGER_LOGS = "the same, outside of traced programs"
+
+
+# A user context is thread-local and part of the key of jit's cache: a program is traced again, with its labels.
+OBSERVATION: Any = jax.make_user_context(default_value=None)
+"""Its `value` is the active `Observation`, if any."""
+
+# The number of enclosing `with_logs`, each of which takes what is logged inside it and not inside an inner one.
+_log_depth: Any = jax.make_user_context(default_value=0)
+
+Log = dict[str, list[Any]]  # by name, the values in the order of the calls
+
+# Not part of that key: each log would have all programs traced again, and caches would keep it with its values.
+_log: ContextVar[Log | None] = ContextVar("log", default=None)
+
+
+class Label(NamedTuple):
+    """What an array of a forward pass is.
+
+    Attributes:
+      function: The Function's name.
+      method: "forward", "backward" or "jvp": the method that takes the array or made it.
+      role: "input", "output", "saved", "grad_output", "gradient", "tangent" or "log".
+      name: The name of the parameter, output, saved or logged value.
+      source: Of a saved array, whether it is an "input", an "output" or an "intermediate".
+      is_packed: Whether saved-tensor hooks have packed it.
+      log_depth: Of a logged value, the number of enclosing `with_logs`: the innermost takes it.
+    """
+
+    function: str
+    method: str
+    role: str
+    name: str
+    source: str = ""
+    is_packed: bool = False
+    log_depth: int = 0
+
+
+def current_log_depth() -> int:
+    """Returns the number of enclosing `with_logs`."""
+    return _log_depth.value
+
+
+@contextmanager
+def observing(observation: Observation) -> Generator[None]:
+    """Makes an observation, and no other one, in what is traced inside."""
+    with OBSERVATION(observation), _log_depth(current_log_depth() + (observation is Observation.LOGS)):
+        yield
+
+
+@contextmanager
+def collecting(log: Log) -> Generator[None]:
+    """Adds what is logged in eager code inside to a log."""
+    token = _log.set(log)
+    try:
+        with observing(Observation.EAGER_LOGS):
+            yield
+    finally:
+        _log.reset(token)
+
+
+def line_name(line: str) -> str:
+    """Returns a line of code as part of an operation's name, for code that does not run when JAX traces it."""
+    return "line{{" + line + "}}"
+
+
+def named_line(names: str) -> str | None:
+    """Returns the innermost line in an operation's names, if there is one."""
+    lines = re.findall(r"line\{\{(.*?)\}\}", names)
+    return lines[-1] or None if lines else None
+
+
+def label_arrays(arrays: Sequence[Any], labels: Sequence[Hashable]) -> list[Any]:
+    """Returns the arrays; in the program each has its label."""
+    return label_p.bind(*arrays, labels=tuple(labels), num_arrays=len(arrays)) if arrays else []
+
+
+def label_with_values(arrays: Sequence[Any], values: Sequence[Any], labels: Sequence[Hashable]) -> list[Any]:
+    """Returns the arrays; the program has labelled values wherever it uses one of these arrays.
+
+    Args:
+      arrays: What is returned.
+      values: Other arrays.
+      labels: One for each of those.
+    """
+    return label_p.bind(*arrays, *values, labels=(*[None] * len(arrays), *labels), num_arrays=len(arrays))
+
+
+def _label_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
+    return label_p.bind(*primals, **params), tangents[: params["num_arrays"]]
+
+
+def _batch_label(
+    axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any], *, labels: Any, num_arrays: int
+) -> tuple[list[Any], Sequence[Any]]:
+    values = [
+        x if d is None else axis.to_axis_0(x, d) for x, d in zip(operands[num_arrays:], dims[num_arrays:], strict=True)
+    ]
+    arrays = operands[:num_arrays]
+    return label_p.bind(*arrays, *values, labels=labels, num_arrays=num_arrays), dims[:num_arrays]
+
+
+def _transpose_label(cotangents: Sequence[Any], *operands: Any, labels: Any, num_arrays: int) -> list[Any]:
+    """Leaves out the values: where reverse mode transposes a `jvp`, its tangents have none."""
+    return [*cotangents, *[None] * (len(operands) - num_arrays)]
+
+
+def _evaluate_label(*operands: Any, labels: Any, num_arrays: int) -> list[Any]:
+    return list(operands[:num_arrays])
+
+
+label_p = make_primitive(
+    "label",
+    evaluate=_evaluate_label,
+    jvp=_label_jvp,
+    batch=_batch_label,
+    transpose=_transpose_label,
+)
+
+
+identity_primitives.add(label_p)
+
+
+def observe(
+    function: str,
+    method: str,
+    call: Callable[[Sequence[Any]], _Results],
+    arrays: Sequence[Any],
+    role: str,
+    names: Sequence[str],
+    label_results: Callable[[_Results], _Results],
+) -> _Results:
+    """Calls one of a Function's methods so that what it takes and returns is labelled.
+
+    Args:
+      function, method: The names of the Function and the method.
+      call: Takes the arrays and calls the method.
+      arrays: What the method takes.
+      role: The role of these arrays.
+      names: The name of each.
+      label_results: Labels what `call` returned.
+    """
+    arrays = label_present(arrays, function, method, role, names)
+    with record_source_lines():
+        results = call(arrays)
+    return label_results(results)
+
+
+def label_present(arrays: Sequence[Any], function: str, method: str, role: str, names: Sequence[str]) -> list[Any]:
+    """Labels those entries of a list that are arrays."""
+    indices = [i for i, x in enumerate(arrays) if is_array_leaf(x) and not is_ref(x)]
+    labelled = label_arrays([arrays[i] for i in indices], [Label(function, method, role, names[i]) for i in indices])
+    results = list(arrays)
+    for i, x in zip(indices, labelled, strict=True):
+        results[i] = x
+    return results
+
+
+def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
+    """Returns a name for each array leaf of values that have these names and tree specs."""
+    found: list[str] = []
+    for name, spec in zip(names, trees, strict=True):
+        tree = spec.unflatten_gradient(iter(range(spec.num_arrays)))
+        found += [name + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return found
+
+
+def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], results: _Arrays) -> _Arrays:
+    """Passes on what a method logged; returns its results, with which a traced program holds the logged values.
+
+    Args:
+      function, method: The names of the Function and the method.
+      logged: What the method logged, by name.
+      results: The array leaves of what it returned, `None`s among them.
+    """
+    log = _log.get() if OBSERVATION.value is Observation.EAGER_LOGS else None
+    if log is not None:
+        for name, value in logged:  # a number has no place in a program either, which later runs without Python
+            if any(map(is_traced, [value, *results])):
+                raise RuntimeError(
+                    f"{function}.{method} logs {name!r} inside jaxfn.logged(), where JAX traces it (jit, vmap, scan, a "
+                    "higher derivative), so that it has no value yet. Use jaxfn.with_logs(f), which returns the result "
+                    "and the logs, and jit that."
+                )
+            # Under a derivative of a Function with both modes, `jnp.asarray` makes a number a tracer (0.12.0).
+            is_of_jax = is_jax_type(type(value)) or hasattr(value, "__jax_array__")
+            log.setdefault(name, []).append(as_array(value) if is_of_jax else jax.device_put(value))
+    if OBSERVATION.value is not Observation.LOGS:
+        return results
+    indices = [i for i, x in enumerate(results) if is_array_leaf(x)]
+    if not indices:
+        raise NotImplementedError(
+            f"{function}.{method} logs {logged[0][0]!r} and returns no array, which would carry it out of the program "
+            "for with_logs. Return zeros instead of None."
+        )
+    depth = current_log_depth()
+    labels = [Label(function, method, "log", name, log_depth=depth) for name, _ in logged]
+    labelled = label_with_values([results[i] for i in indices], [as_array(value) for _, value in logged], labels)
+    holding: Any = list(results)
+    for i, x in zip(indices, labelled, strict=True):
+        holding[i] = x
+    return holding

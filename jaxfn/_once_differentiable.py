@@ -1,0 +1,67 @@
+"""`once_differentiable`: declares that a `backward` cannot be differentiated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxfn._context import FunctionCtx, collect_saved
+from jaxfn._primitives import DeferredError, attach
+from jaxfn._tree import as_array, is_array_leaf
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Declares that a `backward` cannot be differentiated itself.
+
+    The first derivative works everywhere. Differentiating through `backward`, by way of the gradients it gets or of
+    what `forward` saved, raises instead of giving a wrong second derivative, also where `backward` does not use them.
+
+    Args:
+      backward: The `backward` of a Function.
+
+    Returns:
+      The same function, whose results raise when they are differentiated.
+
+    Examples:
+      >>> import jax, jaxfn
+      >>> class Cube(jaxfn.Function):
+      ...     @staticmethod
+      ...     def forward(ctx, x):
+      ...         ctx.save_for_backward(x)
+      ...         return x ** 3
+      ...     @staticmethod
+      ...     @jaxfn.once_differentiable
+      ...     def backward(ctx, grad_output):
+      ...         (x,) = ctx.saved_tensors
+      ...         return 3 * x ** 2 * grad_output
+      >>> print(jax.grad(Cube.apply)(2.0))
+      12.0
+      >>> jax.grad(jax.grad(Cube.apply))(2.0)
+      Traceback (most recent call last):
+      ...
+      RuntimeError: Cube.backward: trying to differentiate twice a function that was marked with @once_differentiable
+
+    Torch counterpart: `torch.autograd.function.once_differentiable`.
+    """
+
+    message = (
+        f"{backward.__qualname__}: trying to differentiate twice a function that was marked with @once_differentiable"
+    )
+    error = DeferredError(RuntimeError, message)
+
+    @functools.wraps(backward)
+    def guarded(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
+        # Taken before backward runs: it may empty the list of its gradients or overwrite an attribute.
+        sources = filter(is_array_leaf, jax.tree_util.tree_leaves((grad_outputs, collect_saved(ctx)[1])))
+        inputs = list(map(as_array, sources))
+        leaves, tree = jax.tree_util.tree_flatten(backward(ctx, *grad_outputs))
+        indices = [i for i, leaf in enumerate(leaves) if is_array_leaf(leaf)]
+        attached = attach([as_array(leaves[i]) for i in indices], (), inputs, error, error)
+        for i, array in zip(indices, attached, strict=True):
+            leaves[i] = array
+        return jax.tree_util.tree_unflatten(tree, leaves)
+
+    return guarded

@@ -1,0 +1,608 @@
+"""The derivative of a forward pass: the user's `backward` and `jvp`, at every order.
+
+    inputs --stop--> the user's forward --> outputs, intermediates
+    outputs --attach(outputs, intermediates, inputs)--> what the caller gets
+
+Where something differentiates the attached outputs, `_FunctionRule` makes the residuals and one `LinearMap`, from
+tangents of the inputs to tangents of the outputs: forward mode applies it (the user's `jvp`), reverse mode transposes
+it (the user's `backward`). Where JAX differentiates at the very call, a `jax.custom_vjp` does the same with less work.
+
+# Note: two orders of a straight-through rounding
+
+    forward   y = round(x)          backward   g * 2 * x      (it saves x)
+
+    first order     forward runs on stop(x), so that nothing differentiates `round`; attach(y) has the rule, whose
+                    residual is x itself, not its stopped copy
+    second order    the outer derivative sees backward as plain operations: of g * 2 * x by x it is 2 * g. Where it
+                    meets y, which the rule attached again, it calls the same rule: 2 * x, and not the 0 of `round`
+
+A residual that is an input or an output is that array, and so has its derivative. One that forward computed is attached
+as well, with the derivative of forward's own operations, which run again if that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jaxfn._compat import (
+    derivative_order,
+    has_tangent,
+    is_differentiating,
+    is_linear_operand,
+    is_staged,
+    outside_derivatives,
+    zeros_of,
+)
+from jaxfn._diagnostics import hide_own_frames
+from jaxfn._forward_pass import CallSpec, ForwardPass, ForwardResult, call_forward, run_forward
+from jaxfn._hooks import Hooks
+from jaxfn._jaxpr import StagedFunction, stage
+from jaxfn._linearity import is_linear
+from jaxfn._primitives import DeferredError, LinearMap, Rule, attach, bind_linear_map, stop
+from jaxfn._tree import as_array, is_inexact, is_traced, values_close
+
+
+def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -> Any:
+    """Calls `forward` on arrays of which some are traced; returns its outputs with the Function's rule."""
+    result = _run_stopped(spec, arrays, spec.inputs.unperturbed, hooks)
+    forward_pass = result.forward_pass.with_perturbed(spec.inputs.unperturbed)
+    outputs = _with_rule(result._replace(forward_pass=forward_pass), spec.inputs.without_refs(arrays))
+    return forward_pass.outputs.unflatten(outputs)
+
+
+def call_untraced(spec: CallSpec, arrays: Sequence[Any]) -> Any:
+    """Calls `forward` on arrays of which none is traced; a derivative by what it captured raises."""
+    _, _, returned = call_forward(spec, arrays, spec.inputs.unperturbed)
+    if not any(map(is_traced, returned.arrays)):
+        return returned.value
+    error = captured_error(spec)
+    outputs = list(returned.arrays)
+    for i, x in enumerate(outputs):
+        if is_inexact(x.dtype):
+            is_marked = i in returned.spec.non_differentiable
+            (outputs[i],) = [jax.lax.stop_gradient(x)] if is_marked else attach([x], (), (), error, error)
+    return returned.spec.unflatten(outputs)
+
+
+def call_without_rule(spec: CallSpec, arrays: Sequence[Any]) -> Any:
+    """Calls `forward`; returns its outputs with the derivative of its own operations."""
+    _, _, returned = call_forward(spec, arrays, spec.inputs.unperturbed)
+    outputs = list(returned.arrays)
+    for i in returned.spec.non_differentiable:
+        outputs[i] = jax.lax.stop_gradient(outputs[i])
+    return returned.spec.unflatten(outputs)
+
+
+def _run_stopped(
+    spec: CallSpec, arrays: Sequence[Any], perturbed: tuple[bool, ...], hooks: Hooks | None
+) -> ForwardResult:
+    """Runs `forward` so that nothing differentiates its own operations, which may have no derivative.
+
+    Args:
+      spec: The call.
+      arrays: The array leaves of the inputs.
+      perturbed: Which of them are being differentiated, besides those that JAX says are.
+      hooks: The saved-tensor hooks that were active at the call.
+    """
+    orders = list(map(derivative_order, arrays))
+    flags = tuple(a or b > 0 for a, b in zip(perturbed, orders, strict=True))
+    if spec.inputs.has_refs:
+        spec.check_no_perturbed_refs(flags)
+    stopped = list(map(as_array, stop(spec.inputs.without_refs(arrays))))
+    # What is saved is known by identity: at a higher order the same array, captured or passed twice, is another one.
+    if max(orders, default=0) + any(perturbed) > 1 or len(set(map(id, stopped))) < len(stopped):
+        stopped = [x if is_traced(x) else jnp.array(x, copy=True) for x in stopped]
+    if spec.inputs.has_refs:
+        remaining = iter(stopped)
+        stopped = [x if is_ref else next(remaining) for x, is_ref in zip(arrays, spec.inputs.are_refs, strict=True)]
+    if not spec.may_capture_tracers:
+        with outside_derivatives() if is_differentiating() else nullcontext():
+            return run_forward(spec, stopped, flags, hooks)
+    if any(map(is_staged, stopped)) and not spec.inputs.has_refs and spec.methods.forward_captures():
+        return _run_staged(spec, stopped, flags, hooks)
+    return run_forward(spec, stopped, flags, hooks)
+
+
+def _run_staged(spec: CallSpec, arrays: Sequence[Any], flags: tuple[bool, ...], hooks: Hooks | None) -> ForwardResult:
+    """Stages `forward` to a jaxpr and evaluates it, so that intermediates can be computed again.
+
+    Tracers that `forward` captured may have ended by then; here they are consts of the jaxpr.
+    """
+    passes: list[ForwardPass] = []
+
+    def function(*arrays: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        result = run_forward(spec, arrays, flags, hooks)
+        passes.append(result.forward_pass)
+        return result.outputs, result.intermediates
+
+    before = set(map(id, spec.methods.forward_captures()))
+    staged, consts = stage(function, arrays)
+    if any(is_staged(x) and id(x) not in before for x in spec.methods.forward_captures()):
+        raise NotImplementedError(_STATEFUL.format(name=spec.name))
+    outputs, intermediates = staged.evaluate(consts, arrays)
+    return ForwardResult(passes[0], outputs, intermediates, staged, consts)
+
+
+_STATEFUL = (
+    "{name}.forward changes an object that it captures (a source of random numbers, a counter) and captures a traced "
+    "array too, so that JAX traces it apart from the surrounding program and the change would be lost. Pass the random "
+    "key, or what changes, as an argument."
+)
+
+
+def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the array leaves of the outputs with the Function's rule, those marked non-differentiable without one."""
+    forward_pass = result.forward_pass
+    rule = _FunctionRule(result)
+    outputs = list(result.outputs)
+    for i in forward_pass.outputs.non_differentiable:
+        outputs[i] = jax.lax.stop_gradient(outputs[i])
+    operands = [outputs[i] for i in rule.differentiable], rule.kept(result), list(inputs)
+    if any(map(is_linear_operand, inputs)):
+        attached = rule.apply_linear(*operands)
+    elif (
+        rule.is_reverse_only
+        and is_differentiating()
+        and any(map(has_tangent, inputs))
+        and not any(map(has_tangent, result.outputs))
+    ):
+        attached = _outputs_with_rule(rule, *operands)
+    else:
+        attached = attach(*operands, rule, captured_error(forward_pass.spec)) if operands[0] else []
+    for i, y in zip(rule.differentiable, attached, strict=True):
+        outputs[i] = y
+    return outputs
+
+
+@jax.custom_vjp
+def _outputs_with_rule(
+    rule: _FunctionRule, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
+) -> Sequence[Any]:
+    """Returns the outputs. Called where JAX differentiates at the call, and does not trace it to a jaxpr first.
+
+    JAX calls the rule of a custom_vjp directly there, and linearizes any other primitive by tracing its rule again.
+    """
+    return attach(outputs, kept, inputs, rule, captured_error(rule.forward_pass.spec))
+
+
+def _fwd(rule: _FunctionRule, outputs: Any, kept: Any, inputs: Any) -> tuple[Sequence[Any], _Residuals]:
+    perturbed = [x.perturbed and is_inexact(jax.typeof(x.value).dtype) for x in inputs]
+    outputs, kept, inputs = ([as_array(x.value) for x in operands] for operands in (outputs, kept, inputs))
+    outputs, linear_map, residuals = rule.linearize(outputs, kept, inputs, perturbed)
+    return list(outputs), _Residuals(linear_map, residuals)
+
+
+def _bwd(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    nonzero = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+    try:
+        pulled = residuals.linear_map.all_cotangents(residuals.arrays, nonzero)
+    except Exception as error:
+        hide_own_frames(error)
+        raise
+    return None, None, None, pulled  # to JAX, each `None` is a zero
+
+
+_outputs_with_rule.defvjp(_fwd, _bwd, symbolic_zeros=True)
+
+
+class _Residuals:
+    """The residual arrays and the linear map that reads them: a pytree node."""
+
+    def __init__(self, linear_map: _ForwardPassMap, arrays: Sequence[Any]) -> None:
+        self.linear_map = linear_map
+        self.arrays = arrays
+
+
+jax.tree_util.register_pytree_node(_Residuals, attrgetter("arrays", "linear_map"), _Residuals)
+
+
+def captured_error(spec: CallSpec) -> DeferredError:
+    """Returns the error for a derivative by what `forward` captured."""
+
+    def message() -> str:
+        holders = [
+            f" (held by {spec.inputs.names.describe(i)})"
+            for i, tree in enumerate(spec.inputs.trees)
+            if tree.captures_arrays()
+        ]
+        return _CAPTURED.format(name=spec.name, holder=holders[0] if holders else "")
+
+    return DeferredError(NotImplementedError, message)
+
+
+_CAPTURED = (
+    "{name}.forward closes over a value that is being differentiated{holder}, and a Function has derivatives by the "
+    "arrays among its arguments only. Pass that value to {name} as an argument, and return its gradient from backward."
+)
+
+
+@jax.tree_util.register_static
+class _FunctionRule(Rule):
+    """The rule of a forward pass. Its operands are the differentiable outputs, `kept`, and the inputs without Refs."""
+
+    def __init__(self, result: ForwardResult) -> None:
+        self.forward_pass = result.forward_pass
+        self.differentiable = result.forward_pass.differentiable
+        self._replay = result.replay
+        sources = result.forward_pass.saved.sources
+        # Saved outputs without a derivative, such as indices.
+        self._constants = [s.place for s in sources if s.kind == "output" and s.place not in self.differentiable]
+        self._num_intermediates = len(result.intermediates)
+
+    @property
+    def is_reverse_only(self) -> bool:
+        """Whether there is no forward mode."""
+        return not self.forward_pass.spec.methods.has_forward_mode
+
+    def kept(self, result: ForwardResult) -> list[Any]:
+        """Returns what the rule needs besides the differentiable outputs and the inputs."""
+        return [*(result.outputs[i] for i in self._constants), *result.intermediates, *result.consts]
+
+    def _result(self, outputs: Sequence[Any], kept: Sequence[Any]) -> ForwardResult:
+        """Returns the forward pass that has these operands; outputs that are not needed are `None`."""
+        found: list[Any] = [None] * len(self.forward_pass.output_avals)
+        for i, y in [*zip(self.differentiable, outputs, strict=True), *zip(self._constants, kept, strict=False)]:
+            found[i] = y
+        first, last = len(self._constants), len(self._constants) + self._num_intermediates
+        return ForwardResult(self.forward_pass, found, kept[first:last], self._replay, kept[last:])
+
+    def __call__(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        outputs, kept, inputs = (
+            list(map(as_array, xs)) for xs in (outputs, kept, inputs)
+        )  # JAX passes its own numbers
+        attached, linear_map, residuals = self.linearize(outputs, kept, inputs, [t is not None for t in tangents])
+        return attached, bind_linear_map(linear_map, residuals, [t for t in tangents if t is not None])
+
+    def linearize(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
+    ) -> tuple[Sequence[Any], _ForwardPassMap, Sequence[Any]]:
+        """Returns the outputs, attached for an enclosing differentiation, their derivative, and its residuals."""
+        spec = self.forward_pass.spec
+        leaves = spec.inputs.with_refs(inputs, None)
+        flags = tuple(spec.inputs.with_refs(perturbed, False))
+        result = _with_flags(self._result(outputs, kept), leaves, flags)
+        forward_pass, intermediates = result.forward_pass, result.intermediates
+        all_outputs = list(result.outputs)
+        is_differentiated_again = any(map(is_traced, (*inputs, *outputs)))
+        if is_differentiated_again:
+            outputs = attach(outputs, kept, inputs, _FunctionRule(result), captured_error(spec))
+            intermediates = _attach_intermediates(result, inputs)
+        for i, y in zip(self.differentiable, outputs, strict=True):
+            all_outputs[i] = y
+        guards = inputs if forward_pass.captures_arrays and is_differentiated_again else ()
+        forward_pass, residuals = forward_pass.residuals(leaves, all_outputs, intermediates)
+        linear_map = _ForwardPassMap(forward_pass, flags, self.differentiable, len(guards))
+        return outputs, linear_map, [*guards, *residuals]
+
+    def apply_linear(self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+        """Returns the outputs where `jax.linear_transpose` traces the call, as one eqn that it can transpose."""
+        linear = [is_linear_operand(x) for x in inputs]
+
+        def known(arrays: Sequence[Any]) -> list[Any]:
+            return [None if is_linear_operand(x) else x for x in arrays]
+
+        linear_map, residuals = self._linear_map(known(outputs), known(kept), known(inputs))
+        return bind_linear_map(linear_map, residuals, [x for x, flag in zip(inputs, linear, strict=True) if flag])
+
+    def transpose(
+        self, cotangents: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
+    ) -> Sequence[jax.Array | None]:
+        linear_map, residuals = self._linear_map([None] * len(cotangents), kept, inputs)
+        remaining = iter(linear_map.transpose(residuals, cotangents))
+        return [next(remaining) if x is None else None for x in inputs]
+
+    def _linear_map(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
+    ) -> tuple[_ForwardPassMap, Sequence[Any]]:
+        """Returns the derivative with respect to inputs without a value, in which the outputs ought to be linear."""
+        forward_pass, spec = self.forward_pass, self.forward_pass.spec
+        if self.is_reverse_only:
+            raise TypeError(
+                f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), which a Function with "
+                "backward alone does not support. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True."
+            )
+        leaves = spec.inputs.with_refs(inputs, None)
+        result = self._result(outputs, kept)
+        arrays = {"input": leaves, "output": result.outputs, "intermediate": result.intermediates}
+        names = forward_pass.saved.residual_names()
+        for source, name in zip(forward_pass.saved.sources, names, strict=True):
+            if arrays[source.kind][source.place] is None:
+                raise TypeError(
+                    f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), but it saves {name}, "
+                    f"an {source.kind} that depends on what is transposed: it is not linear. Save only what a linear "
+                    "function's derivative needs."
+                )
+        flags = spec.inputs.with_refs([x is None for x in inputs], False)
+        forward_pass, residuals = forward_pass.with_perturbed(tuple(flags)).residuals(
+            leaves, result.outputs, result.intermediates
+        )
+        return _ForwardPassMap(forward_pass, flags, self.differentiable, 0), residuals
+
+    def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
+        """Whether `backward` reads an output and is not linear in its gradients.
+
+        An output that is computed again is a second call to an enclosing differentiation, whose `backward` then gets
+        each a part of the gradient. For a linear one the parts add up.
+        """
+        forward_pass, spec = self.forward_pass, self.forward_pass.spec
+        reads_output = any(s.kind == "output" and s.place in self.differentiable for s in forward_pass.saved.sources)
+        if not (reads_output and spec.methods.has_backward):
+            return False
+        flags = tuple(spec.inputs.with_refs([is_inexact(aval.dtype) for aval in input_avals], False))
+        residual_avals = [output_avals, kept_avals, input_avals]
+        sizes = list(map(len, residual_avals))
+
+        def pull(*arrays: Any) -> list[Any]:
+            cotangents, rest = arrays[: sizes[0]], arrays[sizes[0] :]
+            outputs, kept, inputs = (rest[sum(sizes[:i]) :][: sizes[i]] for i in range(3))
+            result = self._result(outputs, kept)
+            own, residuals = forward_pass.with_perturbed(flags).residuals(
+                spec.inputs.with_refs(inputs, None), result.outputs, result.intermediates
+            )
+            pulled = _ForwardPassMap(own, flags, self.differentiable, 0).all_cotangents(residuals, cotangents)
+            return [ct for ct in pulled if ct is not None]
+
+        zeros = [zeros_of(aval) for avals in residual_avals for aval in avals]
+        return not is_linear(pull, [zeros_of(aval.to_tangent_aval()) for aval in output_avals], zeros)
+
+
+def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[bool, ...]) -> ForwardResult:
+    """Returns the forward pass for derivatives with respect to these leaves too.
+
+    A `forward` that read `ctx.needs_input_grad` may have saved less than that needs, so it runs again.
+    """
+    forward_pass, spec = result.forward_pass, result.forward_pass.spec
+    union = tuple(a or b for a, b in zip(forward_pass.perturbed, perturbed, strict=True))
+    if not forward_pass.reads_flags or all(b or not a for a, b in zip(union, forward_pass.seen_flags, strict=True)):
+        return result._replace(forward_pass=forward_pass.with_perturbed(union))
+    if spec.inputs.has_refs:
+        raise NotImplementedError(
+            f"{spec.name}.forward reads ctx.needs_input_grad and would have to run again for this derivative, which "
+            "would write to its jax.Ref arguments twice. Let it save the same whatever the flags are."
+        )
+    again = _run_stopped(spec, leaves, union, forward_pass.hooks)
+    if again.forward_pass.outputs != forward_pass.outputs:
+        before, now = (spec.inputs.needs_input_grad(p.seen_flags) for p in (forward_pass, again.forward_pass))
+        raise RuntimeError(
+            f"{spec.name}.forward returned {again.forward_pass.outputs!r} when ctx.needs_input_grad was {now}, and "
+            f"{forward_pass.outputs!r} when it was {before}. What forward returns, and marks as non-differentiable, "
+            "must not depend on ctx.needs_input_grad."
+        )
+    return again._replace(forward_pass=again.forward_pass.with_perturbed(union))
+
+
+class _ForwardPassMap(LinearMap):
+    """The derivative of a forward pass, from perturbed leaves of the inputs to differentiable leaves of the outputs.
+
+    The first residuals are `num_guards` inputs, with respect to which arrays that ctx captures have no derivative.
+    """
+
+    def __init__(
+        self, forward_pass: ForwardPass, perturbed: Sequence[bool], differentiable: Sequence[int], num_guards: int
+    ) -> None:
+        self._forward_pass = forward_pass
+        self._perturbed = [i for i, flag in enumerate(perturbed) if flag]
+        self._differentiable = differentiable
+        self._num_guards = num_guards
+        self.avals = [forward_pass.output_avals[i].to_tangent_aval() for i in differentiable]
+
+    def __repr__(self) -> str:
+        return self._forward_pass.spec.name
+
+    def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+        methods = self._forward_pass.spec.methods
+        if not methods.has_forward_mode:
+            raise TypeError(_REVERSE_ONLY.format(name=self))
+        if not methods.has_jvp:
+            return self._jvp_by_transposition(residuals, tangents)
+        input_tangents: list[Any] = [None] * len(self._forward_pass.input_avals)
+        for i, tangent in zip(self._perturbed, tangents, strict=True):
+            input_tangents[i] = tangent
+        output_tangents = self._forward_pass.jvp(residuals[self._num_guards :], input_tangents)
+        results = self._guarded(residuals, [output_tangents[i] for i in self._differentiable])
+        return [zeros_of(aval) if t is None else t for t, aval in zip(results, self.avals, strict=True)]
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        methods = self._forward_pass.spec.methods
+        if methods.has_jvp and not methods.has_backward:
+            return self._vjp_by_transposition(residuals, cotangents)
+        pulled = self.all_cotangents(residuals, cotangents)
+        return [pulled[i] for i in self._perturbed]
+
+    def all_cotangents(
+        self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]
+    ) -> list[jax.Array | None]:
+        """Returns a cotangent for each array leaf of the inputs, by the user's `backward`."""
+        output_cotangents: list[Any] = [None] * len(self._forward_pass.output_avals)
+        for i, cotangent in zip(self._differentiable, cotangents, strict=True):
+            output_cotangents[i] = cotangent
+        pulled = self._forward_pass.backward(residuals[self._num_guards :], output_cotangents)
+        return self._guarded(residuals, pulled)
+
+    def _guarded(self, residuals: Sequence[Any], results: list[Any]) -> list[Any]:
+        """Makes a derivative raise that may go by an array in a closure or an object on ctx."""
+        guards = residuals[: self._num_guards]
+        indices = [i for i, x in enumerate(results) if x is not None]
+        if guards and indices:
+            error = DeferredError(NotImplementedError, _CAPTURED_BY_CTX.format(name=self))
+            for i, x in zip(indices, attach([results[i] for i in indices], (), guards, error), strict=True):
+                results[i] = x
+        return results
+
+    def _jvp_by_transposition(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+        """Derives forward mode from `backward`, for `generate_jvp_rule`."""
+
+        def pull(*cotangents: Any) -> list[Any]:
+            pulled = self.transpose(residuals, cotangents)
+            return [zero if ct is None else ct for ct, zero in zip(pulled, self._zeros_of_inputs(), strict=True)]
+
+        like = [zeros_of(aval) for aval in self.avals]
+        return list(_transposed(pull, like, f"{self}.backward", "generate_jvp_rule", "gradients")(list(tangents)))
+
+    def _vjp_by_transposition(
+        self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]
+    ) -> list[jax.Array | None]:
+        """Derives reverse mode from `jvp`, where there is no `backward`."""
+        given = [zeros_of(aval) if ct is None else ct for aval, ct in zip(self.avals, cotangents, strict=True)]
+
+        def push(*tangents: Any) -> list[Any]:
+            return self.apply(residuals, tangents)
+
+        return list(_transposed(push, self._zeros_of_inputs(), f"{self}.jvp", "reverse mode", "tangents")(given))
+
+    def _zeros_of_inputs(self) -> list[jax.Array]:
+        return [zeros_of(self._forward_pass.input_avals[i].to_tangent_aval()) for i in self._perturbed]
+
+
+_REVERSE_ONLY = (
+    "can't apply forward-mode autodiff (jvp) to a custom_vjp function. {name} has backward alone, and so no forward "
+    "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
+)
+_CAPTURED_BY_CTX = (
+    "{name}.forward keeps a JAX array inside a closure or an object on ctx, which has no derivative of its own. Save "
+    "the array itself: ctx.save_for_backward(array), or ctx.name = array."
+)
+
+
+def _transposed(
+    function: Callable[..., Any], like: Sequence[Any], method: str, what_for: str, arguments: str
+) -> Callable[..., Any]:
+    """Returns the transpose of user code that ought to be linear; raises if it is not."""
+    problem = (
+        f"{method} is not linear in its {arguments}, so {what_for}, which transposes it, cannot be had. Define the "
+        "other rule by hand, or take the nonlinear part out of the Function."
+    )
+    if not is_linear(function, like):
+        raise RuntimeError(problem)
+    transpose = jax.linear_transpose(function, *like)
+
+    def apply(values: Any) -> Any:
+        try:
+            return transpose(values)
+        except Exception as error:  # of many kinds, by JAX's transposition rules
+            raise RuntimeError(
+                f"{problem} Or it is linear, and JAX has no transpose of something in it, such as a Function with "
+                f"backward alone. JAX says: {error}"
+            ) from error
+
+    return apply
+
+
+def _attach_intermediates(result: ForwardResult, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Gives saved intermediates the derivative of the operations of `forward` that computed them."""
+    spec, intermediates = result.forward_pass.spec, result.intermediates
+    indices = [i for i, x in enumerate(intermediates) if is_inexact(x.dtype)]
+    if not indices:
+        return intermediates
+    rule: Rule | DeferredError = _IntermediatesRule(result, indices)
+    if spec.inputs.has_refs:
+        rule = DeferredError(NotImplementedError, _WITH_REFS.format(name=spec.name))
+    attached = list(intermediates)
+    results = attach([intermediates[i] for i in indices], result.consts, inputs, rule, captured_error(spec))
+    for i, x in zip(indices, results, strict=True):
+        attached[i] = x
+    return attached
+
+
+_WITH_REFS = (
+    "{name} takes a jax.Ref and saved an array that is neither an input nor an output, so it cannot be differentiated "
+    "twice: forward would have to write twice. Save inputs or outputs instead."
+)
+
+
+class _IntermediatesRule(Rule):
+    """The derivative of saved intermediates."""
+
+    def __init__(self, result: ForwardResult, indices: Sequence[int]) -> None:
+        self._forward_pass = result.forward_pass
+        self._replay = result.replay
+        self._indices = indices
+
+    def __call__(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        outputs, inputs = list(map(as_array, outputs)), list(map(as_array, inputs))
+        if any(map(is_traced, (*inputs, *outputs))):
+            outputs = attach(outputs, kept, inputs, self, captured_error(self._forward_pass.spec))
+        perturbed = [i for i, t in enumerate(tangents) if t is not None]
+        linear_map = _IntermediatesMap(self._forward_pass, self._replay, self._indices, perturbed, outputs, len(inputs))
+        given = [tangents[i] for i in perturbed]
+        return outputs, bind_linear_map(linear_map, [*inputs, *outputs, *kept], given)
+
+
+class _IntermediatesMap(LinearMap):
+    """The derivative of intermediates by forward's own operations, which run again for it."""
+
+    def __init__(
+        self,
+        forward_pass: ForwardPass,
+        replay: StagedFunction | None,
+        indices: Sequence[int],
+        perturbed: list[int],
+        intermediates: Sequence[Any],
+        num_inputs: int,
+    ) -> None:
+        self._forward_pass = forward_pass
+        self._replay = replay
+        self._indices = indices
+        self._perturbed = perturbed
+        self._num_inputs = num_inputs
+        self.avals = [jax.typeof(x).to_tangent_aval() for x in intermediates]
+
+    def __repr__(self) -> str:
+        return self._forward_pass.spec.name
+
+    def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+        function, values = self._function(residuals)
+        return list(jax.jvp(function, values, list(tangents))[1])
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        function, values = self._function(residuals)
+        results, pull = jax.vjp(function, *values)
+        cts = [zeros_of(jax.typeof(y)) if ct is None else ct for ct, y in zip(cotangents, results, strict=True)]
+        return list(pull(cts))
+
+    def _function(self, residuals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
+        """Returns the intermediates as a function of the perturbed inputs, and those inputs."""
+        inputs, others = residuals[: self._num_inputs], residuals[self._num_inputs :]
+        intermediates, consts = others[: len(self._indices)], others[len(self._indices) :]
+
+        def function(*values: Any) -> list[Any]:
+            arrays = list(inputs)
+            for i, value in zip(self._perturbed, values, strict=True):
+                arrays[i] = value
+            if self._replay is not None:
+                again: Sequence[Any] = self._replay.evaluate_second(consts, arrays)
+            else:
+                again = self._run_again(arrays, intermediates)
+            return [again[i] for i in self._indices]
+
+        return function, [inputs[i] for i in self._perturbed]
+
+    def _run_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> Sequence[Any]:
+        forward_pass = self._forward_pass
+        result = run_forward(forward_pass.spec, arrays, forward_pass.seen_flags, forward_pass.hooks)
+        again = result.intermediates
+        same_number = len(again) > max(self._indices)
+        pairs = zip(stop(intermediates), stop([again[i] for i in self._indices]) if same_number else (), strict=False)
+        concrete = [(a, b) for a, b in pairs if not (is_traced(a) or is_traced(b))]
+        if not (same_number and all(values_close(a, b) for a, b in concrete)):
+            raise NotImplementedError(_CHANGED.format(name=forward_pass.spec.name))
+        return again
+
+
+_CHANGED = (
+    "{name}.forward was run again for a higher-order derivative, which goes through an array that it saved and that is "
+    "neither an input nor an output, and returned different values: something that it captures changed between the "
+    "runs (a counter, a stateful source of random numbers, NumPy's random state). Pass the random key, or what "
+    "changes, as an argument."
+)

@@ -1,0 +1,509 @@
+"""Pytrees of arrays and Python values: which leaves are arrays, and everything besides them as a `TreeSpec`.
+
+An *array leaf* is a `jax.Array`, traced or not, a NumPy array or scalar, a `jax.Ref`, or anything with
+`__jax_array__`. Every other leaf is static and stays the Python object that it is.
+
+An *array wrapper* is a pytree node that JAX accepts as an array, such as `nnx.Param`. As an argument it stays the node
+that it is, and may hold a pytree itself; a *wrapped array*, which holds one array, may be given in place of an array.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from jaxfn._compat import is_ref
+
+# NumPy arrays of these kinds (objects, text, dates) cannot be JAX arrays, so they are static.
+_STATIC_KINDS = frozenset("OSUMm")
+_NUMBERS = frozenset({int, float, complex})
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
+@lru_cache(maxsize=4096)
+def _is_array_type(kind: type) -> bool:
+    # JAX passes Python numbers on as subclasses of int, float and complex of its own, which have a dtype.
+    is_typed_scalar = issubclass(kind, (int, float, complex)) and kind.__module__.partition(".")[0] == "jax"
+    return is_jax_type(kind) or is_typed_scalar or hasattr(kind, "__jax_array__")
+
+
+@lru_cache(maxsize=4096)
+def is_jax_type(kind: type) -> bool:
+    """Whether objects of a type are JAX arrays, tracers and references included."""
+    return issubclass(kind, (jax.Array, jax.Ref, Tracer))
+
+
+@lru_cache(maxsize=4096)
+def is_inexact(dtype: Any) -> bool:
+    """Whether arrays of a dtype can be differentiated."""
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def double(dtype: Any) -> np.dtype[Any]:
+    """Returns the double-precision dtype of the same kind, real or complex."""
+    return np.dtype(np.complex128 if np.dtype(dtype).kind == "c" else np.float64)
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array holds random keys, which are not numbers."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def is_array_leaf(leaf: object) -> bool:
+    """Whether a leaf is data for JAX rather than a Python value."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in _STATIC_KINDS
+    return _is_array_type(type(leaf))
+
+
+@lru_cache(maxsize=4096)
+def _may_be_array_wrapper(kind: type) -> bool:
+    return not is_jax_type(kind) and hasattr(kind, "__jax_array__")
+
+
+def is_array_wrapper(value: object) -> bool:
+    """Whether a value is a pytree node that JAX accepts as an array."""
+    return _may_be_array_wrapper(type(value)) and not jax.tree_util.all_leaves([value])
+
+
+def is_wrapped_array(value: object) -> bool:
+    """Whether a value is an array wrapper with one array in it."""
+    return is_array_wrapper(value) and len(tree_leaves(value)) == 1
+
+
+def is_traced(leaf: object) -> bool:
+    """Whether an array leaf is a JAX tracer."""
+    return isinstance(leaf, Tracer)
+
+
+def as_array(leaf: Any) -> jax.Array:
+    """Returns an array leaf as something that JAX takes as an operand."""
+    return leaf if is_jax_type(type(leaf)) else jnp.asarray(leaf)
+
+
+def conjugate(gradient: jax.Array) -> jax.Array:
+    """Converts a complex gradient between torch's and JAX's convention; each is the other's conjugate."""
+    return jnp.conj(gradient) if gradient.dtype.kind == "c" else gradient
+
+
+def is_none(value: object) -> bool:
+    """Serves as `is_leaf`, so that pytrees keep `None`."""
+    return value is None
+
+
+def values_close(a: Any, b: Any) -> bool:
+    """Whether two concrete arrays are the same up to rounding."""
+    if jax.typeof(a) != jax.typeof(b):
+        return False
+    if is_key(a):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    if not is_inexact(a.dtype):
+        return bool(np.array_equal(np.asarray(a), np.asarray(b)))
+    # Under differentiation JAX compiles the same operations into other programs, which round differently.
+    tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5
+    a, b = (np.asarray(x).astype(double(a.dtype)) for x in (a, b))
+    finite = a[np.isfinite(a)]
+    largest = float(np.abs(finite).max(initial=0.0))
+    return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True))
+
+
+class NoArrays:
+    """Base class of jaxfn's own objects that hold no JAX arrays, so that none is searched for in them."""
+
+
+class Opaque:
+    """Base class of jaxfn's own objects of which only some parts are searched for arrays."""
+
+    def searchable_parts(self) -> Sequence[object]:
+        """Returns the parts that are searched."""
+        return ()
+
+
+# How many objects are searched before an array is assumed to be somewhere.
+_SEARCH_LIMIT = 2000
+
+
+def captures_arrays(value: Any) -> bool:
+    """Whether an object leads to JAX arrays by its attributes, items or closure, or is too large to tell."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if type(part) in _SCALARS or id(part) in seen:
+            continue
+        if is_jax_type(type(part)) or len(seen) > _SEARCH_LIMIT:
+            return True
+        seen.add(id(part))
+        if not isinstance(part, (type, types.ModuleType, np.ndarray, NoArrays)):
+            pending += _parts(part)
+    return False
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Returns what an object holds, as far as that can be seen without running its code."""
+    if isinstance(value, Opaque):
+        return value.searchable_parts()
+    if isinstance(value, types.FunctionType):
+        return [*closure_values(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return value
+    members = [vars(kind).values() for kind in type(value).__mro__]
+    slots = [m for member in members for m in member if isinstance(m, types.MemberDescriptorType)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, slot.__name__, None) for slot in slots)]
+
+
+def closure_values(function: types.FunctionType) -> list[Any]:
+    """Returns the values of the variables in a function's closure that have one."""
+    values: list[Any] = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # no value yet
+            values.append(cell.cell_contents)
+    return values
+
+
+class _ArrayMarker(NoArrays):
+    """Stands in a `TreeSpec` for an array leaf."""
+
+    def __repr__(self) -> str:
+        return "array"
+
+
+class _RefMarker(_ArrayMarker):
+    """Stands in a `TreeSpec` for a `jax.Ref`, which is written in place and has no derivative of its own here."""
+
+    def __repr__(self) -> str:
+        return "ref"
+
+
+_ARRAY = _ArrayMarker()
+_REF = _RefMarker()
+
+
+@lru_cache(maxsize=4096)
+def _is_torch_tensor_type(kind: type) -> bool:
+    return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
+
+
+def _marker(leaf: Any) -> _ArrayMarker:
+    # The type of a tracer does not tell whether it is a reference, and asking its value is slow.
+    return _REF if type(leaf) is jax.Ref or (isinstance(leaf, Tracer) and is_ref(leaf)) else _ARRAY
+
+
+class TreeSpec:
+    """The static part of a pytree: its treedef and its non-array leaves, with markers for the arrays.
+
+    Specs are equal if they have the same containers, of Python's own types, and their leaves are arrays or the same
+    *values*: `1`, `1.0` and `True` differ, as do `0.0` and `-0.0`. Hashing raises `TypeError` for others: a mutable
+    object that compares equal today need not do so tomorrow, and pytree nodes of other types may compare equal and
+    still differ in what they hold.
+    """
+
+    __slots__ = ("_key", "are_refs", "leaves", "num_arrays", "treedef")
+
+    def __init__(self, treedef: Any, leaves: tuple[object, ...]) -> None:
+        self.treedef = treedef  # None: the value is its own single leaf
+        self.leaves = leaves
+        self.are_refs = tuple(leaf is _REF for leaf in leaves if isinstance(leaf, _ArrayMarker))  # one per array leaf
+        self.num_arrays = len(self.are_refs)
+        self._key: tuple[object, ...] | None = None
+
+    def unflatten(self, arrays: Iterator[Any]) -> Any:
+        """Returns the value with the next `num_arrays` of `arrays` as its array leaves."""
+        if self is ARRAY_SPEC:
+            return next(arrays)
+        return self._unflatten([next(arrays) if isinstance(leaf, _ArrayMarker) else leaf for leaf in self.leaves])
+
+    def unflatten_gradient(self, arrays: Iterator[Any]) -> Any:
+        """Returns a gradient of this structure: like `unflatten`, but with `None` for static leaves."""
+        return self._unflatten([next(arrays) if isinstance(leaf, _ArrayMarker) else None for leaf in self.leaves])
+
+    def _unflatten(self, leaves: Sequence[Any]) -> Any:
+        return leaves[0] if self.treedef is None else tree_unflatten(self.treedef, leaves)
+
+    def __repr__(self) -> str:
+        return repr(self._unflatten(self.leaves))
+
+    @property
+    def container(self) -> type | None:
+        """The type of the topmost node; `None` if the value is a single leaf."""
+        node = None if self.treedef is None else self.treedef.node_data()
+        return None if node is None else node[0]
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the value is a Python number."""
+        return self.treedef is None and type(self.leaves[0]) in _NUMBERS
+
+    def check_no_torch_tensors(self, where: Callable[[], str]) -> None:
+        """Raises `TypeError` if a static leaf is a torch tensor."""
+        if self is not ARRAY_SPEC and any(_is_torch_tensor_type(type(leaf)) for leaf in self.leaves):
+            raise TypeError(
+                f"{where()} is a torch tensor. A Function takes JAX and NumPy arrays: pass tensor.numpy(), or convert "
+                "torch code with jaxfn.from_torch."
+            )
+
+    @property
+    def is_mutable(self) -> bool:
+        """Whether it has nodes of other classes than Python's own, to which code may write."""
+        return self.treedef is not None and not _has_plain_containers(self.treedef)
+
+    def mutated_path(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> str | None:
+        """Returns where a value that `unflatten` made of `arrays` now holds a leaf that is in neither list."""
+        new = self._new_paths(value, arrays, known)
+        if new:  # what a node makes anew each time that it is flattened is not a mutation
+            always = set(self._new_paths(self.unflatten(iter(arrays)), arrays, known))
+            new = [path for path in new if path not in always]
+        return new[0] if new else None
+
+    def _new_paths(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> list[str]:
+        remaining = iter(arrays)
+        leaves = [next(remaining) if isinstance(leaf, _ArrayMarker) else leaf for leaf in self.leaves]
+        try:
+            present, treedef = tree_flatten_with_path(value, is_leaf=is_none)
+        except ValueError:  # such as equinox's State, which may not be used again once there is a newer one
+            return []
+        if len(present) != len(leaves):
+            return [""]
+        seen = set(map(id, known))
+        new = [
+            keystr(path)
+            for (path, leaf), before in zip(present, leaves, strict=True)
+            if leaf is not before and id(leaf) not in seen
+        ]
+        return [*new, ""] if _differ(treedef, self.treedef) else new
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether a static leaf is neither a scalar nor a class, so that it may hold arrays."""
+        return self is not ARRAY_SPEC and not all(
+            isinstance(leaf, (_ArrayMarker, type)) or type(leaf) in _SCALARS for leaf in self.leaves
+        )
+
+    def captures_arrays(self) -> bool:
+        """Whether a static leaf, such as a closure or an object, holds JAX arrays."""
+        return self is not ARRAY_SPEC and any(map(captures_arrays, self.leaves))
+
+    def key(self) -> tuple[object, ...] | None:
+        """Returns a hashable value that stands for this spec; `None` if some part is not compared by value."""
+        if self._key is None and (self.treedef is None or _has_plain_containers(self.treedef)):
+            keys = [leaf_key(leaf) for leaf in self.leaves]
+            if all(len(key) > 1 or isinstance(leaf, _ArrayMarker) for key, leaf in zip(keys, self.leaves, strict=True)):
+                self._key = (self.treedef, *keys)
+        return self._key
+
+    @property
+    def is_hashable(self) -> bool:
+        """Whether the spec is compared by value."""
+        return self is ARRAY_SPEC or self.key() is not None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TreeSpec):
+            return NotImplemented
+        return self is other or (self.is_hashable and self.key() == other.key())
+
+    def __hash__(self) -> int:
+        if not self.is_hashable:
+            raise TypeError(f"{self!r} is not compared by value")
+        return hash(self.key())
+
+
+def _differ(treedef: Any, other: Any) -> bool:
+    """Whether two treedefs are known to differ; static data of their nodes may raise when it is compared."""
+    try:
+        return bool(treedef != other)
+    except Exception:
+        return False
+
+
+def _has_plain_containers(treedef: Any) -> bool:
+    """Whether a tree consists of tuples, lists, `None` and dicts with string keys, which compare by value."""
+    node = treedef.node_data()
+    if node is None:
+        return True
+    kind: type = node[0]
+    data: Any = node[1]
+    if kind is dict:
+        is_plain = all(type(key) is str for key in data)
+    else:
+        is_plain = kind is list or kind is type(None) or (issubclass(kind, tuple) and data is None)
+    return is_plain and all(map(_has_plain_containers, treedef.children()))
+
+
+def leaf_key(leaf: object) -> tuple[object, ...]:
+    """Returns what a static leaf is compared by: its type, and its value if that is a plain one."""
+    kind = type(leaf)
+    if isinstance(leaf, _ArrayMarker):
+        return (leaf,)
+    if kind is float:
+        return (kind, cast(float, leaf).hex())  # tells -0.0 from 0.0, and nan equals itself
+    if kind is complex:
+        number = cast(complex, leaf)
+        return (kind, number.real.hex(), number.imag.hex())
+    if kind in _SCALARS or isinstance(leaf, (type, np.dtype, enum.Enum)):
+        return (kind, leaf)
+    if isinstance(leaf, types.FunctionType) and leaf.__closure__ is None:
+        return (kind, leaf)
+    return (kind,)
+
+
+# A value that is one array, by far the most frequent kind, shares its spec.
+ARRAY_SPEC = TreeSpec(None, (_ARRAY,))
+_REF_SPEC = TreeSpec(None, (_REF,))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _UnsortedDict:
+    """A pytree node for a dict whose keys cannot be sorted; it keeps their order, and unflattens to a dict."""
+
+    def __init__(self, value: dict[Any, Any]) -> None:
+        self._value = value
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        items = [(jax.tree_util.DictKey(key), _with_sortable_dicts(x)) for key, x in self._value.items()]
+        return items, tuple(self._value)
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple[Any, ...], values: Sequence[Any]) -> dict[Any, Any]:
+        return dict(zip(keys, values, strict=True))
+
+
+def _with_sortable_dicts(value: Any) -> Any:
+    """Returns a pytree with `_UnsortedDict` nodes for dicts that JAX cannot flatten."""
+
+    def is_unsorted(value: Any) -> bool:
+        if type(value) is not dict:
+            return False
+        try:
+            sorted(cast(dict[Any, Any], value))
+        except TypeError:
+            return True
+        return False
+
+    def convert(value: Any) -> Any:
+        return _UnsortedDict(value) if is_unsorted(value) else value
+
+    return jax.tree_util.tree_map(convert, value, is_leaf=is_unsorted)
+
+
+def flatten(value: Any) -> tuple[Sequence[Any], TreeSpec]:
+    """Returns the array leaves of a pytree in tree order, as they are, and the `TreeSpec` that restores it.
+
+    `None` is a static leaf.
+    """
+    if type(value) in _SCALARS:
+        return (), TreeSpec(None, (value,))
+    if is_jax_type(type(value)) or (is_array_leaf(value) and not is_array_wrapper(value)):
+        return (value,), (ARRAY_SPEC if _marker(value) is _ARRAY else _REF_SPEC)
+    try:
+        leaves, treedef = tree_flatten(value, is_leaf=is_none)
+    except ValueError:  # a dict whose keys cannot be sorted
+        leaves, treedef = tree_flatten(_with_sortable_dicts(value), is_leaf=is_none)
+    if len(leaves) == 1 and leaves[0] is value:
+        return (), TreeSpec(None, (value,))
+    arrays = [leaf for leaf in leaves if is_array_leaf(leaf)]
+    return arrays, TreeSpec(treedef, tuple(_marker(leaf) if is_array_leaf(leaf) else leaf for leaf in leaves))
+
+
+def flatten_saved(value: Any) -> tuple[Sequence[Any], TreeSpec]:
+    """Flattens like `flatten`, but keeps a value without array leaves as the very object that it is."""
+    arrays, spec = flatten(value)
+    return (arrays, spec) if arrays else ((), TreeSpec(None, (value,)))
+
+
+class StructureError(ValueError):
+    """Says where two structures differ."""
+
+
+class ExpectedLeaf:
+    """An array leaf that user code should return; has the attributes that pytree classes read when they are rebuilt.
+
+    Args:
+      aval: Its type.
+      is_differentiated: Whether its derivative is needed.
+    """
+
+    def __init__(self, aval: Any, is_differentiated: bool) -> None:
+        self.aval = aval
+        self.is_differentiated = is_differentiated
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+
+def match_leaves(value: Any, skeleton: Any, spec: TreeSpec) -> Iterator[tuple[str, Any, Any]]:
+    """Yields, for each leaf of the skeleton, its path, what `value` has in its place, and the leaf itself.
+
+    Args:
+      value: What user code returned. `None` stands for a whole subtree.
+      skeleton: A value of the structure that it should have, with `ExpectedLeaf`s for arrays.
+      spec: The skeleton's.
+
+    Raises:
+      StructureError: `value` has another structure.
+    """
+    if spec.treedef is None:
+        yield "", value, skeleton
+        return
+    wanted = _leaves_with_path(skeleton)
+    got: dict[Any, Any] = {(): None}
+    if value is not None:
+        got = dict(_leaves_with_path(value))
+    used: set[Any] = set()
+    for path, leaf in wanted:
+        returned_path = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
+        if returned_path is None:
+            raise StructureError(f"nothing was returned for {_path_text(path)}")
+        if len(returned_path) < len(path) and got[returned_path] is not None:
+            raise StructureError(f"one value was returned at {_path_text(returned_path)}, where several leaves belong")
+        used.add(returned_path)
+        piece = got[returned_path]
+        if is_wrapped_array(leaf):  # compared by contents: the wrapper's __jax_array__ may be a function of them
+            (leaf,) = tree_leaves(leaf)
+            piece = tree_leaves(piece)[0] if is_wrapped_array(piece) else piece
+        yield keystr(path), piece, leaf
+    for path, piece in got.items():
+        if path not in used and piece is not None:
+            raise StructureError(f"there is nothing at {_path_text(path)}")
+
+
+def _leaves_with_path(value: Any) -> Sequence[tuple[Any, Any]]:
+    try:
+        return tree_flatten_with_path(value, is_leaf=_ends_path)[0]
+    except ValueError:  # a dict whose keys cannot be sorted
+        return tree_flatten_with_path(_with_sortable_dicts(value), is_leaf=_ends_path)[0]
+
+
+def _ends_path(value: object) -> bool:
+    """Whether both structures end here: an array may stand for a wrapper with one, and a wrapper for an array."""
+    return is_none(value) or is_wrapped_array(value)
+
+
+def _path_text(path: Sequence[Any]) -> str:
+    return keystr(tuple(path)) or "its top"

@@ -1,0 +1,186 @@
+"""The user's `vmap` static method, as JAX's `custom_vmap` around `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jaxfn._boundary import ForwardOutputs, OutputSpec, flatten_outputs
+from jaxfn._context import FunctionCtx
+from jaxfn._jaxpr import StagedFunction, stage
+from jaxfn._methods import UserMethods
+from jaxfn._primitives import Rule, attach, stop
+from jaxfn._signature import InputSpec
+from jaxfn._tree import is_array_leaf, is_inexact, is_none, is_wrapped_array
+
+
+class VmapInfo(NamedTuple):
+    """What `vmap` receives about the batch.
+
+    Attributes:
+      batch_size: The number of elements.
+      randomness: torch's `randomness` argument. JAX has none (its keys are explicit), so it is torch's default.
+    """
+
+    batch_size: int
+    randomness: str = "error"
+
+
+class _Outputs:
+    """The array leaves of the outputs with their spec: a pytree node."""
+
+    def __init__(self, spec: OutputSpec, arrays: Sequence[Any]) -> None:
+        self.spec = spec
+        self.arrays = arrays
+
+
+jax.tree_util.register_pytree_node(_Outputs, attrgetter("arrays", "spec"), _Outputs)
+
+
+def forward_with_vmap(methods: UserMethods, spec: InputSpec, ctx: FunctionCtx, arrays: Sequence[Any]) -> ForwardOutputs:
+    """Runs `forward` (and `setup_context`) so that batching it calls `vmap`."""
+    problem = methods.vmap_problem()
+    if problem is not None:
+        arrays = _raising_when_batched(problem)(*arrays)
+        inputs = spec.unflatten(arrays)
+        returned = methods.forward(ctx, spec, inputs)
+        spec.check_inputs_unchanged(methods.name, inputs, arrays, returned.originals)
+        return returned
+
+    output_specs: list[OutputSpec] = []
+
+    def forward(*arrays: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        inputs = spec.unflatten(arrays)
+        returned = methods.forward_alone(spec, inputs)
+        spec.check_inputs_unchanged(methods.name, inputs, arrays, returned.originals)
+        output_specs.append(returned.spec)
+        return returned.arrays, ()
+
+    staged, consts = stage(forward, arrays)  # so that a derivative does not run forward again
+    (output_spec,) = output_specs
+
+    @custom_vmap
+    def batchable(*arrays: Any) -> _Outputs:
+        return _Outputs(output_spec, staged.evaluate(consts, arrays)[0])
+
+    @batchable.def_vmap
+    def _(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> tuple[_Outputs, _Outputs]:
+        return _call_vmap(methods, spec, axis_size, in_batched, arrays)
+
+    has_derivative = any(is_inexact(x.dtype) for x in arrays) and not spec.has_refs
+    outputs = batchable(*(stop(arrays) if has_derivative else arrays))
+    if has_derivative:
+        indices = [i for i, y in enumerate(outputs.arrays) if is_inexact(y.dtype)]
+        rule = _OperationsRule(staged, indices)
+        attached = attach([outputs.arrays[i] for i in indices], consts, arrays, rule)
+        results = list(outputs.arrays)
+        for i, y in zip(indices, attached, strict=True):
+            results[i] = y
+        outputs = _Outputs(outputs.spec, results)
+    return methods.set_up(ctx, spec.unflatten(arrays), flatten_outputs(outputs.spec.unflatten(outputs.arrays)))
+
+
+class _OperationsRule(Rule):
+    """The derivative of the operations of `forward`, for what the user's `vmap` computes instead.
+
+    JAX cannot differentiate a batched custom_vmap twice (0.10.0 to 0.12.0).
+    """
+
+    def __init__(self, staged: StagedFunction, indices: Sequence[int]) -> None:
+        self._staged = staged
+        self._indices = indices
+
+    def __call__(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        perturbed = [i for i, t in enumerate(tangents) if t is not None]
+
+        def function(*values: Any) -> list[Any]:
+            arrays = list(inputs)
+            for i, value in zip(perturbed, values, strict=True):
+                arrays[i] = value
+            results, _ = self._staged.evaluate(kept, arrays)
+            return [results[i] for i in self._indices]
+
+        results = jax.jvp(function, [inputs[i] for i in perturbed], [tangents[i] for i in perturbed])[1]
+        return attach(outputs, kept, inputs, self), results
+
+
+def _raising_when_batched(problem: str) -> Any:
+    @custom_vmap
+    def identity(*arrays: Any) -> Any:
+        return arrays
+
+    @identity.def_vmap
+    def _(*_: Any) -> Any:
+        raise RuntimeError(problem)
+
+    return identity
+
+
+def _call_vmap(
+    methods: UserMethods, spec: InputSpec, axis_size: int, in_batched: Sequence[bool], arrays: Sequence[Any]
+) -> tuple[_Outputs, _Outputs]:
+    """Returns the outputs for a batch, the batch at axis 0, and for each array leaf whether it has one."""
+    name = methods.name
+    indices = iter(range(len(in_batched)))
+    per_input = tuple(tree.unflatten_gradient(islice(indices, tree.num_arrays)) for tree in spec.trees)
+
+    def dim(index: Any) -> int | None:
+        (index,) = jax.tree_util.tree_leaves(index)  # of a wrapper, that of the one array in it
+        return 0 if in_batched[index] else None
+
+    in_dims = jax.tree_util.tree_map(dim, per_input, is_leaf=is_wrapped_array)
+    vmap: Any = methods.vmap
+    with jax.named_scope(f"{name}.vmap"):
+        result = vmap(VmapInfo(axis_size), in_dims, *spec.unflatten(arrays))
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise RuntimeError(
+            f"{name}.vmap is expected to return two values, the output and its out_dims, which have the output's "
+            f"structure; got {_description(result)}."
+        )
+    output, out_dims = result
+    returned = flatten_outputs(output)
+    dims = _batch_dims(name, out_dims, returned)
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(returned.arrays, dims, strict=True)]
+    for index, (x, d) in enumerate(zip(moved, dims, strict=True)):
+        if d is not None and x.shape[0] != axis_size:
+            raise RuntimeError(
+                f"{name}.vmap returned an output (array {index}) of size {x.shape[0]} along its out_dims axis {d}: "
+                f"expected the batch size {axis_size}."
+            )
+    return _Outputs(returned.spec, moved), _Outputs(returned.spec, [d is not None for d in dims])
+
+
+def _description(value: object) -> str:
+    if is_array_leaf(value):
+        return "an array"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+
+
+def _batch_dims(name: str, out_dims: Any, returned: ForwardOutputs) -> list[int | None]:
+    """Returns the batch axis of each array leaf of the outputs; one of `out_dims` may stand for a whole subtree."""
+    if type(out_dims) is tuple and returned.spec.container not in (None, tuple):
+        make: Any = returned.spec.container
+        out_dims = make(*out_dims) if len(out_dims) == len(returned.spec.trees) else out_dims
+    try:
+        spread = jax.tree_util.tree_broadcast(out_dims, returned.value, is_leaf=is_none)
+    except ValueError as error:
+        raise RuntimeError(
+            f"{name}.vmap returned out_dims {out_dims!r}, which do not have the output's structure: {error}"
+        ) from None
+    dims, leaves = (jax.tree_util.tree_leaves(tree, is_leaf=is_none) for tree in (spread, returned.value))
+    found = [dim for dim, leaf in zip(dims, leaves, strict=True) if is_array_leaf(leaf)]
+    for index, (dim, x) in enumerate(zip(found, returned.arrays, strict=True)):
+        if dim is not None and (type(dim) is not int or not -x.ndim <= dim < x.ndim):
+            raise RuntimeError(
+                f"{name}.vmap returned out_dims {out_dims!r}, but {dim!r} is not an axis of its output (array {index}) "
+                f"of shape {x.shape}. Each is an axis of that array, or None if it has no batch."
+            )
+    return found

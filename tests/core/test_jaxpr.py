@@ -1,0 +1,313 @@
+"""The toolkit for jaxprs, on both sides of what it replaces: JAX's own evaluation, and what is true eagerly."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+import jaxfn
+from jaxfn._compat import eval_eqn, make_jaxpr, producing_eqn, var_id
+from jaxfn._jaxpr import (
+    all_eqns,
+    any_eqn,
+    dependent_eqns,
+    eval_jaxpr_with,
+    is_any_of,
+    is_variable,
+    needed_eqns,
+    open_jaxpr,
+    primitives,
+    subjaxprs,
+    unchanged_operand,
+    unhandled_subjaxprs,
+)
+from jaxfn._primitives import linearity
+from tests.support.marks import COMING
+
+X = jnp.arange(1.0, 4.0)
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return x
+
+
+with_jvp.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+
+
+@jax.custom_vjp
+def with_vjp(x, scale=1.0):
+    return x
+
+
+with_vjp.defvjp(lambda x, scale=1.0: (x, scale), lambda scale, g: (g * scale, None))
+
+
+@jax.custom_batching.custom_vmap
+def with_vmap(x):
+    return jnp.sin(x)
+
+
+@with_vmap.def_vmap
+def _(axis_size, in_batched, x):
+    return jnp.sin(x), in_batched[0]
+
+
+@jaxfn.function
+def identity(ctx, x):
+    return x
+
+
+@identity.backward
+def _(ctx, grad_output):
+    return grad_output
+
+
+def scanned(x):
+    return jax.lax.scan(lambda carry, y: (carry * x.sum() + y, carry + 1.0), 2.0, x, reverse=True)
+
+
+def looped(x):
+    return jax.lax.while_loop(lambda c: c[1] < x[2] * 9, lambda c: (c[0] + 1.0, c[1] * x[1]), (0.0, x[0]))
+
+
+def solved(x):
+    return jax.lax.custom_linear_solve(lambda y: 2 * x * y, x + 1, lambda _, b: b / (2 * x))
+
+
+def on_devices(x):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("i")
+    return jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.stack([x, x]))
+
+
+PROGRAMS = {
+    "jit": (jax.jit(lambda x: (x.sum(), x + 1)), ["jit"]),
+    "checkpoint": (jax.checkpoint(jnp.sin), ["call" if COMING else "checkpoint"]),
+    "custom_jvp": (with_jvp, ["call"]),
+    "custom_vjp": (with_vjp, ["call"]),
+    "custom_vmap": (with_vmap, ["call"]),
+    "scan": (scanned, ["scan"]),
+    "while": (looped, ["while", "while"]),
+    "cond": (lambda x: jax.lax.cond(x[0] > 0, jnp.sin, lambda x: x * x[0], x), ["cond", "cond"]),
+    "solve": (solved, ["call"]),
+    "shard_map": (on_devices, ["shard_map"]),
+}
+EACH = pytest.mark.parametrize("name", PROGRAMS)
+
+
+@EACH
+def test_variables_of_subjaxprs_are_bound_to_those_of_the_eqn(name):
+    """By their types; a part of an array has an axis less."""
+    function, kinds = PROGRAMS[name]
+    eqns = [eqn for eqn in make_jaxpr(function, X).jaxpr.eqns if subjaxprs(eqn)]
+    assert [sub.kind for eqn in eqns for sub in subjaxprs(eqn) if sub.kind != "jit" or name == "jit"] == kinds
+    for eqn in eqns:
+        for sub in subjaxprs(eqn):
+            pairs = [(v, eqn.invars[i]) for v, i in zip(sub.jaxpr.invars, sub.operands, strict=True)]
+            results = zip(sub.jaxpr.outvars, sub.results, strict=True)
+            pairs += [(v, eqn.outvars[i]) for v, i in results if i is not None]
+            for inner, outer in pairs:
+                is_part = sub.kind == "scan" and inner.aval.shape != outer.aval.shape
+                assert inner.aval.dtype == outer.aval.dtype
+                assert sub.kind == "shard_map" or inner.aval.shape == outer.aval.shape[is_part:]
+            for output, invar in sub.carried:
+                assert sub.jaxpr.outvars[output].aval.shape == sub.jaxpr.invars[invar].aval.shape
+                assert invar >= sub.num_consts and sub.operands[invar] - sub.operands[sub.num_consts] == output
+
+
+@EACH
+def test_evaluation_by_eqns_is_that_of_the_function(name):
+    function, _ = PROGRAMS[name]
+    jaxpr, consts = open_jaxpr(jax.make_jaxpr(lambda x: function(2 * x))(X))
+    indices = []
+
+    def evaluate(index, eqn, operands):
+        indices.append(index)
+        return eval_eqn(eqn, operands)
+
+    results = eval_jaxpr_with(evaluate, jaxpr, consts, [X])
+    for actual, expected in zip(results, jax.tree.leaves(function(2 * X)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert indices == list(range(len(jaxpr.eqns)))
+
+
+def test_literals_are_read_as_asked():
+    jaxpr = make_jaxpr(lambda x: (x + 2.0, 3.0), 1.0).jaxpr
+    assert [float(x) for x in eval_jaxpr_with(lambda _, eqn, xs: eval_eqn(eqn, xs), jaxpr, [], [1.0])] == [3.0, 3.0]
+    negated = eval_jaxpr_with(lambda _, eqn, xs: [xs], jaxpr, [], ["x"], lambda literal: -float(literal.val))
+    assert negated == [["x", -2.0], -3.0]
+
+
+@EACH
+def test_all_eqns_are_found(name):
+    """Those of jaxprs that are not run, as rules, too."""
+    jaxpr = make_jaxpr(lambda x: PROGRAMS[name][0](x * jnp.exp(x)), X).jaxpr
+    found = list(all_eqns(jaxpr))
+    inside = [eqn for outer in jaxpr.eqns for sub in subjaxprs(outer) for eqn in all_eqns(sub.jaxpr)]
+    assert set(map(id, jaxpr.eqns)) <= set(map(id, found)) and len(found) >= len(jaxpr.eqns) + len(inside)
+    assert any_eqn(jaxpr, lambda eqn: eqn.primitive is jax.lax.exp_p)
+
+
+def test_an_eqn_without_a_rule_has_unhandled_jaxprs():
+    reduced = make_jaxpr(lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b + a, [0]), X).jaxpr
+    called = make_jaxpr(jax.jit(lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b + a, [0])), X).jaxpr
+    for jaxpr in (reduced, called):
+        ((name, inner),) = [found for eqn in jaxpr.eqns for found in unhandled_subjaxprs(eqn)]
+        assert name == "reduce" and [eqn.primitive for eqn in inner.eqns] == [jax.lax.mul_p, jax.lax.add_p]
+
+
+def dependence(function, *args):
+    """For each output the inputs that it depends on, and the operations between them."""
+    jaxpr = make_jaxpr(function, *args).jaxpr
+    found = []
+    for output in jaxpr.outvars:
+        eqns, variables = needed_eqns(jaxpr, [output])
+        names = {eqn.primitive.name for eqn in eqns}
+        found.append(({i for i, v in enumerate(jaxpr.invars) if v in variables}, names))
+    return found
+
+
+def test_what_outputs_depend_on():
+    assert dependence(lambda x, y: (jnp.sin(x), jnp.cos(jnp.sin(x)) * y, 2.0, y), 1.0, 2.0) == [
+        ({0}, {"sin"}),
+        ({0, 1}, {"sin", "cos", "mul"}),
+        (set(), set()),
+        ({1}, set()),
+    ]
+
+
+def test_effects_that_an_output_does_not_depend_on_are_left_out():
+    def function(x):
+        jax.debug.print("{}", x)
+        return jnp.sin(x)
+
+    assert dependence(function, 1.0) == [({0}, {"sin"})]
+
+
+def test_a_read_depends_on_what_was_written_before():
+    def function(x, y, z):
+        ref, other = jax.new_ref(x), jax.new_ref(y)
+        ref[...] = jnp.exp(y)
+        other[...] = z
+        return ref[...]
+
+    ((inputs, names),) = dependence(function, 1.0, 2.0, 3.0)
+    assert inputs == {0, 1} and "exp" in names
+
+
+@pytest.mark.skipif(COMING, reason="JAX's experimental custom_vjp is lowered before")
+def test_an_operand_for_the_rule_alone_is_no_dependence():
+    assert dependence(lambda x, y: with_vjp(x, jnp.sin(y)), 1.0, 2.0) == [({0}, {"custom_vjp_call"})]
+
+
+def test_what_depends_on_inputs():
+    jaxpr = make_jaxpr(lambda x, y: (jnp.sin(x) * jnp.cos(y), jnp.exp(y)), 1.0, 2.0).jaxpr
+    eqns, variables = dependent_eqns(jaxpr, jaxpr.invars[:1])
+    assert [eqn.primitive for eqn in eqns] == [jax.lax.sin_p, jax.lax.mul_p]
+    assert [v in variables for v in (*jaxpr.invars, *jaxpr.outvars)] == [True, False, True, False]
+
+
+def is_input_when_staged(function):
+    found = []
+
+    def program(x):
+        y = function(x)
+        while (produced := producing_eqn(y)) is not None:
+            eqn, operands = produced
+            operand = unchanged_operand(eqn, list(map(id, eqn.outvars)).index(var_id(y)))
+            if operand is None:
+                break
+            y = operands[operand]
+        found.append(var_id(y) == var_id(x))
+        return y
+
+    jax.make_jaxpr(program)(X)
+    return found[0]
+
+
+NO_OPS = {
+    "stop_gradient": jax.lax.stop_gradient,
+    "checkpoint_name": partial(checkpoint_name, name="x"),
+    "device_put": jax.device_put,
+    "device_put of a pair": lambda x: jax.device_put((x + 1, x), (jax.devices()[1], None))[1],
+    "checkpoint": jax.checkpoint(lambda x: x),
+    "checkpoint of no-ops": jax.checkpoint(lambda x: with_jvp(jax.lax.stop_gradient(x))),
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+    "custom_vjp with an operand more": lambda x: with_vjp(x, jnp.float32(2.0)),
+    "a Function": identity,
+    "a Function in checkpoint": jax.checkpoint(identity),
+    "second of two results": jax.checkpoint(lambda x: (jnp.sin(x), x)),
+    "several": lambda x: identity(jax.lax.stop_gradient(with_jvp(jax.device_put(x)))),
+}
+NEW = {
+    "jit": jax.jit(lambda x: x),
+    "device_put to a device": lambda x: jax.device_put(x, jax.devices()[1]),
+    "device_put that copies": partial(jax.device_put, may_alias=False),
+    "barrier": jax.lax.optimization_barrier,
+    "checkpoint of a sum": jax.checkpoint(lambda x: x + 1),
+    "copy": jnp.copy,
+}
+
+
+@pytest.mark.parametrize("name", NO_OPS)
+def test_what_returns_the_same_array_returns_an_operand_unchanged(name):
+    def function(x):
+        return jax.tree.leaves(NO_OPS[name](x))[-1]
+
+    assert function(X) is X and is_input_when_staged(function)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_what_returns_a_new_array_returns_no_operand_unchanged(name):
+    assert NEW[name](X) is not X and not is_input_when_staged(NEW[name])
+
+
+def test_primitives_are_known_by_identity_or_else_by_name():
+    assert primitives("add scatter_add of_no_module") == {jax.lax.add_p, jax.lax.scatter_add_p, "of_no_module"}
+    add, pvary = make_jaxpr(lambda x: x + 1, X).jaxpr.eqns[0], primitives("pvary")
+    assert is_any_of(add, primitives("sub add")) and is_any_of(add, {"add"}) and not is_any_of(add, pvary)
+
+
+def test_only_what_jax_does_not_hand_out_is_known_by_name():
+    tables = [linearity._COMBINING, linearity._MULTIPLYING, linearity._LINEAR_IN, linearity._ONE_BY_ONE]
+    by_name = {primitive for table in tables for primitive in table if isinstance(primitive, str)}
+    collectives = {"pvary", "all_gather_invariant", "psum_invariant", "reduce_scatter", "pbroadcast"}
+    others = {"ragged_dot_general", "layout_constraint", "reshard", "stack", "unstack"}
+    assert by_name <= collectives | others
+
+
+def test_a_staged_function_has_arrays_for_literals():
+    staged = StagedFunction(lambda x: ([x + 1, 2.0], [np.int32(3)]), [jnp.float32(1)])
+    first, second = staged.evaluate([jnp.float32(4)])
+    assert first == [5.0, 2.0] and second == [3]
+    assert all(isinstance(x, jax.Array) for x in (*first, *second)) and second[0].dtype == np.int32
+
+
+def test_the_second_list_of_a_staged_function_alone(capsys):
+    captured = jnp.float32(10)
+
+    def function(x):
+        jax.debug.print("first")
+        return [jnp.sin(x) + captured], [jnp.exp(x) * captured, 2.0]
+
+    def program(x, captured_here):
+        nonlocal captured
+        captured = captured_here
+        staged = StagedFunction(function, [x], [(captured_here, jnp.float32(100))])
+        assert staged.first_depends_on([captured_here]) and not staged.first_depends_on([x])
+        return staged.evaluate_second([x])
+
+    jaxpr = jax.make_jaxpr(program)(jnp.float32(0), captured)
+    assert {eqn.primitive.name for eqn in jaxpr.jaxpr.eqns} == {"exp", "mul"}
+    assert [float(y) for y in jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, 0.0, 1.0)] == [100.0, 2.0]
+
+
+def test_variables_and_literals():
+    (eqn,) = make_jaxpr(lambda x: x + 2.0, 1.0).jaxpr.eqns
+    assert list(map(is_variable, eqn.invars)) == [True, False]
