@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from tests.support.marks import row
 torch = pytest.importorskip("torch")
 
 from jaxfn._torch.operations.quantization import per_tensor  # noqa: E402
+from tests.support.libraries import Jax, JittedJax, assert_same, torch_library  # noqa: E402
 
 X = np.random.default_rng(0).standard_normal(5).astype(np.float32)
 BOTH = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -184,6 +187,195 @@ def test_a_backward_that_applies_itself_at_second_order():
         return jax.vjp(flip.apply, jnp.asarray(X))[1](v)[0] @ w
 
     np.testing.assert_allclose(jax.grad(along_w)(v), 2 * w[::-1])
+
+
+class Roll(torch.autograd.Function):
+    """Its backward applies a Function whose backward applies this one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x.roll(1, 0)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return RollBack.apply(grad_output)
+
+
+class RollBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x.roll(-1, 0)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return Roll.apply(grad_output)
+
+
+class Applies(torch.autograd.Function):
+    """Applies another Function, and has the same backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return function.apply(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ctx.function.backward(ctx, grad_output), None
+
+
+class Layer(torch.nn.Module):
+    """Applies a Function, with more arguments where it has some, and multiplies by the result and by a weight."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        super().__init__()
+        self.function, self.args = function, args
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 2, 5, dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.weight * self.function.apply(x, *self.args)
+
+
+def assert_second_derivatives_as_torch(ours: Any, theirs: Any, *args: np.ndarray) -> None:
+    """Compares outputs, first and second derivatives, eagerly and under `jit`."""
+    want = torch_library().derivatives(theirs, args, 2)
+    assert np.abs(want[2][0]).min() > 0
+    for library in (Jax, JittedJax):
+        for got, expected in zip(library.derivatives(ours, args, 2), want, strict=True):
+            assert_same(got, expected)
+
+
+def assert_layer_as_torch(layer: Any) -> None:
+    net = jaxfn.from_torch(layer)
+    assert_second_derivatives_as_torch(
+        lambda x, weight: net.apply({"weight": weight}, {}, x)[0],
+        lambda x, weight: torch.func.functional_call(layer, {"weight": weight}, (x,)),
+        *(np.linspace(-1, 1.5, 5), layer.weight.detach().numpy()),
+    )
+
+
+@row("H8")
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("function", [Flip, Roll])
+def test_a_backward_that_applies_itself_inside_a_Function(function: Any):
+    ours = jaxfn.from_torch(Applies)
+    assert_second_derivatives_as_torch(
+        lambda x: ours.apply(x, function), lambda x: Applies.apply(x, function), np.linspace(-1, 1.5, 5)
+    )
+
+
+@row("H8")
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("function", [Flip, Roll])
+def test_a_backward_that_applies_itself_inside_a_module(function: Any):
+    assert_layer_as_torch(Layer(function))
+
+
+@row("H8")
+@pytest.mark.parametrize("derivatives", [0, 1, 2])
+def test_a_backward_that_applies_itself_is_traced_once_for_each_derivative(derivatives: int):
+    """And once more in advance. Traced until Python's recursion limit, it crashed the interpreter."""
+    traces = []
+
+    class CountedFlip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.flip(0) * 2
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            traces.append(1)
+            return CountedFlip.apply(grad_output)
+
+    f = jaxfn.from_torch(lambda x: x * CountedFlip.apply(x))
+    for _ in range(derivatives):
+        f = jax.grad(lambda x, f=f: (f(x) ** 3).sum())
+    f(X)
+    assert len(traces) <= derivatives + 1
+
+
+class ScaleByLayer(torch.autograd.Function):
+    """Uses a layer's weight, which it does not take as an input, and gives it no gradient; its backward is itself."""
+
+    @staticmethod
+    def forward(ctx, x, layers):
+        ctx.layers = layers
+        return x * layers[0].weight.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ScaleByLayer.apply(grad_output, ctx.layers), None
+
+
+@row("H8", "I5")
+@pytest.mark.usefixtures("double_precision")
+def test_a_backward_that_applies_itself_and_uses_parameters():
+    layers: list[Any] = []
+    layers.append(Layer(ScaleByLayer, layers))
+    assert_layer_as_torch(layers[0])
+
+
+class ChangesWhatItKept(torch.autograd.Function):
+    """Writes to what the call in its backward keeps, which that call's own backward finds in torch."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        scale = ctx.scale.clone()
+        gradient = ChangesWhatItKept.apply(grad_output, scale)
+        scale.mul_(2)
+        return gradient, None
+
+
+@row("H8")
+@pytest.mark.usefixtures("double_precision")
+def test_a_backward_that_applies_itself_and_writes_to_what_that_call_keeps():
+    """The first derivative is right. The second is twice as large in torch, and refused."""
+
+    def cubed(x: Any, scale: Any) -> Any:
+        return (ChangesWhatItKept.apply(x, scale) ** 3).sum()
+
+    function = jaxfn.from_torch(cubed)
+    first = jax.grad(lambda x: function(x, 3.0 + jnp.zeros(5)))
+    np.testing.assert_allclose(first(jnp.ones(5)), np.full(5, 81.0))
+    with pytest.raises(jaxfn.TranslationError, match="input 1 of the call in ChangesWhatItKept"):
+        jax.grad(lambda x: first(x).sum())(jnp.ones(5))
+
+
+@row("H5")
+def test_a_backward_that_draws_while_another_thread_traces_it():
+    """Whether the call needs a key is found out for each thread, whatever the other one is tracing."""
+    tracing, finished = threading.Event(), threading.Event()
+
+    class NoisyGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            if threading.current_thread() is not threading.main_thread():
+                tracing.set()
+                assert finished.wait(60)
+            return grad_output + torch.rand_like(grad_output)
+
+    def gradient() -> Any:
+        function = jaxfn.from_torch(lambda x: NoisyGradient.apply(x) * 2)
+        return jax.grad(lambda x: function(x, key=jax.random.key(0)).sum())(jnp.ones(5))
+
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(gradient)
+        assert tracing.wait(60)
+        try:
+            drawn = gradient()
+        finally:
+            finished.set()
+        assert (drawn > 2).all() and (drawn < 3).all()
+        np.testing.assert_array_equal(other.result(60), drawn)
 
 
 # --- Numbers written in the code, and tensors from outside.

@@ -27,6 +27,11 @@ from tests.support.torch_internals import torch_internal  # noqa: E402
 _internal: Any = torch_internal("common_methods_invocations")
 # Random numbers after a seed that the code sets itself are refused, and these set one only to draw the same again.
 _internal.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
+# Whenever torch makes samples it searches the whole stack for a `unittest.TestCase`, which took half of the time of
+# these tests. Under pytest there is none.
+for _module in (torch_internal("common_utils"), torch_internal("opinfo.core")):
+    if hasattr(_module, "extract_test_fn"):
+        _module.extract_test_fn = lambda: None
 op_db = _internal.op_db
 
 # How many of torch's samples are taken for each operation and dtype; "all" for all of them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +31,6 @@ from jaxfn._tree import as_array, is_array_leaf, is_none
 
 # Per Function: how many traces of `forward`, and of `vmap`, are kept.
 _FORWARDS_KEPT = 256
-
-_THREAD = threading.local()
 
 
 class Adopted(Function):
@@ -226,10 +223,8 @@ class Adapter:
 
     def _draws_in_backward(self, program: Forward) -> bool:
         """Whether backward draws random numbers, as far as it can be traced; what cannot be may never be called."""
-        being_looked_at: set[Adapter] = vars(_THREAD).setdefault("adapters", set())
-        if self in being_looked_at:  # a backward that applies its own Function
+        if program.is_inside_own_backward:
             return False
-        being_looked_at.add(self)
         try:
             backward = program.whole_backward()
         except OtherTraceError as error:  # later the code would find something else in that place
@@ -237,8 +232,6 @@ class Adapter:
             return False
         except Exception:
             return False
-        finally:
-            being_looked_at.remove(self)
         return backward is not None and backward.traced.draws
 
     def refuse_backward(self, program: Forward, error: TranslationError) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from jaxfn._torch.adopt.captured import ORIGINAL
 from jaxfn._torch.graph.recorder import NONE_STOOD_IN, StandIns
 from jaxfn._torch.trace.state import Nested, Replacements
 
@@ -43,6 +44,7 @@ class Definition(TorchCode):
       stood_in: what stands for things made outside, in the code that applies it; `None` where the user does.
 
     Attributes:
+      original: the class that the user wrote.
       is_applied_inside: whether it is other torch code that applies it.
       is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
       stays_separate: whether the jaxfn Function has one, too.
@@ -59,6 +61,7 @@ class Definition(TorchCode):
         parameters = inspect.signature(function.forward).parameters
         super().__init__(function.__name__, replacements, nested, parameters, f"{function.__name__}.apply")
         self.function = function
+        self.original = getattr(function, ORIGINAL, function)
         self.is_separate = function.setup_context is not _BASE.setup_context
         self.backward = self._backward()
         self.has_jvp: bool = function.jvp is not _BASE.jvp

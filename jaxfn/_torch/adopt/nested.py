@@ -157,7 +157,8 @@ def _look_after_kept(
     if program.refusal is not None:
         return
     try:
-        backward, shared = program.whole_backward(), program.shared_with_backward()
+        backward = None if program.is_inside_own_backward else program.whole_backward()
+        shared = program.shared_with_backward()
     except Exception:  # it says so itself where it is called
         return
     name, owner = program.definition.name, tracing.owner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +27,16 @@ from jaxfn._torch.values.statics import Recent, ambient_key, static_key
 
 # How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
 _DERIVATIVES_KEPT = 32
+
+
+class _BackwardsInProgress(threading.local):
+    """The torch Functions whose `backward` this thread is tracing in `whole_backward`, the outermost first."""
+
+    def __init__(self) -> None:
+        self.functions: list[Any] = []
+
+
+_IN_PROGRESS = _BackwardsInProgress()
 
 
 class Spec(NamedTuple):
@@ -382,6 +393,14 @@ class Forward(Trace):
             needs_input_grad,
         )
 
+    @property
+    def is_inside_own_backward(self) -> bool:
+        """Whether `whole_backward` is tracing the `backward` of the same Function, which applies the Function again.
+
+        The `backward` of this call is not traced in advance then: it contains another such call, and so on without end.
+        """
+        return self.definition.original in _IN_PROGRESS.functions
+
     def whole_backward(self) -> Derivative | None:
         """`backward` traced for all gradients, where there is one."""
         if self.definition.backward is None:
@@ -389,10 +408,19 @@ class Forward(Trace):
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
         given = take_out(torch_tree.tree_map(_slot_or_none, outputs), lambda leaf: isinstance(leaf, Slot))
         specs = [self.specs[slot.index] for slot in given.leaves]
-        return self.derivative("backward", given.template, specs, (True,) * len(self.needs_input_grad))
+        _IN_PROGRESS.functions.append(self.definition.original)
+        try:
+            return self.derivative("backward", given.template, specs, (True,) * len(self.needs_input_grad))
+        finally:
+            _IN_PROGRESS.functions.pop()
 
     def used_inputs(self) -> set[int]:
-        """Which of its tensors `forward` or `backward` computes with, writes to, or gives a gradient."""
+        """Which of its tensors `forward` or `backward` computes with, writes to, or gives a gradient.
+
+        All of them, if `is_inside_own_backward`.
+        """
+        if self.is_inside_own_backward:
+            return set(range(len(self.input_specs)))
         placeholders = [node for node in self.traced.graph_module.graph.nodes if node.op == "placeholder"]
         used = {i for i, node in enumerate(placeholders) if node.users} | set(self.written) | self.read_by_backward()
         backward = self.whole_backward()
@@ -412,11 +440,16 @@ class Forward(Trace):
         return [x for x in self.sharing if (x.slot in read if not self.runs_again else x.kind == "input")]
 
     def _read_by_backward(self) -> set[int]:
-        """The slots that `backward` computes with; the inputs, where it runs `forward` again."""
+        """The slots that `backward` computes with; the inputs, where it runs `forward` again.
+
+        All that `forward` keeps, if `is_inside_own_backward`.
+        """
+        kept = range(len(self.input_specs)) if self.runs_again else self.kept["backward"]
+        if self.is_inside_own_backward:
+            return set(kept)
         backward = self.whole_backward()
         if backward is None:
             return set()
-        kept = range(len(self.input_specs)) if self.runs_again else self.kept["backward"]
         of_backward = [node for node in backward.traced.graph_module.graph.nodes if node.op == "placeholder"]
         return {i for i, node in zip(kept, of_backward, strict=False) if node.users}
 
