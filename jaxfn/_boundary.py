@@ -178,8 +178,8 @@ def non_differentiable_outputs(name: str, state: ContextState, outputs: Sequence
             raise ValueError(
                 f"{name}: mark_non_differentiable was given an array that forward returns {len(indices)} times, as "
                 f"outputs {', '.join(map(str, indices))}, so that it cannot be told which is meant. (A function that "
-                "changes nothing, as `y.ravel()` of a vector, returns the array itself.) Return another array, "
-                "`jnp.array(y, copy=True)`, as the output without a derivative and mark that; or mark it once for each."
+                "changes nothing, as `y.ravel()` of a vector, gives the array itself.) Where there is to be no "
+                "derivative return another array, `jnp.array(y, copy=True)`, and mark that; or mark it once for each."
             )
         found.update(indices)
     return frozenset(found)

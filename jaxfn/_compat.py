@@ -200,6 +200,7 @@ def make_primitive(
     avals: Callable[..., Sequence[Any]] | None = None,
     transpose: Callable[..., Sequence[Any]] | None = None,
     partial_eval_in_checkpoint: Callable[..., Any] | None = None,
+    on_transpose_error: Callable[[Exception], None] | None = None,
     lower_as_function: bool = False,
 ) -> Primitive:
     """Makes a primitive with several results and the rules that jaxfn's own primitives need (0.10.0 to 0.12.0).
@@ -216,6 +217,7 @@ def make_primitive(
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
+      on_transpose_error: Called with an exception that `transpose` raises.
       lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
     """
     primitive = Primitive(name)
@@ -231,7 +233,7 @@ def make_primitive(
     mlir.register_lowering(primitive, lowering, cacheable=False)
 
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Sequence[Any], list[Any]]:
-        results, result_tangents = jvp(primals, [None if isinstance(t, ad.Zero) else t for t in tangents], **params)
+        results, result_tangents = jvp(primals, list(map(_nonzero, tangents)), **params)
         pairs = zip(results, result_tangents, strict=True)
         return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) if t is None else t for x, t in pairs]
 
@@ -252,7 +254,14 @@ def make_primitive(
         def transpose_rule(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
             given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
             known = [None if ad.is_undefined_primal(x) else x for x in operands]
-            returned = rule(given, *known, **params) if any(ct is not None for ct in given) else [None] * len(operands)
+            returned: Sequence[Any] = [None] * len(operands)
+            if any(ct is not None for ct in given):
+                try:
+                    returned = rule(given, *known, **params)
+                except Exception as error:
+                    if on_transpose_error is not None:
+                        on_transpose_error(error)
+                    raise
             pairs = zip(operands, returned, strict=True)
             return [
                 (ad.Zero(x.aval.to_ct_aval()) if ct is None else ct) if ad.is_undefined_primal(x) else None
@@ -264,6 +273,11 @@ def make_primitive(
     if partial_eval_in_checkpoint is not None:
         partial_eval.partial_eval_jaxpr_custom_rules[primitive] = partial_eval_in_checkpoint
     return primitive
+
+
+def _nonzero(tangent: Any) -> Any:
+    """Returns `None` for a tangent that is symbolically zero, or of an array that has no derivative."""
+    return None if isinstance(tangent, ad.Zero) or getattr(tangent, "dtype", None) == jax.float0 else tangent
 
 
 def zeros_of(aval: Any) -> jax.Array:

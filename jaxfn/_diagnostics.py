@@ -165,7 +165,7 @@ def add_to_message(error: Exception, text: str) -> None:
 def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     text = str(error)
     if text.startswith("nothing was saved as"):
-        return "save it in forward under that name: ctx.save_for_backward(name=value)"
+        return "what backward reads by a name is saved in forward by that name, ctx.save_for_backward(name=value)"
     if text.startswith("ctx has no attribute"):
         return "assign what backward needs in forward (ctx.name = value), or in setup_context"
     if text.startswith("ctx.needs_input_grad["):
@@ -176,11 +176,12 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
         return _hint_for_missing(error.name) if error.name and is_jax_type(type(error.obj)) else None
     if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)):
         return (
-            "the value of an array is read (by if, while, float(...), .item() or an index), and a traced array has "
-            "none. Use jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is static"
+            "the value of an array is asked for (by if, while, float(...), .item() or an index), and it has none while "
+            "JAX traces. Compute with jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is "
+            "static"
         )
     if isinstance(error, jax.errors.TracerArrayConversionError):
-        return "NumPy cannot compute with traced arrays. Use jax.numpy instead"
+        return "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
     if isinstance(error, NotImplementedError) and "array.view()" in text:
         return _hint_for_view(error)
     if isinstance(error, TypeError):
@@ -234,7 +235,7 @@ def _hint_for_unpacking(method: str, ctx: Any) -> str:
         return f"ctx.saved_tensors holds {num_saved}, as many as forward saved"
     if method == "backward" or method == "jvp":
         return "forward saved nothing. Call ctx.save_for_backward(...) there"
-    return "nothing is saved yet. ctx.saved_tensors is for backward; forward has the inputs themselves"
+    return "nothing is saved yet. ctx.saved_tensors is for backward; forward has its inputs as they are"
 
 
 def is_call_error(error: TypeError, function: Callable[..., Any], args: Sequence[object]) -> bool:

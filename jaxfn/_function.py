@@ -108,8 +108,8 @@ class Function:
     def __new__(cls, *args: Any, **kwargs: Any) -> Never:
         name = cls.__name__
         raise TypeError(
-            f"{name} cannot be instantiated (torch's legacy, non-static Functions are not supported). Call "
-            f"{name}.apply(...), and pass what __init__ stored as arguments of forward with gradient None."
+            f"{name} is not to be instantiated, as in torch's old style: call {name}.apply(...). What {name}(...) was "
+            "to keep becomes an argument of forward, whose gradient is None."
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -180,7 +180,7 @@ class PackedResiduals(NamedTuple):
         if not is_array_leaf(array):
             raise TypeError(
                 f"{self.function}: the unpack_hook of saved_tensors_hooks returned a {type(array).__name__}; expected "
-                "the array that pack_hook received."
+                "the array that pack_hook was given."
             )
         array = as_array(array)
         return _with_derivative_of(leaves, [array], self.function)[0] if any_traced else array

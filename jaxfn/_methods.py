@@ -79,8 +79,8 @@ class UserMethods:
         self.vmap: Callable[..., Any] | None = function.vmap if _is_defined(function.vmap) else None
         if self.has_jvp and function.generate_jvp_rule:
             raise RuntimeError(
-                f"{self.name} has both generate_jvp_rule=True and a jvp method. Delete one of them, to say which rule "
-                "forward mode uses."
+                f"{self.name} has both generate_jvp_rule=True and a jvp of its own. Delete one of them, to say which "
+                "rule forward mode is to use."
             )
 
     def is_current(self) -> bool:
@@ -117,7 +117,7 @@ class UserMethods:
         if self._function.generate_vmap_rule:
             return (
                 f"You tried to vmap over {self.name}, but it has both generate_vmap_rule=True and a vmap static "
-                "method. Set generate_vmap_rule=False or delete the vmap static method."
+                "method of its own. Set generate_vmap_rule=False or delete the vmap static method."
             )
         if not self._is_separate:
             return (

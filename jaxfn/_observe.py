@@ -232,9 +232,9 @@ def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], res
         for name, value in logged:  # a number has no place in a program either, which later runs without Python
             if any(map(is_traced, [value, *results])):
                 raise RuntimeError(
-                    f"{function}.{method} logs {name!r} inside jaxfn.logged(), where JAX traces it (jit, vmap, scan, a "
-                    "higher derivative), so that it has no value yet. Use jaxfn.with_logs(f), which returns the result "
-                    "and the logs, and jit that."
+                    f"{function}.{method} logs {name!r} inside of jaxfn.logged(), where JAX traces it (jit, vmap, "
+                    "scan, a higher derivative), so that there is no value yet. Use jaxfn.with_logs(f), which returns "
+                    "the result and the logs, and jit that."
                 )
             # Under a derivative of a Function with both modes, `jnp.asarray` makes a number a tracer (0.12.0).
             is_of_jax = is_jax_type(type(value)) or hasattr(value, "__jax_array__")

@@ -411,11 +411,7 @@ def _transpose_linear_map(
     cotangents: Sequence[Any], *operands: Any, linear_map: LinearMap, num_res: int
 ) -> list[jax.Array | None]:
     residuals = [as_array(x) for x in operands[:num_res]]
-    try:
-        pulled = linear_map.transpose(residuals, [None if ct is None else as_array(ct) for ct in cotangents])
-    except Exception as error:
-        hide_own_frames(error)
-        raise
+    pulled = linear_map.transpose(residuals, [None if ct is None else as_array(ct) for ct in cotangents])
     return [*[None] * num_res, *pulled]
 
 
@@ -441,6 +437,7 @@ linear_map_p = make_primitive(
     jvp=_linear_map_jvp,
     batch=_batch_linear_map,
     transpose=_transpose_linear_map,
+    on_transpose_error=hide_own_frames,
     lower_as_function=True,
 )
 

@@ -46,7 +46,7 @@ from jaxfn._hooks import Hooks
 from jaxfn._jaxpr import StagedFunction, stage
 from jaxfn._linearity import is_linear
 from jaxfn._primitives import DeferredError, LinearMap, Rule, attach, bind_linear_map, stop
-from jaxfn._tree import as_array, is_inexact, is_traced, values_close
+from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced, values_close
 
 
 def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -> Any:
@@ -186,7 +186,7 @@ def _bwd(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
     except Exception as error:
         hide_own_frames(error)
         raise
-    return None, None, None, pulled  # to JAX, each `None` is a zero
+    return None, None, None, residuals.linear_map.without_refs(pulled)  # to JAX, each `None` is a zero
 
 
 _outputs_with_rule.defvjp(_fwd, _bwd, symbolic_zeros=True)
@@ -207,19 +207,19 @@ def captured_error(spec: CallSpec) -> DeferredError:
     """Returns the error for a derivative by what `forward` captured."""
 
     def message() -> str:
-        holders = [
-            f" (held by {spec.inputs.names.describe(i)})"
-            for i, tree in enumerate(spec.inputs.trees)
-            if tree.captures_arrays()
-        ]
-        return _CAPTURED.format(name=spec.name, holder=holders[0] if holders else "")
+        holder = "its closure or its defaults"
+        for index, tree in enumerate(spec.inputs.trees):
+            for leaf in filter(captures_arrays, tree.leaves):
+                holder = f"{spec.inputs.names.describe(index)}, inside of an object of type {type(leaf).__name__}"
+        return _CAPTURED.format(name=spec.name, holder=holder)
 
     return DeferredError(NotImplementedError, message)
 
 
 _CAPTURED = (
-    "{name}.forward closes over a value that is being differentiated{holder}, and a Function has derivatives by the "
-    "arrays among its arguments only. Pass that value to {name} as an argument, and return its gradient from backward."
+    "{name}.forward closes over a value that is being differentiated (in {holder}), and a Function has derivatives by "
+    "the arrays among its arguments only. Pass that value to {name} as an argument, and return its gradient from "
+    "backward."
 )
 
 
@@ -274,7 +274,8 @@ class _FunctionRule(Rule):
         all_outputs = list(result.outputs)
         is_differentiated_again = any(map(is_traced, (*inputs, *outputs)))
         if is_differentiated_again:
-            outputs = attach(outputs, kept, inputs, _FunctionRule(result), captured_error(spec))
+            rule = _FunctionRule(result)
+            outputs = attach(outputs, rule.kept(result), inputs, rule, captured_error(spec))
             intermediates = _attach_intermediates(result, inputs)
         for i, y in zip(self.differentiable, outputs, strict=True):
             all_outputs[i] = y
@@ -428,6 +429,10 @@ class _ForwardPassMap(LinearMap):
         pulled = self._forward_pass.backward(residuals[self._num_guards :], output_cotangents)
         return self._guarded(residuals, pulled)
 
+    def without_refs(self, cotangents: Sequence[Any]) -> Sequence[Any]:
+        """Selects the cotangents of the array leaves that are not references."""
+        return self._forward_pass.spec.inputs.without_refs(cotangents)
+
     def _guarded(self, residuals: Sequence[Any], results: list[Any]) -> list[Any]:
         """Makes a derivative raise that may go by an array in a closure or an object on ctx."""
         guards = residuals[: self._num_guards]
@@ -507,7 +512,7 @@ def _attach_intermediates(result: ForwardResult, inputs: Sequence[Any]) -> Seque
     if spec.inputs.has_refs:
         rule = DeferredError(NotImplementedError, _WITH_REFS.format(name=spec.name))
     attached = list(intermediates)
-    results = attach([intermediates[i] for i in indices], result.consts, inputs, rule, captured_error(spec))
+    results = attach([intermediates[i] for i in indices], result.consts, inputs, rule)
     for i, x in zip(indices, results, strict=True):
         attached[i] = x
     return attached
@@ -532,7 +537,7 @@ class _IntermediatesRule(Rule):
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         outputs, inputs = list(map(as_array, outputs)), list(map(as_array, inputs))
         if any(map(is_traced, (*inputs, *outputs))):
-            outputs = attach(outputs, kept, inputs, self, captured_error(self._forward_pass.spec))
+            outputs = attach(outputs, kept, inputs, self)
         perturbed = [i for i, t in enumerate(tangents) if t is not None]
         linear_map = _IntermediatesMap(self._forward_pass, self._replay, self._indices, perturbed, outputs, len(inputs))
         given = [tangents[i] for i in perturbed]

@@ -106,10 +106,9 @@ class InputSpec:
             path = tree.mutated_path(inputs[index], arrays[start : start + tree.num_arrays], returned)
             if path is not None:
                 raise NotImplementedError(
-                    f"{name}.forward changed {self.names.describe(index)}{path and ' at '}{path}. A Function receives "
-                    "copies of objects that hold arrays, as functions do under jax.jit and jax.grad, so its caller "
-                    "would not see the change. Return the new state from forward, and write it back where the Function "
-                    "is called."
+                    f"{name}.forward changed {self.names.describe(index)}{path and ' at '}{path}. A Function is given "
+                    "copies of objects that hold arrays, as jax.jit and jax.grad give them, so its caller would never "
+                    "see the change. Return the new state from forward, and write it back where the Function is called."
                 )
 
 
@@ -131,7 +130,7 @@ class ForwardSignature:
             if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
                 raise TypeError(
                     f"{function_name}.forward takes no ctx. Write forward(ctx, ...), or define "
-                    "setup_context(ctx, inputs, output) next to forward(...)."
+                    "setup_context(ctx, inputs, output) beside forward(...)."
                 )
             if parameters[0].kind in _POSITIONAL:
                 parameters = parameters[1:]
@@ -198,7 +197,7 @@ class ForwardSignature:
         if self._takes_ctx and names[0] != "ctx" and fits(self._of_forward, args, kwargs):
             return (
                 f". The first parameter of {self._function_name}.forward, {names[0]!r}, is taken for the ctx: write "
-                f"forward(ctx, {names[0]}, ...), or define setup_context(ctx, inputs, output) next to it."
+                f"forward(ctx, {names[0]}, ...), or define setup_context(ctx, inputs, output) beside it."
             )
         return ""
 
