@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import Primitive, Var, find_top_trace, get_opaque_trace_state, set_current_trace
+from jax.extend.core import DebugInfo, Primitive, Var, find_top_trace, get_opaque_trace_state, set_current_trace
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     call_p,
@@ -278,6 +280,29 @@ def make_primitive(
 def _nonzero(tangent: Any) -> Any:
     """Returns `None` for a tangent that is symbolically zero, or of an array that has no derivative."""
     return None if isinstance(tangent, ad.Zero) or getattr(tangent, "dtype", None) == jax.float0 else tangent
+
+
+class _Positional(inspect.Signature):
+    """The signature `(*args)`."""
+
+    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        return _Bound(self, OrderedDict(args=args))
+
+
+class _Bound(inspect.BoundArguments):
+    def apply_defaults(self) -> None:
+        """Does nothing: `*args` has no default."""
+
+
+def describe_functions(*functions: Callable[..., Any]) -> None:
+    """Gives the functions of a custom derivative what JAX works out from their signatures at every call otherwise.
+
+    That is a tenth of the time of tracing a small custom_vjp. A version that does not look for it only loses that
+    (0.10.0 to 0.12.0).
+    """
+    for function in functions:
+        vars(function)["__signature__"] = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+        vars(function)["__fun_debug_info__"] = DebugInfo("custom derivative", "a jaxfn Function", None, None)
 
 
 def zeros_of(aval: Any) -> jax.Array:

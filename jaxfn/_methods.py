@@ -6,6 +6,7 @@ import difflib
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, TypeVar
 
 import jax
@@ -39,12 +40,14 @@ def _is_defined(method: Any) -> bool:
     return not getattr(method, _UNDEFINED, False)
 
 
-def _method_key(function: Any) -> tuple[Any, ...]:
-    """Returns what decides how a call is made, and the name that messages use; compared by identity."""
-    methods = [getattr(function, name) for name in _METHODS]
-    # A bound method is another object at each access.
-    parts = [part for m in methods for part in ((m.__func__, m.__self__) if isinstance(m, types.MethodType) else (m,))]
-    return (*parts, function.__name__, function.generate_jvp_rule)
+def _method_key(f: Any) -> tuple[Any, ...]:
+    """Returns what decides how a call is made, and the name that messages use."""
+    return f.forward, f.setup_context, f.backward, f.vjp, f.jvp, f.vmap, f.__name__, f.generate_jvp_rule
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two entries are one object; a bound method is another object at each access."""
+    return a is b or (isinstance(a, (types.MethodType, str, bool)) and a == b)
 
 
 class UserMethods:
@@ -86,9 +89,7 @@ class UserMethods:
     def is_current(self) -> bool:
         """Whether the class still has the methods that were looked up."""
         key = _method_key(self._function)
-        return len(key) == len(self._method_key) and all(
-            a is b or (isinstance(a, (str, bool)) and a == b) for a, b in zip(key, self._method_key, strict=True)
-        )
+        return all(map(is_, key, self._method_key)) or all(map(_is_same, key, self._method_key))
 
     @property
     def may_capture_tracers(self) -> bool:

@@ -33,6 +33,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._compat import (
     derivative_order,
+    describe_functions,
     has_tangent,
     is_differentiating,
     is_linear_operand,
@@ -161,10 +162,7 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
     return outputs
 
 
-@jax.custom_vjp
-def _outputs_with_rule(
-    rule: _FunctionRule, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
-) -> Sequence[Any]:
+def _outputs(rule: _FunctionRule, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
     """Returns the outputs. Called where JAX differentiates at the call, and does not trace it to a jaxpr first.
 
     JAX calls the rule of a custom_vjp directly there, and linearizes any other primitive by tracing its rule again.
@@ -189,6 +187,8 @@ def _bwd(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
     return None, None, None, residuals.linear_map.without_refs(pulled)  # to JAX, each `None` is a zero
 
 
+describe_functions(_outputs, _fwd, _bwd)
+_outputs_with_rule = jax.custom_vjp(_outputs)
 _outputs_with_rule.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 

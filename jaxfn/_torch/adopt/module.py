@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import torch
 
-from jaxfn._captures import NoArrays
+from jaxfn._tree import NoArrays
 from jaxfn._torch._compat import (
     accumulation_hooks,
     gradient_hooks,

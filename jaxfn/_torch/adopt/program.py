@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._captures import NoArrays
+from jaxfn._tree import NoArrays
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.adopt.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import Translation, explain
