@@ -52,7 +52,7 @@ class Probe:
 
     keeps_rules: bool = False
 
-    def is_differentiated(self, eqn: Any) -> bool:
+    def is_wanted(self, eqn: Any) -> bool:
         """Whether an eqn has values to be brought out."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ def harvest(
 
     def eval_and_harvest(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         own, inner = (*path, index), subjaxprs(eqn)
-        if any(any_eqn(sub.jaxpr, probe.is_differentiated) for sub in inner):
+        if any(any_eqn(sub.jaxpr, probe.is_wanted) for sub in inner):
             with eqn_scope(eqn):
                 results, harvested_inside = harvest_subjaxprs(eqn, operands, probe, own)
             harvested.update(harvested_inside)
@@ -93,7 +93,7 @@ def harvest(
             for name, unhandled in unhandled_subjaxprs(eqn):
                 probe.check_unreachable(unhandled, name)
             results = _eval_unchanged(eqn, inner, operands)
-        if probe.is_differentiated(eqn):
+        if probe.is_wanted(eqn):
             harvested.update({(*own, -1, i): x for i, x in enumerate(probe.values(eqn, operands, results))})
         return results
 

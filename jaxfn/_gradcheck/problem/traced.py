@@ -97,10 +97,10 @@ def trace_without_x64(function: Callable[..., Any], *args: Any) -> Traced:
     with jax.enable_x64(False):
         traced = trace(function, *tree_map(single, args))
 
-    def pcast_like(*args: Any) -> Any:
+    def widened(*args: Any) -> Any:
         return tree_map(_double, traced(*tree_map(_cast, args, tree_map(single, args))))
 
-    return trace(pcast_like, *args)
+    return trace(widened, *args)
 
 
 def _cast(array: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
