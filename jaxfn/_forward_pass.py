@@ -136,7 +136,7 @@ class ForwardPass:
 
     def with_perturbed(self, perturbed: tuple[bool, ...]) -> ForwardPass:
         """Returns the forward pass for derivatives with respect to these array leaves."""
-        return replace(self, perturbed=perturbed)
+        return self if perturbed == self.perturbed else replace(self, perturbed=perturbed)
 
     @property
     def differentiable(self) -> list[int]:
@@ -333,7 +333,7 @@ def _run_forward(
     forward_pass = ForwardPass(
         spec,
         seen_flags,
-        seen_flags,
+        spec.inputs.unperturbed,
         state.read_needs_input_grad,
         state.materialize_grads,
         hooks,

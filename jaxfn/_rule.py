@@ -53,9 +53,8 @@ from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced, values
 def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -> Any:
     """Calls `forward` on arrays of which some are traced; returns its outputs with the Function's rule."""
     result = _run_stopped(spec, arrays, spec.inputs.unperturbed, hooks)
-    forward_pass = result.forward_pass.with_perturbed(spec.inputs.unperturbed)
-    outputs = _with_rule(result._replace(forward_pass=forward_pass), spec.inputs.without_refs(arrays))
-    return forward_pass.outputs.unflatten(outputs)
+    outputs = _with_rule(result, spec.inputs.without_refs(arrays))
+    return result.forward_pass.outputs.unflatten(outputs)
 
 
 def call_untraced(spec: CallSpec, arrays: Sequence[Any]) -> Any:
