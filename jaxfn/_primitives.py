@@ -320,8 +320,8 @@ def _partial_eval_attach(
 ) -> tuple[Any, Any, Sequence[bool], Sequence[bool], list[Any]]:
     """Keeps what a policy saves inside `forward` attached, in its place.
 
-    Computing the identity again would keep the inputs as well, which the saved array makes needless. The policy itself
-    was asked about the operation that made the array.
+    Computing the identity again would keep the inputs as well, which the saved array makes needless, unless they are
+    there anyway. The policy itself was asked about the operation that made the array.
     """
     spec: _AttachSpec = eqn.params["spec"]
     rule, num_outs = spec.rule, spec.num_outs
@@ -330,7 +330,8 @@ def _partial_eval_attach(
         return None, eqn, [True] * num_outs, [True] * num_outs, unavailable
     if not isinstance(rule, DeferredError) and rule.saves_outputs(*spec.split([v.aval for v in eqn.invars])):
         return eqn, None, [False] * num_outs, [False] * num_outs, []
-    if all(available_in[:num_outs]):
+    available_outs, _, available_inputs = spec.split(available_in)
+    if all(available_outs) or all(available_inputs):
         return eqn, eqn, [False] * num_outs, [True] * num_outs, unavailable
     return eqn, None, [False] * num_outs, [False] * num_outs, []
 
