@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import DebugInfo, Primitive, Var, find_top_trace, get_opaque_trace_state, set_current_trace
+from jax.extend.core import DebugInfo, Primitive, Var, find_top_trace, set_current_trace
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     call_p,
@@ -66,11 +66,6 @@ register_exclusion(os.path.dirname(__file__) + os.sep)
 
 
 # Traces and tracers
-
-
-def current_trace() -> object:
-    """Returns a token of this thread's current trace; equal tokens mean the same trace (0.10.0 to 0.12.0)."""
-    return get_opaque_trace_state()
 
 
 def is_differentiating() -> bool:
@@ -203,6 +198,7 @@ def make_primitive(
     transpose: Callable[..., Sequence[Any]] | None = None,
     partial_eval_in_checkpoint: Callable[..., Any] | None = None,
     on_transpose_error: Callable[[Exception], None] | None = None,
+    may_use_axis_names: bool = False,
     lower_as_function: bool = False,
 ) -> Primitive:
     """Makes a primitive with several results and the rules that jaxfn's own primitives need (0.10.0 to 0.12.0).
@@ -214,12 +210,13 @@ def make_primitive(
       evaluate: Returns the results. An identity also works on the values that lowering handles.
       jvp: `jvp(primals, tangents, **params)` returns the results and a tangent for each.
       batch: `batch(axis, operands, dims, **params)` returns the results and the axis of the batch in each. Called only
-        where an operand is batched, or where collectives may use the axis by a name.
+        where an operand is batched, or where collectives may use the axis by its name.
       avals: Returns the types of the results. Default: `evaluate`, for identities.
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
       on_transpose_error: Called with an exception that `transpose` raises.
+      may_use_axis_names: Whether the primitive runs user code, which may use the names of vmap axes.
       lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
     """
     primitive = Primitive(name)
@@ -243,7 +240,7 @@ def make_primitive(
 
     def batch_rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         use = VmapAxis(axis)
-        if all(dim is None for dim in dims) and not use.is_named:  # JAX calls the rule even so
+        if all(dim is None for dim in dims) and not (may_use_axis_names and use.is_named):  # JAX calls it even so
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         return batch(use, operands, dims, **params)

@@ -342,6 +342,7 @@ attach_p = make_primitive(
     jvp=_attach_jvp,
     batch=_batch_attach,
     transpose=_transpose_attach,
+    may_use_axis_names=True,
     partial_eval_in_checkpoint=_partial_eval_attach,
 )
 
@@ -439,6 +440,7 @@ linear_map_p = make_primitive(
     batch=_batch_linear_map,
     transpose=_transpose_linear_map,
     on_transpose_error=hide_own_frames,
+    may_use_axis_names=True,
     lower_as_function=True,
 )
 
