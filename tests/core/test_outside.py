@@ -409,7 +409,7 @@ def test_an_array_kept_outside_and_read_in_forward_mode_is_right_or_refused(prog
     derive, expected = FORWARD[program]
     try:
         got = derive(keeping(class_attribute, what, rules))(X)
-    except NotImplementedError as error:
+    except (NotImplementedError, TypeError, jax.errors.UnexpectedTracerError) as error:
         assert "Keeping" in str(error)
     else:
         np.testing.assert_allclose(got, expected(X), rtol=1e-6)
