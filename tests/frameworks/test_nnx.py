@@ -181,6 +181,104 @@ def test_a_module_as_an_argument(wrapping):
         np.testing.assert_allclose(of_module[name][...], 2 * wanted_of_module[name][...], rtol=1e-5)
 
 
+class Tower(nnx.Module):
+    """A module of modules, and a number that is no parameter."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 3, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 2, use_bias=False, rngs=rngs)])
+        self.scale = 0.5
+
+    def __call__(self, x):
+        for layer in (self.first, *self.layers):
+            x = jnp.tanh(layer(x))
+        return self.scale * x
+
+
+# How a backward may return the gradient of a module, of the State that nnx.grad returns.
+GRADIENTS_OF_MODULES = {
+    "state": lambda module, state: state,
+    "state under jit": lambda module, state: jax.jit(lambda s: jax.tree.map(lambda g: 1 * g, s))(state),
+    "module": lambda module, state: nnx.merge(nnx.graphdef(module), state),
+    "pure dict": lambda module, state: nnx.to_pure_dict(state),
+    "dict of variables": lambda module, state: dict(state),
+}
+
+
+def with_gradient_as(kind):
+    """A Function of x and a module, whose gradients are twice the true ones."""
+
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.save_for_backward(x)
+            ctx.module = module
+            return module(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            (x,) = ctx.saved_tensors
+            of_module, of_x = nnx.grad(lambda m, x: 2 * jnp.sum(m(x) * grad_output), argnums=(0, 1))(ctx.module, x)
+            return of_x, GRADIENTS_OF_MODULES[kind](ctx.module, of_module)
+
+    return Calls.apply
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize("kind", GRADIENTS_OF_MODULES)
+@pytest.mark.parametrize("make", [lambda rngs: nnx.Linear(4, 3, rngs=rngs), Tower], ids=["linear", "tower"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_the_gradient_of_a_module_may_be_what_flax_returns(wrapping, make, kind):
+    module = make(nnx.Rngs(0))
+    apply = with_gradient_as(kind)
+    differentiate = WRAPPINGS[wrapping](nnx.grad(lambda m, x: loss_of(apply(x, m)), argnums=(0, 1)))
+    of_module, of_x = differentiate(module, INPUTS)
+    wanted_of_module, wanted_of_x = nnx.grad(lambda m, x: loss_of(m(x)), argnums=(0, 1))(module, INPUTS)
+    np.testing.assert_allclose(of_x, 2 * wanted_of_x, rtol=1e-5)
+    for ours, wanted in zip(*map(jax.tree.leaves, (of_module, wanted_of_module)), strict=True):
+        np.testing.assert_allclose(ours, 2 * wanted, rtol=1e-5, atol=1e-6)
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize("missing", ["kernel", "bias"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_gradient_of_a_module_by_attribute_names_may_leave_some_out(wrapping, missing):
+    present = "bias" if missing == "kernel" else "kernel"
+
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, linear):
+            ctx.save_for_backward(x)
+            return linear(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            (x,) = ctx.saved_tensors
+            return None, {present: 3 * (x.T @ grad_output if present == "kernel" else grad_output.sum(0))}
+
+    linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    got = WRAPPINGS[wrapping](nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, m))))(linear)
+    wanted = nnx.grad(lambda m: loss_of(m(INPUTS)))(linear)
+    np.testing.assert_allclose(got[present][...], 3 * wanted[present][...], rtol=1e-5)
+    np.testing.assert_array_equal(got[missing][...], 0 * wanted[missing][...])
+
+
+@row("L4", "C6")
+def test_a_gradient_of_a_module_by_a_name_that_it_does_not_have_is_refused():
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, linear):
+            return linear(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return None, {"weight": grad_output.sum(0)}
+
+    linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(RuntimeError, match=r"Calls\.backward[\s\S]*input 1 \('linear'\)[\s\S]*weight"):
+        nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, m)))(linear)
+
+
 def batch_norm():
     return nnx.BatchNorm(4, rngs=nnx.Rngs(0))
 
