@@ -325,7 +325,7 @@ class _Where(NamedTuple):
         """Yields for each array leaf its place, what `value` has there, and the leaf; raises for other structures."""
         skeleton = tree.unflatten(iter([ExpectedLeaf(*leaf) for leaf in islice(leaves, tree.num_arrays)]))
         try:
-            pieces = list(match_leaves(value, skeleton, tree))
+            pieces = list(match_leaves(value, skeleton))
         except StructureError as problem:
             raise self.error("structure", problem=problem) from None
         for path, piece, leaf in pieces:
@@ -373,7 +373,7 @@ def _one_per_input(name: str, spec: InputSpec, returned: Any) -> Sequence[Any]:
         return cast(tuple[Any, ...], returned)  # as nearly always
     if isinstance(returned, dict):
         named = cast(dict[Any, Any], returned)
-        unknown = [key for key in named if key not in names.names and key != names.variadic]
+        unknown = [key for key in named if key is None or (key not in names.names and key != names.variadic)]
         if not unknown:
             return _from_names(where, names, named)
         if len(unknown) < len(named):

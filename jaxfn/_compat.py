@@ -73,6 +73,14 @@ def is_differentiating() -> bool:
     return _is_derivative(find_top_trace(()))
 
 
+def is_differentiating_in_reverse() -> bool:
+    """Whether the current trace is that of `jax.vjp` or `jax.grad`, not of `jax.jvp` or `jax.linearize`.
+
+    0.10.0 to 0.12.0; false too where an option makes JAX take reverse mode from `jax.jvp`.
+    """
+    return getattr(find_top_trace(()), "is_vjp", False)
+
+
 def is_staging() -> bool:
     """Whether operations on constants are being traced: under `jit`, and not under `grad` alone (0.10.0 to 0.12.0)."""
     trace: Any = find_top_trace(())

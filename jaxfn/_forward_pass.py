@@ -329,6 +329,8 @@ def _run_forward(
 ) -> ForwardResult:
     with spec.scope("forward"):
         state, ctx, returned = call_forward(spec, arrays, seen_flags)
+        if any(seen_flags):
+            _check_python_numbers(spec, arrays, seen_flags, returned.spec)
     saved, intermediates = _save(ctx, arrays, returned.originals, hooks)
     forward_pass = ForwardPass(
         spec,
@@ -374,6 +376,44 @@ def call_forward(
     if state.logged:
         returned = returned._replace(arrays=emit_logs(spec.name, "forward", state.logged, returned.arrays))
     return state, ctx, returned
+
+
+def _check_python_numbers(
+    spec: CallSpec, arrays: Sequence[Any], perturbed: Sequence[bool], outputs: OutputSpec
+) -> None:
+    """Raises if an output is a Python number that depends on an input that is being differentiated.
+
+    Such a number can only come from concrete arrays, so `forward` is traced to see whether it needs their values.
+    """
+    inputs, methods = spec.inputs, spec.methods
+    known = {id(leaf) for tree in inputs.trees for leaf in tree.leaves}
+    numbers = {
+        i: leaf
+        for i, tree in enumerate(outputs.trees)
+        for leaf in tree.leaves
+        if type(leaf) in (float, complex) and id(leaf) not in known
+    }
+    indices = [i for i, flag in enumerate(perturbed) if flag and not is_traced(arrays[i])]
+    if not (numbers and indices):
+        return
+
+    def forward(values: Sequence[Any]) -> None:
+        again = dict(enumerate(arrays)) | dict(zip(indices, values, strict=True))
+        ctx = FunctionCtx(ContextState(inputs.names, inputs.needs_input_grad(tuple(perturbed))))
+        methods.forward(ctx, inputs, inputs.unflatten(list(again.values())))
+
+    try:
+        jax.eval_shape(forward, [arrays[i] for i in indices])
+    except Exception as error:  # of any kind, where code takes no tracers
+        places = " and ".join(f"output {i} ({number!r})" for i, number in numbers.items())
+        raise TypeError(_PYTHON_NUMBER.format(name=spec.name, places=places)) from error
+
+
+_PYTHON_NUMBER = (
+    "{name}.forward returned a Python number as {places}, and computes it, or seems to, from the values of an input "
+    "that is being differentiated. A Python number has no derivative. Return the array, without float(...) or .item(); "
+    "if it is to have no derivative, mark it with ctx.mark_non_differentiable(...)."
+)
 
 
 def _save(

@@ -6,6 +6,7 @@ import difflib
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, TypeVar
 
@@ -50,6 +51,14 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, (types.MethodType, str, bool)) and a == b)
 
 
+def _similar_attribute(function: Any, method: str) -> str:
+    """Returns a hint if a Function class without a method has an attribute of nearly that name."""
+    names = {name for kind in function.__mro__ for name in vars(kind) if not name.startswith("_")}
+    cutoff = 0.8 if len(method) > 3 else 0.65  # "jpv" for "jvp"
+    close = difflib.get_close_matches(method, names.difference(_METHODS), 1, cutoff)
+    return f" It has {close[0]!r}: did you mean {method}?" if close else ""
+
+
 class UserMethods:
     """The methods of one Function class.
 
@@ -74,8 +83,10 @@ class UserMethods:
         self._is_separate = _is_defined(self._setup_context)
         self._warned: set[str] = set()
         if not _is_defined(self._forward):
-            raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
-        self.signature = ForwardSignature(self._forward, not self._is_separate, self.name)
+            hint = _similar_attribute(function, "forward")
+            raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.{hint}")
+        hint = partial(_similar_attribute, function, "setup_context")
+        self.signature = ForwardSignature(self._forward, not self._is_separate, self.name, hint)
         self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
         self.has_jvp = _is_defined(function.jvp)
         self.has_forward_mode = self.has_jvp or (self.has_backward and function.generate_jvp_rule)
@@ -110,6 +121,11 @@ class UserMethods:
                 elif type(value) is dict:
                     pending += value.values()
         return list(found.values())
+
+    @property
+    def no_forward_mode(self) -> str:
+        """The message for forward mode of a Function that has none."""
+        return f"{_NO_FORWARD_MODE.format(name=self.name)}{_similar_attribute(self._function, 'jvp')}"
 
     def vmap_problem(self) -> str | None:
         """Returns what is wrong with the class's `vmap`, if anything; raised where a call is batched."""
@@ -165,7 +181,7 @@ class UserMethods:
         if not self.has_backward:
             raise NotImplementedError(
                 f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
-                f"backward(ctx, *grad_outputs) as a static method.{self._misspelt()}"
+                f"backward(ctx, *grad_outputs) as a static method.{_similar_attribute(self._function, 'backward')}"
             )
         if _is_defined(self._function.vjp) and _is_defined(self._function.backward):
             raise RuntimeError(
@@ -181,15 +197,6 @@ class UserMethods:
     def _backward(self) -> Callable[..., Any]:
         """Returns `backward`, under whichever of its two names it was defined."""
         return self._function.vjp if _is_defined(self._function.vjp) else self._function.backward
-
-    def _misspelt(self) -> str:
-        """Returns a hint if the class has an attribute whose name is nearly that of a method."""
-        names = [name for kind in self._function.__mro__ for name in vars(kind) if not name.startswith("_")]
-        close = [name for name in names if name not in _METHODS and difflib.get_close_matches(name, _METHODS, 1, 0.75)]
-        if not close:
-            return ""
-        meant = difflib.get_close_matches(close[0], _METHODS, 1)[0]
-        return f" It has {close[0]!r}: is {meant!r} meant?"
 
     def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
         """Calls `jvp`; see `backward`."""
@@ -252,6 +259,10 @@ class UserMethods:
             warn_of_dirty(self.name)
 
 
+_NO_FORWARD_MODE = (
+    "can't apply forward-mode autodiff (jvp) to a custom_vjp function. {name} has backward alone, and so no forward "
+    "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
+)
 # Values of these types hold no tracer.
 _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 

@@ -36,6 +36,7 @@ from jaxfn._compat import (
     describe_functions,
     has_tangent,
     is_differentiating,
+    is_differentiating_in_reverse,
     is_linear_operand,
     is_staged,
     outside_derivatives,
@@ -149,7 +150,7 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
         attached = rule.apply_linear(*operands)
     elif (
         rule.is_reverse_only
-        and is_differentiating()
+        and is_differentiating_in_reverse()
         and any(map(has_tangent, inputs))
         and not any(map(has_tangent, result.outputs))
     ):
@@ -401,7 +402,7 @@ class _ForwardPassMap(LinearMap):
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         methods = self._forward_pass.spec.methods
         if not methods.has_forward_mode:
-            raise TypeError(_REVERSE_ONLY.format(name=self))
+            raise TypeError(methods.no_forward_mode)
         if not methods.has_jvp:
             return self._jvp_by_transposition(residuals, tangents)
         input_tangents: list[Any] = [None] * len(self._forward_pass.input_avals)
@@ -467,10 +468,6 @@ class _ForwardPassMap(LinearMap):
         return [zeros_of(self._forward_pass.input_avals[i].to_tangent_aval()) for i in self._perturbed]
 
 
-_REVERSE_ONLY = (
-    "can't apply forward-mode autodiff (jvp) to a custom_vjp function. {name} has backward alone, and so no forward "
-    "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
-)
 _CAPTURED_BY_CTX = (
     "{name}.forward keeps a JAX array inside a closure or an object on ctx, which has no derivative of its own. Save "
     "the array itself: ctx.save_for_backward(array), or ctx.name = array."
