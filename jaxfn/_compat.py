@@ -280,6 +280,14 @@ def _nonzero(tangent: Any) -> Any:
     return None if isinstance(tangent, ad.Zero) or getattr(tangent, "dtype", None) == jax.float0 else tangent
 
 
+def has_transpose(primitive: Primitive) -> bool:
+    """Whether JAX has a transposition rule for a primitive (0.10.0 to 0.12.0).
+
+    Those of primitives that add up in place, such as slices and `scan`, are in a table that is not public.
+    """
+    return primitive in ad.primitive_transposes
+
+
 def zeros_of(aval: Any) -> jax.Array:
     """Returns zeros of an abstract value, with its sharding and varying axes (0.10.0 to 0.12.0)."""
     return ad.zeros_like_aval(aval)
