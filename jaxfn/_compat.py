@@ -310,6 +310,14 @@ def describe_functions(*functions: Callable[..., Any]) -> None:
         vars(function)["__fun_debug_info__"] = DebugInfo("custom derivative", "a jaxfn Function", None, None)
 
 
+def has_transpose(primitive: Primitive) -> bool:
+    """Whether JAX has a transposition rule for a primitive (0.10.0 to 0.12.0).
+
+    Those of primitives that add up in place, such as slices and `scan`, are in a table that is not public.
+    """
+    return primitive in ad.primitive_transposes
+
+
 def zeros_of(aval: Any) -> jax.Array:
     """Returns zeros of an abstract value, with its sharding and varying axes (0.10.0 to 0.12.0)."""
     return ad.zeros_like_aval(aval)

@@ -46,7 +46,7 @@ from jaxfn._diagnostics import hide_own_frames
 from jaxfn._forward_pass import CallSpec, ForwardPass, ForwardResult, call_forward, run_forward
 from jaxfn._hooks import Hooks
 from jaxfn._jaxpr import StagedFunction, stage
-from jaxfn._linearity import is_linear
+from jaxfn._linearity import describe_nonlinearity, is_linear
 from jaxfn._primitives import DeferredError, LinearMap, Rule, attach, bind_linear_map, stop
 from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced, values_close
 
@@ -483,7 +483,7 @@ def _transposed(
         "other rule by hand, or take the nonlinear part out of the Function."
     )
     if not is_linear(function, like):
-        raise RuntimeError(problem)
+        raise RuntimeError(f"{problem} What is not linear is {describe_nonlinearity(function, like)}.")
     transpose = jax.linear_transpose(function, *like)
 
     def apply(values: Any) -> Any:
