@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ __all__ = [
     "AbstractRef",
     "Primitive",
     "SymbolicZero",
+    "Var",
     "add_jaxvals_p",
     "call_p",
     "closed_call_p",
@@ -107,6 +108,37 @@ def _is_derivative(trace: Any) -> bool:
 def is_staged(array: object) -> bool:
     """Whether an array is a value of a jaxpr that is being traced (0.10.0 to 0.12.0)."""
     return isinstance(array, partial_eval.DynamicJaxprTracer)
+
+
+def traced_eqns() -> Iterator[Any]:
+    """Yields the eqns of the jaxpr that is being traced, from the last one; none where no jaxpr is (0.10.0 to 0.12.0).
+
+    The operands of most of them are tracers.
+    """
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):  # of a derivative or a vmap
+        trace = trace.parent_trace
+    entries: Sequence[Any] = trace.frame.tracing_eqns if hasattr(trace, "frame") else ()
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        eqn = entry() if callable(entry) else entry  # 0.10.0 has functions here; both versions weak references, too
+        if eqn is not None:
+            yield eqn
+
+
+def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the variable of a staged value, or the array, that tracers of `jax.vmap` have, and its axis for each use.
+
+    (0.10.0 to 0.12.0)
+    """
+    dims: list[Any] = []
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):
+        if hasattr(trace, "to_batch_info"):
+            array, dim = trace.to_batch_info(array)
+            dims.append(dim)
+        trace = trace.parent_trace
+    return (array.val if is_staged(array) else array), tuple(dims)
 
 
 def is_linear_operand(array: object) -> bool:

@@ -582,21 +582,25 @@ class _IntermediatesMap(LinearMap):
             for i, value in zip(self._perturbed, values, strict=True):
                 arrays[i] = value
             if self._replay is not None:
-                again: Sequence[Any] = self._replay.evaluate_second(consts, arrays)
-            else:
-                again = self._run_again(arrays, intermediates)
-            return [again[i] for i in self._indices]
+                again = self._replay.evaluate_second(consts, arrays)
+                return [again[i] for i in self._indices]
+            return self._run_again(arrays, intermediates)
 
         return function, [inputs[i] for i in self._perturbed]
 
-    def _run_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> Sequence[Any]:
+    def _run_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> list[Any]:
         forward_pass = self._forward_pass
         result = run_forward(forward_pass.spec, arrays, forward_pass.seen_flags, forward_pass.hooks)
-        again = result.intermediates
-        same_number = len(again) > max(self._indices)
-        pairs = zip(stop(intermediates), stop([again[i] for i in self._indices]) if same_number else (), strict=False)
+        before, saved = forward_pass.saved, result.forward_pass.saved
+        is_same = len(before.order) == len(saved.order)
+        again: list[Any] = []
+        if is_same:  # by leaf: which of them are one array may differ where they are traced otherwise
+            found = {"input": arrays, "output": result.outputs, "intermediate": result.intermediates}
+            leaves = [before.leaf_of("intermediate", i) for i in self._indices]
+            again = [found[source.kind][source.place] for source in (saved.sources[saved.order[i]] for i in leaves)]
+        pairs = zip(stop(intermediates), stop(again) if again else (), strict=False)
         concrete = [(a, b) for a, b in pairs if not (is_traced(a) or is_traced(b))]
-        if not (same_number and all(values_close(a, b) for a, b in concrete)):
+        if not (is_same and all(values_close(a, b) for a, b in concrete)):
             raise NotImplementedError(_CHANGED.format(name=forward_pass.spec.name))
         return again
 
