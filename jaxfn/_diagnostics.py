@@ -140,20 +140,26 @@ _BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", 
 _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
 
 
-def add_hint(error: Exception, function_name: str, method: str, ctx: Any = None) -> None:
+def add_hint(
+    error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None
+) -> None:
     """Adds the Function, the mistake and the fix to the message of an error, if it is a known one.
 
     Args:
       error: What one of the user's methods raised.
       function_name: The Function's name.
       method: The name of the method.
+      function: The method itself.
       ctx: The ctx that the method received.
     """
     if str(error).startswith(_BY_CTX):
         add_to_message(error, f"In {function_name}.{method}.")
     hint = _hint(error, method, ctx)
     if hint is not None:
-        add_to_message(error, f"In {function_name}.{method}: {hint}.")
+        # JAX's own errors name the outermost traced function and its file.
+        location = source_location(function) if isinstance(error, jax.errors.JAXTypeError) else None
+        where = "" if location is None else f" ({method} is at {location})"
+        add_to_message(error, f"In {function_name}.{method}: {hint}{where}.")
 
 
 def add_to_message(error: Exception, text: str) -> None:
