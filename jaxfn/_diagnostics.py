@@ -140,9 +140,7 @@ _BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", 
 _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
 
 
-def add_hint(
-    error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None
-) -> None:
+def add_hint(error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None) -> None:
     """Adds the Function, the mistake and the fix to the message of an error, if it is a known one.
 
     Args:

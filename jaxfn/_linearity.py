@@ -186,9 +186,10 @@ def _kinds_in_operation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
         return [_Kind.OTHER] * count
     if most is not _Kind.LINEAR:
         return [max(most, _Kind.CONSTANT)] * count
-    if eqn.primitive in _OF_LAX and not has_transpose(eqn.primitive):
+    if eqn.primitive not in _OF_LAX:  # a callback or a kernel, whose Function says that it is linear
+        return [_Kind.LINEAR] * count
+    if not has_transpose(eqn.primitive):
         return [_Kind.OTHER] * count
-    # What is left are operations of other libraries, callbacks and kernels, which must not add a constant.
     beside = [kind for atom, kind in zip(eqn.invars, operands, strict=True) if is_inexact(atom.aval.dtype)]
     return [_kind_of_sum(beside)] * count
 

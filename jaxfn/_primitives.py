@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxfn._compat import VmapAxis, make_primitive, without_tangent
+from jaxfn._compat import PartialEvaluation, VmapAxis, make_primitive, without_tangent
 from jaxfn._diagnostics import hide_own_frames
 from jaxfn._jaxpr import identity_primitives, subjaxpr_rules, traced_impl
 from jaxfn._mesh_types import pcast_like
@@ -115,7 +115,29 @@ def _transpose_stop(cotangents: Sequence[Any], *operands: Any) -> Sequence[Any]:
     return cotangents
 
 
-stop_p = make_primitive("stop", evaluate=_evaluate_stop, jvp=_stop_jvp, batch=_batch_stop, transpose=_transpose_stop)
+def _drop_of_stop(used: Sequence[bool]) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
+    return used, used, {}
+
+
+def _stop_partially(use: PartialEvaluation, operands: Sequence[Any]) -> list[Any]:
+    """Keeps apart the operands that have a value, so that what `forward` computes from them alone has one too."""
+    results = list(operands)
+    for has_value in (True, False):
+        indices = [i for i, x in enumerate(operands) if use.has_value(x) == has_value]
+        for i, x in zip(indices, use.bind([operands[i] for i in indices]) if indices else (), strict=True):
+            results[i] = x
+    return results
+
+
+stop_p = make_primitive(
+    "stop",
+    evaluate=_evaluate_stop,
+    jvp=_stop_jvp,
+    batch=_batch_stop,
+    transpose=_transpose_stop,
+    drop_results=_drop_of_stop,
+    evaluate_partially=_stop_partially,
+)
 
 
 class Rule:
@@ -145,6 +167,11 @@ class Rule:
           inputs: `None` for those without a value, with respect to which JAX transposes.
         """
         raise NotImplementedError
+
+    @property
+    def is_transposable(self) -> bool:
+        """Whether `transpose` may be called."""
+        return False
 
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         """Whether `jax.checkpoint` must keep the outputs, and may not compute them again."""
@@ -266,6 +293,10 @@ class _BatchedRule(Rule):
             for ct, dim in zip(pulled, self._input_dims, strict=True)
         ]
 
+    @property
+    def is_transposable(self) -> bool:
+        return self._rule.is_transposable
+
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         return self._rule.saves_outputs(
             _without_batch(output_avals, [self._out_axis] * len(output_avals)),
@@ -315,6 +346,14 @@ def _transpose_attach(cotangents: Sequence[Any], *operands: Any, spec: _AttachSp
     return [None] * (spec.num_outs + spec.num_kept) + list(spec.rule.transpose(cotangents, kept, inputs))
 
 
+def _attach_partially(use: PartialEvaluation, operands: Sequence[Any], *, spec: _AttachSpec) -> list[Any]:
+    """Makes the operations of `forward` one eqn, as JAX may have no transposes of them; see `_transpose_attach`."""
+    outputs, kept, inputs = spec.split(operands)
+    if isinstance(spec.rule, Rule) and spec.rule.is_transposable and not all(map(use.has_value, inputs)):
+        operands = [*use.enclose([*outputs, *kept], after=stop_p), *inputs]
+    return use.bind(operands, spec=spec)
+
+
 def _partial_eval_attach(
     _policy: Any, unknowns_in: Sequence[bool], available_in: Sequence[bool], eqn: Any
 ) -> tuple[Any, Any, Sequence[bool], Sequence[bool], list[Any]]:
@@ -343,6 +382,7 @@ attach_p = make_primitive(
     batch=_batch_attach,
     transpose=_transpose_attach,
     may_use_axis_names=True,
+    evaluate_partially=_attach_partially,
     partial_eval_in_checkpoint=_partial_eval_attach,
 )
 

@@ -37,7 +37,6 @@ from jaxfn._compat import (
     has_tangent,
     is_differentiating,
     is_differentiating_in_reverse,
-    is_linear_operand,
     is_staged,
     outside_derivatives,
     zeros_of,
@@ -146,9 +145,7 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
     for i in forward_pass.outputs.non_differentiable:
         outputs[i] = jax.lax.stop_gradient(outputs[i])
     operands = [outputs[i] for i in rule.differentiable], rule.kept(result), list(inputs)
-    if any(map(is_linear_operand, inputs)):
-        attached = rule.apply_linear(*operands)
-    elif (
+    if (
         rule.is_reverse_only
         and is_differentiating_in_reverse()
         and any(map(has_tangent, inputs))
@@ -234,7 +231,7 @@ class _FunctionRule(Rule):
         sources = result.forward_pass.saved.sources
         # Saved outputs without a derivative, such as indices.
         self._constants = [s.place for s in sources if s.kind == "output" and s.place not in self.differentiable]
-        self._num_intermediates = len(result.intermediates)
+        self._intermediate_avals = list(map(jax.typeof, result.intermediates))
 
     @property
     def is_reverse_only(self) -> bool:
@@ -250,7 +247,7 @@ class _FunctionRule(Rule):
         found: list[Any] = [None] * len(self.forward_pass.output_avals)
         for i, y in [*zip(self.differentiable, outputs, strict=True), *zip(self._constants, kept, strict=False)]:
             found[i] = y
-        first, last = len(self._constants), len(self._constants) + self._num_intermediates
+        first, last = len(self._constants), len(self._constants) + len(self._intermediate_avals)
         return ForwardResult(self.forward_pass, found, kept[first:last], self._replay, kept[last:])
 
     def __call__(
@@ -284,49 +281,58 @@ class _FunctionRule(Rule):
         linear_map = _ForwardPassMap(forward_pass, flags, self.differentiable, len(guards))
         return outputs, linear_map, [*guards, *residuals]
 
-    def apply_linear(self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        """Returns the outputs where `jax.linear_transpose` traces the call, as one eqn that it can transpose."""
-        linear = [is_linear_operand(x) for x in inputs]
-
-        def known(arrays: Sequence[Any]) -> list[Any]:
-            return [None if is_linear_operand(x) else x for x in arrays]
-
-        linear_map, residuals = self._linear_map(known(outputs), known(kept), known(inputs))
-        return bind_linear_map(linear_map, residuals, [x for x, flag in zip(inputs, linear, strict=True) if flag])
+    @property
+    def is_transposable(self) -> bool:
+        return not self.is_reverse_only
 
     def transpose(
         self, cotangents: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
     ) -> Sequence[jax.Array | None]:
-        linear_map, residuals = self._linear_map([None] * len(cotangents), kept, inputs)
-        remaining = iter(linear_map.transpose(residuals, cotangents))
-        return [next(remaining) if x is None else None for x in inputs]
-
-    def _linear_map(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
-    ) -> tuple[_ForwardPassMap, Sequence[Any]]:
-        """Returns the derivative with respect to inputs without a value, in which the outputs ought to be linear."""
-        forward_pass, spec = self.forward_pass, self.forward_pass.spec
+        spec = self.forward_pass.spec
         if self.is_reverse_only:
             raise TypeError(
                 f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), which a Function with "
                 "backward alone does not support. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True."
             )
-        leaves = spec.inputs.with_refs(inputs, None)
-        result = self._result(outputs, kept)
-        arrays = {"input": leaves, "output": result.outputs, "intermediate": result.intermediates}
-        names = forward_pass.saved.residual_names()
-        for source, name in zip(forward_pass.saved.sources, names, strict=True):
-            if arrays[source.kind][source.place] is None:
-                raise TypeError(
-                    f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), but it saves {name}, "
-                    f"an {source.kind} that depends on what is transposed: it is not linear. Save only what a linear "
-                    "function's derivative needs."
-                )
-        flags = spec.inputs.with_refs([x is None for x in inputs], False)
-        forward_pass, residuals = forward_pass.with_perturbed(tuple(flags)).residuals(
-            leaves, result.outputs, result.intermediates
-        )
-        return _ForwardPassMap(forward_pass, flags, self.differentiable, 0), residuals
+        flags = tuple(spec.inputs.with_refs([x is None for x in inputs], False))
+        forward_pass = self.forward_pass.with_perturbed(flags)
+        result = self._result([None] * len(cotangents), kept)
+        known = {
+            "input": spec.inputs.with_refs(inputs, None),
+            "output": result.outputs,
+            "intermediate": result.intermediates,
+        }
+        avals = {
+            "input": forward_pass.input_avals,
+            "output": forward_pass.output_avals,
+            "intermediate": self._intermediate_avals,
+        }
+        names: dict[tuple[str, int], str] = {}  # of residuals without a value
+        for source, name in zip(forward_pass.saved.sources, forward_pass.saved.residual_names(), strict=True):
+            if known[source.kind][source.place] is None:
+                names[source.kind, source.place] = name
+
+        def pull(cotangents: Sequence[Any], missing: Sequence[Any]) -> list[Any]:
+            arrays = {kind: list(values) for kind, values in known.items()}
+            for (kind, place), value in zip(names, missing, strict=True):
+                arrays[kind][place] = value
+            own, residuals = forward_pass.residuals(arrays["input"], arrays["output"], arrays["intermediate"])
+            return _ForwardPassMap(own, flags, self.differentiable, 0).transpose(residuals, cotangents)
+
+        def pull_nonzero(*arrays: Any) -> list[Any]:
+            num_outs = len(cotangents)
+            return [ct for ct in pull(arrays[:num_outs], arrays[num_outs:]) if ct is not None]
+
+        # The derivative of a linear function is the same everywhere, and so at zero.
+        zeros = [zeros_of(avals[kind][place]) for kind, place in names]
+        like = [zeros_of(avals["output"][i].to_tangent_aval()) for i in self.differentiable]
+        if zeros and not is_linear(pull_nonzero, like, unused=zeros):
+            raise TypeError(
+                f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), but is not linear: its "
+                f"derivative depends on {', '.join(names.values())}, computed from what is transposed."
+            )
+        remaining = iter(pull(cotangents, zeros))
+        return [next(remaining) if x is None else None for x in inputs]
 
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         """Whether `backward` reads an output and is not linear in its gradients.
