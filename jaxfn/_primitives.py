@@ -463,7 +463,8 @@ def _batch_linear_map(
     out_axis = None if all(d is None for d in dims) else 0
     tangents = operands[num_res:]
     if out_axis == 0:
-        tangents = [axis.to_axis_0(t, d) for t, d in zip(tangents, dims[num_res:], strict=True)]
+        # Backwards, so that the transposed program sums over the batch in the order of the inputs.
+        tangents = [axis.to_axis_0(t, d) for t, d in reversed(list(zip(tangents, dims[num_res:], strict=True)))][::-1]
     batched = _BatchedLinearMap(linear_map, axis, dims[:num_res], out_axis)
     return bind_linear_map(batched, operands[:num_res], tangents), [out_axis] * len(batched.avals)
 

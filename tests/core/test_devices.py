@@ -69,6 +69,54 @@ def test_a_gradient_that_is_summed_to_a_replicated_bias_under_explicit_axes(func
                 np.testing.assert_allclose(tangent, 2 * x + 3 * b, rtol=1e-6)
 
 
+class ScaleAndSine(jaxfn.Function):
+    """A product, and an output that depends on the weight alone; the rule is three times the derivative."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w, jnp.sin(w)
+
+    @staticmethod
+    def backward(ctx, g, of_sine):
+        x, w = ctx.saved_tensors
+        return 3 * g * w, 3 * (g * x + of_sine * jnp.cos(w))
+
+
+class ScaleAndSineInBothModes(ScaleAndSine):
+    generate_jvp_rule = True
+
+
+@row("E1c", "E2")
+@pytest.mark.parametrize("function", [ScaleAndSine, ScaleAndSineInBothModes])
+@pytest.mark.parametrize("spec", [P(), P("model")], ids=str)
+@pytest.mark.parametrize("order", [1, 2])
+@sampled
+def test_vmap_over_an_explicit_axis_with_a_weight_that_all_elements_share(order, spec, function):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def plain(x, w):
+        outputs = x * w, jnp.sin(w)
+        return tuple(y + 2 * (y - jax.lax.stop_gradient(y)) for y in outputs)
+
+    def gradient(f):
+        def loss(x, w):
+            product, sine = jax.vmap(f, (0, None))(x, w)
+            return jnp.sum(jnp.sin(product)) + jnp.sum(jnp.cos(sine) * jnp.arange(8.0)[:, None])
+
+        first = jax.grad(loss, (0, 1))
+        if order == 1:
+            return jax.jit(first)
+        return jax.jit(jax.grad(lambda *args: sum(jnp.sum(jnp.sin(g)) for g in first(*args)), (0, 1)))
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.arange(32, dtype=np.float32).reshape(8, 4) / 10, NamedSharding(mesh, P("data")))
+        w = jax.device_put(np.array([0.7, 0.2, -0.4, 1.1], np.float32), NamedSharding(mesh, spec))
+        for ours, theirs in zip(gradient(function.apply)(x, w), gradient(plain)(x, w), strict=True):
+            assert ours.sharding.spec == theirs.sharding.spec
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def summed(x):
     return jax.lax.psum(x, "model")
 
