@@ -317,8 +317,8 @@ def make_primitive(
       avals: Returns the types of the results. Default: `evaluate`, for identities.
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
-      drop_results: `drop_results(used, **params)`, where not all results are used, returns which results and operands
-        stay, and the params then. Default: all stay.
+      drop_results: `drop_results(used, num_operands, **params)`, where not all results are used, returns which results
+        and operands stay, and the params then. Default: all stay.
       evaluate_partially: `evaluate_partially(use, operands, **params)`, with a `PartialEvaluation`, returns the
         results where some operands have no value. Default: the results have none.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
@@ -379,18 +379,18 @@ def make_primitive(
     if drop_results is not None:
         drop = drop_results
 
-        def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[Sequence[bool], Any]:
+        def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
             eqn = rest[-1]  # after which operands are still read, in 0.12.0
             if all(used):
                 return [True] * len(eqn.invars), eqn
             if not any(used):
                 return [False] * len(eqn.invars), None
-            results, operands, params = drop(used, **eqn.params)
+            results, operands, params = drop(used, len(eqn.invars), **eqn.params)
             invars, outvars = (
                 [v for v, stays in zip(atoms, flags, strict=True) if stays]
                 for atoms, flags in ((eqn.invars, operands), (eqn.outvars, results))
             )
-            return operands, eqn.replace(invars=invars, outvars=outvars, params=params)
+            return list(operands), eqn.replace(invars=invars, outvars=outvars, params=params)
 
         partial_eval.dce_rules[primitive] = dce_rule
 

@@ -115,7 +115,7 @@ def _transpose_stop(cotangents: Sequence[Any], *operands: Any) -> Sequence[Any]:
     return cotangents
 
 
-def _drop_of_stop(used: Sequence[bool]) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
+def _drop_from_stop(used: Sequence[bool], num_operands: int) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
     return used, used, {}
 
 
@@ -135,7 +135,7 @@ stop_p = make_primitive(
     jvp=_stop_jvp,
     batch=_batch_stop,
     transpose=_transpose_stop,
-    drop_results=_drop_of_stop,
+    drop_results=_drop_from_stop,
     evaluate_partially=_stop_partially,
 )
 
@@ -176,6 +176,10 @@ class Rule:
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         """Whether `jax.checkpoint` must keep the outputs, and may not compute them again."""
         return False
+
+    def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
+        """Returns the rule without outputs that are not used, and which of them stay because it needs them."""
+        return self, [True] * len(used)
 
 
 def attach(
@@ -304,6 +308,10 @@ class _BatchedRule(Rule):
             _without_batch(input_avals, self._input_dims),
         )
 
+    def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
+        rule, stay = self._rule.without_outputs(used)
+        return _BatchedRule(rule, self._axis, self._out_axis, self._kept_dims, self._input_dims), stay
+
 
 def _where_present(values: Sequence[Any], dims: Sequence[int | None]) -> list[int | None]:
     return [None if x is None else dim for x, dim in zip(values, dims, strict=True)]
@@ -375,6 +383,14 @@ def _partial_eval_attach(
     return eqn, None, [False] * num_outs, [False] * num_outs, []
 
 
+def _drop_from_attach(
+    used: Sequence[bool], num_operands: int, *, spec: _AttachSpec
+) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
+    rule, stay = (spec.rule, used) if isinstance(spec.rule, DeferredError) else spec.rule.without_outputs(used)
+    others = [True] * (num_operands - spec.num_outs)
+    return stay, [*stay, *others], {"spec": _AttachSpec(rule, sum(stay), spec.num_kept, spec.captured)}
+
+
 attach_p = make_primitive(
     "attach",
     evaluate=_evaluate_attach,
@@ -382,6 +398,7 @@ attach_p = make_primitive(
     batch=_batch_attach,
     transpose=_transpose_attach,
     may_use_axis_names=True,
+    drop_results=_drop_from_attach,
     evaluate_partially=_attach_partially,
     partial_eval_in_checkpoint=_partial_eval_attach,
 )

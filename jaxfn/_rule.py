@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -222,11 +224,16 @@ _CAPTURED = (
 
 @jax.tree_util.register_static
 class _FunctionRule(Rule):
-    """The rule of a forward pass. Its operands are the differentiable outputs, `kept`, and the inputs without Refs."""
+    """The rule of a forward pass. Its operands are the differentiable outputs, `kept`, and the inputs without Refs.
 
-    def __init__(self, result: ForwardResult) -> None:
+    Args:
+      result: The forward pass.
+      differentiable: The indices of the outputs. Default: all that have a derivative.
+    """
+
+    def __init__(self, result: ForwardResult, differentiable: Sequence[int] | None = None) -> None:
         self.forward_pass = result.forward_pass
-        self.differentiable = result.forward_pass.differentiable
+        self.differentiable = result.forward_pass.differentiable if differentiable is None else differentiable
         self._replay = result.replay
         sources = result.forward_pass.saved.sources
         # Saved outputs without a derivative, such as indices.
@@ -271,11 +278,18 @@ class _FunctionRule(Rule):
         all_outputs = list(result.outputs)
         is_differentiated_again = any(map(is_traced, (*inputs, *outputs)))
         if is_differentiated_again:
-            rule = _FunctionRule(result)
-            outputs = attach(outputs, rule.kept(result), inputs, rule, captured_error(spec))
+            # An output that is not used may be one that forward, run with other flags, saved.
+            dropped = (_saved_outputs(forward_pass) & set(forward_pass.differentiable)) - set(self.differentiable)
+            rule = _FunctionRule(result, [*self.differentiable, *dropped])
+            operands = [*outputs, *(all_outputs[i] for i in dropped)]
+            attached = attach(operands, rule.kept(result), inputs, rule, captured_error(spec))
+            outputs = attached[: len(outputs)]
+            for i, y in zip(rule.differentiable, attached, strict=True):
+                all_outputs[i] = y
             intermediates = _attach_intermediates(result, inputs)
-        for i, y in zip(self.differentiable, outputs, strict=True):
-            all_outputs[i] = y
+        else:
+            for i, y in zip(self.differentiable, outputs, strict=True):
+                all_outputs[i] = y
         guards = inputs if forward_pass.captures_arrays and is_differentiated_again else ()
         forward_pass, residuals = forward_pass.residuals(leaves, all_outputs, intermediates)
         linear_map = _ForwardPassMap(forward_pass, flags, self.differentiable, len(guards))
@@ -361,6 +375,18 @@ class _FunctionRule(Rule):
         zeros = [zeros_of(aval) for avals in residual_avals for aval in avals]
         return not is_linear(pull, [zeros_of(aval.to_tangent_aval()) for aval in output_avals], zeros)
 
+    def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
+        saved = _saved_outputs(self.forward_pass)
+        stay = [flag or i in saved for i, flag in zip(self.differentiable, used, strict=True)]
+        rule = copy(self)
+        rule.differentiable = list(compress(self.differentiable, stay))
+        return rule, stay
+
+
+def _saved_outputs(forward_pass: ForwardPass) -> set[int]:
+    """Returns the indices of the outputs' array leaves that are saved."""
+    return {source.place for source in forward_pass.saved.sources if source.kind == "output"}
+
 
 def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[bool, ...]) -> ForwardResult:
     """Returns the forward pass for derivatives with respect to these leaves too.
@@ -377,12 +403,16 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
             "would write to its jax.Ref arguments twice. Let it save the same whatever the flags are."
         )
     again = _run_stopped(spec, leaves, union, forward_pass.hooks)
-    if again.forward_pass.outputs != forward_pass.outputs:
-        before, now = (spec.inputs.needs_input_grad(p.seen_flags) for p in (forward_pass, again.forward_pass))
+    passes = again.forward_pass, forward_pass
+    now, before = ([f"{x.dtype}{list(x.shape)}" for x in p.output_avals] for p in passes)
+    if now != before or passes[0].outputs != passes[1].outputs:
+        if passes[0].outputs != passes[1].outputs:
+            now, before = (p.outputs for p in passes)
+        flags = [spec.inputs.needs_input_grad(p.seen_flags) for p in passes]
         raise RuntimeError(
-            f"{spec.name}.forward returned {again.forward_pass.outputs!r} when ctx.needs_input_grad was {now}, and "
-            f"{forward_pass.outputs!r} when it was {before}. What forward returns, and marks as non-differentiable, "
-            "must not depend on ctx.needs_input_grad."
+            f"{spec.name}.forward returned {now!r} when ctx.needs_input_grad was {flags[0]}, and {before!r} when "
+            f"{f'it was {flags[1]}' if any(forward_pass.seen_flags) else 'nothing was differentiated'}. What forward "
+            "returns, and marks as non-differentiable, must not depend on ctx.needs_input_grad."
         )
     return again._replace(forward_pass=again.forward_pass.with_perturbed(union))
 
@@ -544,6 +574,11 @@ class _IntermediatesRule(Rule):
         linear_map = _IntermediatesMap(self._forward_pass, self._replay, self._indices, perturbed, outputs, len(inputs))
         given = [tangents[i] for i in perturbed]
         return outputs, bind_linear_map(linear_map, [*inputs, *outputs, *kept], given)
+
+    def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
+        rule = copy(self)
+        rule._indices = list(compress(self._indices, used))
+        return rule, used
 
 
 class _IntermediatesMap(LinearMap):
