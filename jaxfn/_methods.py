@@ -241,10 +241,10 @@ class UserMethods:
         location = location_without_return(function)
         if location is not None:
             consequence, fix = {
-                "forward": ("its only output is None", "Return the output, or write return None if there is none."),
+                "forward": ("its only output is None", "Return the output, or write return None where there is none."),
                 "backward": (
                     "its gradients are zero",
-                    "Return the gradients, or write return None if there are none.",
+                    "Return the gradients, or write return None where there are none.",
                 ),
             }[method]
             warnings.warn(
