@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import DebugInfo, Primitive, Var, find_top_trace, get_opaque_trace_state, set_current_trace
+from jax.extend.core import DebugInfo, Jaxpr, Primitive, Var, find_top_trace, get_opaque_trace_state, set_current_trace
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     call_p,
@@ -170,6 +170,8 @@ def is_ref(value: Any) -> bool:
 
 # Primitives
 
+_DEBUG_INFO = DebugInfo("custom derivative", "a jaxfn Function", None, None)
+
 
 class VmapAxis:
     """One use of `jax.vmap`, as a batching rule sees it (0.10.0 to 0.12.0)."""
@@ -217,6 +219,26 @@ class VmapAxis:
         return functools.partial(mapped, None if is_batched else np.zeros(self.size, bool))
 
 
+class _OwningPrimitive(Primitive):
+    """A primitive whose params are freed with their eqns.
+
+    JAX caches the types of results by the params of the eqn, and drops an entry early only if a jaxpr among these ends
+    (0.10.0 to 0.12.0). So there is an empty one.
+    """
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        owner = {"owner": Jaxpr((), (), (), (), frozenset(), _DEBUG_INFO)} if params else {}
+        return super().bind(*args, **(owner | params))
+
+
+def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, owner: Any = None, **params: Any) -> Any:
+        return function(*args, **params)
+
+    return call
+
+
 def make_primitive(
     name: str,
     *,
@@ -246,10 +268,12 @@ def make_primitive(
       on_transpose_error: Called with an exception that `transpose` raises.
       lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
     """
-    primitive = Primitive(name)
+    evaluate, jvp, batch = map(_without_owner, (evaluate, jvp, batch))
+    avals = _without_owner(avals or evaluate)
+    primitive = _OwningPrimitive(name)
     primitive.multiple_results = True
     primitive.def_impl(evaluate)
-    primitive.def_abstract_eval(avals or evaluate)
+    primitive.def_abstract_eval(avals)
 
     def lower(_ctx: Any, *operands: Any, **params: Any) -> list[Any]:
         return evaluate(*operands, **params)
@@ -275,7 +299,7 @@ def make_primitive(
     batching.fancy_primitive_batchers[primitive] = batch_rule
 
     if transpose is not None:
-        rule = transpose
+        rule = _without_owner(transpose)
 
         def transpose_rule(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
             given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
@@ -326,7 +350,7 @@ def describe_functions(*functions: Callable[..., Any]) -> None:
     """
     for function in functions:
         vars(function)["__signature__"] = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-        vars(function)["__fun_debug_info__"] = DebugInfo("custom derivative", "a jaxfn Function", None, None)
+        vars(function)["__fun_debug_info__"] = _DEBUG_INFO
 
 
 def zeros_of(aval: Any) -> jax.Array:
