@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import DebugInfo, Primitive, Var, find_top_trace, set_current_trace
+from jax.extend.core import DebugInfo, Jaxpr, Primitive, Var, find_top_trace, set_current_trace
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     call_p,
@@ -203,6 +203,8 @@ def is_ref(value: Any) -> bool:
 
 # Primitives
 
+_DEBUG_INFO = DebugInfo("custom derivative", "a jaxfn Function", None, None)
+
 
 class VmapAxis:
     """One use of `jax.vmap`, as a batching rule sees it (0.10.0 to 0.12.0)."""
@@ -316,6 +318,26 @@ class PartialEvaluation:
         return found
 
 
+class _OwningPrimitive(Primitive):
+    """A primitive whose params are freed with their eqns.
+
+    JAX caches the types of results by the params of the eqn, and drops an entry early only if a jaxpr among these ends
+    (0.10.0 to 0.12.0). So there is an empty one.
+    """
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        owner = {"owner": Jaxpr((), (), (), (), frozenset(), _DEBUG_INFO)} if params else {}
+        return super().bind(*args, **(owner | params))
+
+
+def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, owner: Any = None, **params: Any) -> Any:
+        return function(*args, **params)
+
+    return call
+
+
 def make_primitive(
     name: str,
     *,
@@ -353,10 +375,12 @@ def make_primitive(
       may_use_axis_names: Whether the primitive runs user code, which may use the names of vmap axes.
       lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
     """
-    primitive = Primitive(name)
+    evaluate, jvp, batch = map(_without_owner, (evaluate, jvp, batch))
+    avals = _without_owner(avals or evaluate)
+    primitive = _OwningPrimitive(name)
     primitive.multiple_results = True
     primitive.def_impl(evaluate)
-    primitive.def_abstract_eval(avals or evaluate)
+    primitive.def_abstract_eval(avals)
 
     def lower(_ctx: Any, *operands: Any, **params: Any) -> list[Any]:
         return evaluate(*operands, **params)
@@ -382,7 +406,7 @@ def make_primitive(
     batching.fancy_primitive_batchers[primitive] = batch_rule
 
     if transpose is not None:
-        rule = transpose
+        rule = _without_owner(transpose)
 
         def transpose_rule(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
             given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
@@ -404,7 +428,7 @@ def make_primitive(
         ad.primitive_transposes[primitive] = transpose_rule
 
     if drop_results is not None:
-        drop = drop_results
+        drop = _without_owner(drop_results)
 
         def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
             eqn = rest[-1]  # after which operands are still read, in 0.12.0
@@ -413,6 +437,7 @@ def make_primitive(
             if not any(used):
                 return [False] * len(eqn.invars), None
             results, operands, params = drop(used, len(eqn.invars), **eqn.params)
+            params |= {"owner": eqn.params["owner"]} if "owner" in eqn.params else {}
             invars, outvars = (
                 [v for v, stays in zip(atoms, flags, strict=True) if stays]
                 for atoms, flags in ((eqn.invars, operands), (eqn.outvars, results))
@@ -422,7 +447,7 @@ def make_primitive(
         partial_eval.dce_rules[primitive] = dce_rule
 
     if evaluate_partially is not None:
-        split = evaluate_partially
+        split = _without_owner(evaluate_partially)
 
         def partial_eval_rule(trace: Any, *tracers: Any, **params: Any) -> Sequence[Any]:
             return split(PartialEvaluation(trace, primitive), tracers, **params)
@@ -459,7 +484,7 @@ def describe_functions(*functions: Callable[..., Any]) -> None:
     """
     for function in functions:
         vars(function)["__signature__"] = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-        vars(function)["__fun_debug_info__"] = DebugInfo("custom derivative", "a jaxfn Function", None, None)
+        vars(function)["__fun_debug_info__"] = _DEBUG_INFO
 
 
 def has_transpose(primitive: Primitive) -> bool:
