@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import DebugInfo, Jaxpr, Primitive, Var, find_top_trace, get_opaque_trace_state, set_current_trace
+from jax.extend.core import DebugInfo, Jaxpr, Primitive, Var, find_top_trace, set_current_trace
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     call_p,
@@ -46,6 +46,7 @@ __all__ = [
     "AbstractRef",
     "Primitive",
     "SymbolicZero",
+    "Var",
     "add_jaxvals_p",
     "call_p",
     "closed_call_p",
@@ -68,14 +69,17 @@ register_exclusion(os.path.dirname(__file__) + os.sep)
 # Traces and tracers
 
 
-def current_trace() -> object:
-    """Returns a token of this thread's current trace; equal tokens mean the same trace (0.10.0 to 0.12.0)."""
-    return get_opaque_trace_state()
-
-
 def is_differentiating() -> bool:
     """Whether the current trace is that of a derivative (0.10.0 to 0.12.0)."""
     return _is_derivative(find_top_trace(()))
+
+
+def is_differentiating_in_reverse() -> bool:
+    """Whether the current trace is that of `jax.vjp` or `jax.grad`, not of `jax.jvp` or `jax.linearize`.
+
+    0.10.0 to 0.12.0; false too where an option makes JAX take reverse mode from `jax.jvp`.
+    """
+    return getattr(find_top_trace(()), "is_vjp", False)
 
 
 def staging_traces() -> list[Any]:
@@ -97,7 +101,9 @@ class RefsMade:
 
     def __bool__(self) -> bool:
         entries = [entry for frame, first in self._frames for entry in frame.tracing_eqns[first:]]
-        eqns = [entry() if callable(entry) else entry for entry in entries]  # functions (0.10.0), weak references
+        eqns: list[Any] = [
+            entry() if callable(entry) else entry for entry in entries
+        ]  # functions (0.10.0), weak references
         effects = [effect for eqn in eqns if eqn is not None for effect in eqn.effects]
         return any(type(effect).__name__ == "InternalMutableArrayEffect" for effect in effects)
 
@@ -106,7 +112,8 @@ def _frames() -> Generator[Any]:
     """Yields what the current traces stage eqns in, tangents of reverse mode too."""
     trace: Any = find_top_trace(())
     while trace is not None:
-        yield from (t.frame for t in (trace, getattr(trace, "tangent_trace", None)) if hasattr(t, "frame"))
+        traces: list[Any] = [trace, getattr(trace, "tangent_trace", None)]
+        yield from (t.frame for t in traces if hasattr(t, "frame"))
         trace = getattr(trace, "parent_trace", None)
 
 
@@ -130,9 +137,35 @@ def is_staged(array: object) -> bool:
     return isinstance(array, partial_eval.DynamicJaxprTracer)
 
 
-def is_linear_operand(array: object) -> bool:
-    """Whether an array is an argument of `jax.linear_transpose`, or computed from one (0.10.0 to 0.12.0)."""
-    return isinstance(array, partial_eval.JaxprTracer)
+def traced_eqns() -> Iterator[Any]:
+    """Yields the eqns of the jaxpr that is being traced, from the last one; none where no jaxpr is (0.10.0 to 0.12.0).
+
+    The operands of most of them are tracers.
+    """
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):  # of a derivative or a vmap
+        trace = trace.parent_trace
+    entries: Sequence[Any] = trace.frame.tracing_eqns if hasattr(trace, "frame") else ()
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        eqn = entry() if callable(entry) else entry  # 0.10.0 has functions here; both versions weak references, too
+        if eqn is not None:
+            yield eqn
+
+
+def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the variable of a staged value, or the array, that tracers of `jax.vmap` have, and its axis for each use.
+
+    (0.10.0 to 0.12.0)
+    """
+    dims: list[Any] = []
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):
+        if hasattr(trace, "to_batch_info"):
+            array, dim = trace.to_batch_info(array)
+            dims.append(dim)
+        trace = trace.parent_trace
+    return (array.val if is_staged(array) else array), tuple(dims)
 
 
 def has_tangent(array: object) -> bool:
@@ -227,8 +260,11 @@ class _OwningPrimitive(Primitive):
     """
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        owner = {"owner": Jaxpr((), (), (), (), frozenset(), _DEBUG_INFO)} if params else {}
-        return super().bind(*args, **(owner | params))
+        return super().bind(*args, **_with_owner(params))
+
+
+def _with_owner(params: dict[str, Any]) -> dict[str, Any]:
+    return {"owner": Jaxpr((), (), (), (), frozenset(), _DEBUG_INFO), **params} if params else params
 
 
 def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,6 +275,72 @@ def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class PartialEvaluation:
+    """One use of a primitive where some operands have no value, as under `jax.linear_transpose` (0.10.0 to 0.12.0).
+
+    JAX makes a jaxpr of what depends on those. It evaluates, and does not transpose, that of the body of a loop, so
+    that the jaxpr has to be right for both.
+    """
+
+    def __init__(self, trace: Any, primitive: Primitive) -> None:
+        self._trace = trace
+        self._primitive = primitive
+
+    def has_value(self, operand: Any) -> bool:
+        """Whether an operand has a value."""
+        return operand.is_known()
+
+    def bind(self, operands: Sequence[Any], **params: Any) -> list[Any]:
+        """Applies the primitive; the results have values if all operands do."""
+        return self._trace.default_process_primitive(self._primitive, operands, _with_owner(params))
+
+    def enclose(self, arrays: Sequence[Any], after: Primitive) -> list[Any]:
+        """Returns arrays without a value, computed by one `jit` eqn.
+
+        Backward passes skip that eqn if no cotangent reaches it. They look up a rule for any other eqn even then.
+
+        Args:
+          arrays: The arrays.
+          after: The eqn begins with what is computed from results of this primitive.
+        """
+        eqns: dict[int, Any] = {}
+        pending = list(arrays)
+        while pending:
+            eqn = pending.pop().recipe
+            if hasattr(eqn, "primitive") and eqn.eqn_id not in eqns:
+                eqns[eqn.eqn_id] = eqn
+                pending += eqn.in_tracers
+        inside: set[int] = set()
+        computed: set[int] = set()
+        steps: list[tuple[Any, list[int], list[int]]] = []
+        operands: dict[int, Any] = {}
+        for _, eqn in sorted(eqns.items()):
+            results = [id(reference()) for reference in eqn.out_tracer_refs]
+            is_pure = all(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
+            if eqn.primitive is after:
+                inside.update(results)
+            elif is_pure and any(id(x) in inside for x in eqn.in_tracers):
+                inside.update(results)
+                operands.update((id(x), x) for x in eqn.in_tracers if id(x) not in computed)
+                computed.update(results)
+                steps.append((eqn._replace(in_tracers=(), out_tracer_refs=()), list(map(id, eqn.in_tracers)), results))
+        enclosed = [i for i, x in enumerate(arrays) if id(x) in computed]
+        names = list(map(id, arrays))
+
+        def forward(*values: Any) -> list[Any]:
+            env = dict(zip(operands, values, strict=True))
+            for eqn, inputs, results in steps:
+                env.update(zip(results, eval_eqn(eqn, [env[name] for name in inputs]), strict=True))
+            return [env[names[i]] for i in enclosed]
+
+        found = list(arrays)
+        if [eqn.primitive for eqn, _, _ in steps] not in ([], [jit_p]):
+            with set_current_trace(self._trace):
+                for i, x in zip(enclosed, jax.jit(forward)(*operands.values()), strict=True):
+                    found[i] = x
+        return found
+
+
 def make_primitive(
     name: str,
     *,
@@ -247,8 +349,11 @@ def make_primitive(
     batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]],
     avals: Callable[..., Sequence[Any]] | None = None,
     transpose: Callable[..., Sequence[Any]] | None = None,
+    drop_results: Callable[..., tuple[Sequence[bool], Sequence[bool], dict[str, Any]]] | None = None,
+    evaluate_partially: Callable[..., Sequence[Any]] | None = None,
     partial_eval_in_checkpoint: Callable[..., Any] | None = None,
     on_transpose_error: Callable[[Exception], None] | None = None,
+    may_use_axis_names: bool = False,
     lower_as_function: bool = False,
 ) -> Primitive:
     """Makes a primitive with several results and the rules that jaxfn's own primitives need (0.10.0 to 0.12.0).
@@ -260,12 +365,17 @@ def make_primitive(
       evaluate: Returns the results. An identity also works on the values that lowering handles.
       jvp: `jvp(primals, tangents, **params)` returns the results and a tangent for each.
       batch: `batch(axis, operands, dims, **params)` returns the results and the axis of the batch in each. Called only
-        where an operand is batched, or where collectives may use the axis by a name.
+        where an operand is batched, or where collectives may use the axis by its name.
       avals: Returns the types of the results. Default: `evaluate`, for identities.
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
+      drop_results: `drop_results(used, num_operands, **params)`, where not all results are used, returns which results
+        and operands stay, and the params then. Default: all stay.
+      evaluate_partially: `evaluate_partially(use, operands, **params)`, with a `PartialEvaluation`, returns the
+        results where some operands have no value. Default: the results have none.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
       on_transpose_error: Called with an exception that `transpose` raises.
+      may_use_axis_names: Whether the primitive runs user code, which may use the names of vmap axes.
       lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
     """
     evaluate, jvp, batch = map(_without_owner, (evaluate, jvp, batch))
@@ -291,7 +401,7 @@ def make_primitive(
 
     def batch_rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         use = VmapAxis(axis)
-        if all(dim is None for dim in dims) and not use.is_named:  # JAX calls the rule even so
+        if all(dim is None for dim in dims) and not (may_use_axis_names and use.is_named):  # JAX calls it even so
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         return batch(use, operands, dims, **params)
@@ -319,6 +429,32 @@ def make_primitive(
             ]
 
         ad.primitive_transposes[primitive] = transpose_rule
+
+    if drop_results is not None:
+        drop = _without_owner(drop_results)
+
+        def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+            eqn = rest[-1]  # after which operands are still read, in 0.12.0
+            if all(used):
+                return [True] * len(eqn.invars), eqn
+            if not any(used):
+                return [False] * len(eqn.invars), None
+            results, operands, params = drop(used, len(eqn.invars), **eqn.params)
+            invars, outvars = (
+                [v for v, stays in zip(atoms, flags, strict=True) if stays]
+                for atoms, flags in ((eqn.invars, operands), (eqn.outvars, results))
+            )
+            return list(operands), eqn.replace(invars=invars, outvars=outvars, params=_with_owner(params))
+
+        partial_eval.dce_rules[primitive] = dce_rule
+
+    if evaluate_partially is not None:
+        split = _without_owner(evaluate_partially)
+
+        def partial_eval_rule(trace: Any, *tracers: Any, **params: Any) -> Sequence[Any]:
+            return split(PartialEvaluation(trace, primitive), tracers, **params)
+
+        partial_eval.custom_partial_eval_rules[primitive] = partial_eval_rule
 
     if partial_eval_in_checkpoint is not None:
         partial_eval.partial_eval_jaxpr_custom_rules[primitive] = partial_eval_in_checkpoint
@@ -351,6 +487,14 @@ def describe_functions(*functions: Callable[..., Any]) -> None:
     for function in functions:
         vars(function)["__signature__"] = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
         vars(function)["__fun_debug_info__"] = _DEBUG_INFO
+
+
+def has_transpose(primitive: Primitive) -> bool:
+    """Whether JAX has a transposition rule for a primitive (0.10.0 to 0.12.0).
+
+    Those of primitives that add up in place, such as slices and `scan`, are in a table that is not public.
+    """
+    return primitive in ad.primitive_transposes
 
 
 def zeros_of(aval: Any) -> jax.Array:

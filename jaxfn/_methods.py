@@ -7,6 +7,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import is_, is_not
 from typing import Any, TypeVar
 
@@ -51,6 +52,14 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, (types.MethodType, str, bool)) and a == b)
 
 
+def _similar_attribute(function: Any, method: str) -> str:
+    """Returns a hint if a Function class without a method has an attribute of nearly that name."""
+    names = {name for kind in function.__mro__ for name in vars(kind) if not name.startswith("_")}
+    cutoff = 0.8 if len(method) > 3 else 0.65  # "jpv" for "jvp"
+    close = difflib.get_close_matches(method, names.difference(_METHODS), 1, cutoff)
+    return f" It has {close[0]!r}: did you mean {method}?" if close else ""
+
+
 class UserMethods:
     """The methods of one Function class.
 
@@ -75,8 +84,10 @@ class UserMethods:
         self._is_separate = _is_defined(self._setup_context)
         self._warned: set[str] = set()
         if not _is_defined(self._forward):
-            raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
-        self.signature = ForwardSignature(self._forward, not self._is_separate, self.name)
+            hint = _similar_attribute(function, "forward")
+            raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.{hint}")
+        hint = partial(_similar_attribute, function, "setup_context")
+        self.signature = ForwardSignature(self._forward, not self._is_separate, self.name, hint)
         self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
         self.has_jvp = _is_defined(function.jvp)
         self.has_forward_mode = self.has_jvp or (self.has_backward and function.generate_jvp_rule)
@@ -117,6 +128,11 @@ class UserMethods:
     def _rules(self) -> Sequence[Any]:
         return self._function.backward, self._function.vjp, self._function.jvp
 
+    @property
+    def no_forward_mode(self) -> str:
+        """The message for forward mode of a Function that has none."""
+        return f"{_NO_FORWARD_MODE.format(name=self.name)}{_similar_attribute(self._function, 'jvp')}"
+
     def vmap_problem(self) -> str | None:
         """Returns what is wrong with the class's `vmap`, if anything; raised where a call is batched."""
         if self.vmap is None:
@@ -137,20 +153,17 @@ class UserMethods:
         """Calls `forward`, and `setup_context` if there is one."""
         if self._is_separate:
             return self.set_up(ctx, inputs, self.forward_alone(spec, inputs))
-        try:
-            outputs = flatten_outputs(spec.names.call(self._forward, (ctx,), inputs))
-        except Exception as error:
-            add_hint(error, self.name, "forward", ctx)
-            raise
-        self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
-        return outputs
+        return self._call_forward(spec, (ctx,), inputs)
 
     def forward_alone(self, spec: InputSpec, inputs: Sequence[Any]) -> ForwardOutputs:
         """Calls a `forward` that takes no ctx."""
+        return self._call_forward(spec, (), inputs)
+
+    def _call_forward(self, spec: InputSpec, leading: tuple[Any, ...], inputs: Sequence[Any]) -> ForwardOutputs:
         try:
-            outputs = flatten_outputs(spec.names.call(self._forward, (), inputs))
+            outputs = flatten_outputs(spec.names.call(self._forward, leading, inputs))
         except Exception as error:
-            add_hint(error, self.name, "forward")
+            add_hint(error, self.name, "forward", self._forward, *leading)
             raise
         self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
         return outputs
@@ -172,7 +185,7 @@ class UserMethods:
         if not self.has_backward:
             raise NotImplementedError(
                 f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
-                f"backward(ctx, *grad_outputs) as a static method.{self._misspelt()}"
+                f"backward(ctx, *grad_outputs) as a static method.{_similar_attribute(self._function, 'backward')}"
             )
         if _is_defined(self._function.vjp) and _is_defined(self._function.backward):
             raise RuntimeError(
@@ -189,15 +202,6 @@ class UserMethods:
         """Returns `backward`, under whichever of its two names it was defined."""
         return self._function.vjp if _is_defined(self._function.vjp) else self._function.backward
 
-    def _misspelt(self) -> str:
-        """Returns a hint if the class has an attribute whose name is nearly that of a method."""
-        names = [name for kind in self._function.__mro__ for name in vars(kind) if not name.startswith("_")]
-        close = [name for name in names if name not in _METHODS and difflib.get_close_matches(name, _METHODS, 1, 0.75)]
-        if not close:
-            return ""
-        meant = difflib.get_close_matches(close[0], _METHODS, 1)[0]
-        return f" It has {close[0]!r}: is {meant!r} meant?"
-
     def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any], captured: dict[int, Any]) -> Any:
         """Calls `jvp`; see `backward`."""
         return self._call_rule("jvp", _with_captured(self._function.jvp, captured), ctx, tangents)
@@ -209,7 +213,7 @@ class UserMethods:
         except Exception as error:
             if isinstance(error, TypeError) and is_call_error(error, rule, (ctx, *arguments)):
                 raise signature_error(self.name, method, rule, ctx, len(arguments)) from None
-            add_hint(error, self.name, method, ctx)
+            add_hint(error, self.name, method, rule, ctx)
             raise
 
     def escaped_tracer_error(self, method: str) -> Exception:
@@ -237,10 +241,10 @@ class UserMethods:
         location = location_without_return(function)
         if location is not None:
             consequence, fix = {
-                "forward": ("its only output is None", "Return the output, or write return None if there is none."),
+                "forward": ("its only output is None", "Return the output, or write return None where there is none."),
                 "backward": (
                     "its gradients are zero",
-                    "Return the gradients, or write return None if there are none.",
+                    "Return the gradients, or write return None where there are none.",
                 ),
             }[method]
             warnings.warn(
@@ -256,6 +260,10 @@ class UserMethods:
             warn_of_dirty(self.name)
 
 
+_NO_FORWARD_MODE = (
+    "can't apply forward-mode autodiff (jvp) to a custom_vjp function. {name} has backward alone, and so no forward "
+    "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
+)
 # Values of these types hold no tracer.
 _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 

@@ -40,7 +40,7 @@ def test_a_batched_custom_vmap_has_a_second_derivative():
     np.testing.assert_allclose(second, -np.sin(X), rtol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, condition=not COMING, reason="JAX 0.10.0 to 0.12.0")
+@pytest.mark.xfail(strict=True, reason="JAX 0.10.0 to 0.12.0")
 def test_the_tangents_of_a_custom_vjp_may_be_batched():
     """Otherwise reverse mode goes by `linear_map` where a program is batched before it is differentiated."""
     _, pushed = jax.linearize(doubled, 1.0)
