@@ -252,32 +252,6 @@ class VmapAxis:
         return functools.partial(mapped, None if is_batched else np.zeros(self.size, bool))
 
 
-<<<<<<< HEAD
-=======
-class _OwningPrimitive(Primitive):
-    """A primitive whose params are freed with their eqns.
-
-    JAX caches the types of results by the params of the eqn, and drops an entry early only if a jaxpr among these ends
-    (0.10.0 to 0.12.0). So there is an empty one.
-    """
-
-    def bind(self, *args: Any, **params: Any) -> Any:
-        return super().bind(*args, **_with_owner(params))
-
-
-def _with_owner(params: dict[str, Any]) -> dict[str, Any]:
-    return {"owner": Jaxpr((), (), (), (), frozenset(), _DEBUG_INFO), **params} if params else params
-
-
-def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, owner: Any = None, **params: Any) -> Any:
-        return function(*args, **params)
-
-    return call
-
-
->>>>>>> ea029f8e807cb56a0d67d39f5a7a316b2d4b1f1c
 class PartialEvaluation:
     """One use of a primitive where some operands have no value, as under `jax.linear_transpose` (0.10.0 to 0.12.0).
 
@@ -295,7 +269,7 @@ class PartialEvaluation:
 
     def bind(self, operands: Sequence[Any], **params: Any) -> list[Any]:
         """Applies the primitive; the results have values if all operands do."""
-        return self._trace.default_process_primitive(self._primitive, operands, _with_owner(params))
+        return self._trace.default_process_primitive(self._primitive, operands, params)
 
     def enclose(self, arrays: Sequence[Any], after: Primitive) -> list[Any]:
         """Returns arrays without a value, computed by one `jit` eqn.
@@ -342,7 +316,6 @@ class PartialEvaluation:
                 for i, x in zip(enclosed, jax.jit(forward)(*operands.values()), strict=True):
                     found[i] = x
         return found
-<<<<<<< HEAD
 
 
 class _OwningPrimitive(Primitive):
@@ -363,8 +336,6 @@ def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **params)
 
     return call
-=======
->>>>>>> ea029f8e807cb56a0d67d39f5a7a316b2d4b1f1c
 
 
 def make_primitive(
@@ -471,7 +442,7 @@ def make_primitive(
                 [v for v, stays in zip(atoms, flags, strict=True) if stays]
                 for atoms, flags in ((eqn.invars, operands), (eqn.outvars, results))
             )
-            return list(operands), eqn.replace(invars=invars, outvars=outvars, params=_with_owner(params))
+            return list(operands), eqn.replace(invars=invars, outvars=outvars, params=params)
 
         partial_eval.dce_rules[primitive] = dce_rule
 
