@@ -15,7 +15,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import MulConstant, Square
-from tests.support.marks import COMING, RUNS_PRIMAL_TOO, row
+from tests.support.marks import RUNS_PRIMAL_TOO, row
 
 
 class Keywords(jaxfn.Function):
@@ -368,7 +368,7 @@ def counting_product_of_a_dict(calls):
     [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(f, (0, 1)), jax.checkpoint, jax.vmap],
     ids=["grad", "grad of jit", "both arguments", "checkpoint", "vmap"],
 )
-def test_user_code_is_traced_as_often_as_by_hand(derivative, products):
+def test_user_code_is_traced_at_most_as_often_as_by_hand(derivative, products):
     calls = []
     counts = []
     for f in products(calls):
@@ -383,18 +383,16 @@ def test_user_code_is_traced_as_often_as_by_hand(derivative, products):
         for _ in range(2):  # what is traced again must not grow
             jax.jit(derivative(lambda x, w, chain=chain: chain(x, w))).trace(x, x)
         counts.append((calls.count("forward"), calls.count("backward")))
-    assert counts[0] == counts[1]
-    assert counts[0][0] > 0
+    # By hand, forward is traced for the primal and again for fwd where the derivative comes after jit.
+    assert counts[0][0] <= counts[1][0] and counts[0][1] == counts[1][1]
+    assert counts[0][0] == 16
 
 
 @row("A7")
-def test_jax_names_the_users_function_and_parameters():
-    with pytest.raises(
-        jax.errors.TracerBoolConversionError, match=rf"function Branching at {re.escape(__file__)}:\d+"
-    ) as e:
+def test_an_error_of_jax_names_the_users_method_and_its_file():
+    where = rf"In Branching\.forward: .* \(forward is at {re.escape(__file__)}:\d+\)"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=where):
         jax.jit(Branching.apply)(jnp.ones(()), 3.0)
-    # Today's custom_vjp does not say which argument.
-    assert ("argument threshold" if COMING else "argument unknown") in str(e.value)
 
 
 class Branching(jaxfn.Function):

@@ -17,7 +17,7 @@ from tests.fuzz.program import TRACED, Argument, Block, Call, Measure, Operation
 from tests.fuzz.report import Disagreement, Report, fuzz
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import write_alone
-from tests.support.marks import COMING, lane_cases, row, thorough
+from tests.support.marks import lane_cases, row, thorough
 
 SQUARE = FunctionSpec("square", "input")
 DROPS = FunctionSpec("drops by numpy", "intermediate")
