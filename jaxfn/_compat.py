@@ -252,6 +252,29 @@ class VmapAxis:
         return functools.partial(mapped, None if is_batched else np.zeros(self.size, bool))
 
 
+class _OwningPrimitive(Primitive):
+    """A primitive whose params are freed with their eqns.
+
+    JAX caches the types of results by the params of the eqn, and drops an entry early only if a jaxpr among these ends
+    (0.10.0 to 0.12.0). So there is an empty one.
+    """
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        return super().bind(*args, **_with_owner(params))
+
+
+def _with_owner(params: dict[str, Any]) -> dict[str, Any]:
+    return {"owner": Jaxpr((), (), (), (), frozenset(), _DEBUG_INFO), **params} if params else params
+
+
+def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, owner: Any = None, **params: Any) -> Any:
+        return function(*args, **params)
+
+    return call
+
+
 class PartialEvaluation:
     """One use of a primitive where some operands have no value, as under `jax.linear_transpose` (0.10.0 to 0.12.0).
 
@@ -269,7 +292,7 @@ class PartialEvaluation:
 
     def bind(self, operands: Sequence[Any], **params: Any) -> list[Any]:
         """Applies the primitive; the results have values if all operands do."""
-        return self._trace.default_process_primitive(self._primitive, operands, params)
+        return self._trace.default_process_primitive(self._primitive, operands, _with_owner(params))
 
     def enclose(self, arrays: Sequence[Any], after: Primitive) -> list[Any]:
         """Returns arrays without a value, computed by one `jit` eqn.
@@ -316,26 +339,6 @@ class PartialEvaluation:
                 for i, x in zip(enclosed, jax.jit(forward)(*operands.values()), strict=True):
                     found[i] = x
         return found
-
-
-class _OwningPrimitive(Primitive):
-    """A primitive whose params are freed with their eqns.
-
-    JAX caches the types of results by the params of the eqn, and drops an entry early only if a jaxpr among these ends
-    (0.10.0 to 0.12.0). So there is an empty one.
-    """
-
-    def bind(self, *args: Any, **params: Any) -> Any:
-        owner = {"owner": Jaxpr((), (), (), (), frozenset(), _DEBUG_INFO)} if params else {}
-        return super().bind(*args, **(owner | params))
-
-
-def _without_owner(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, owner: Any = None, **params: Any) -> Any:
-        return function(*args, **params)
-
-    return call
 
 
 def make_primitive(
@@ -437,12 +440,11 @@ def make_primitive(
             if not any(used):
                 return [False] * len(eqn.invars), None
             results, operands, params = drop(used, len(eqn.invars), **eqn.params)
-            params |= {"owner": eqn.params["owner"]} if "owner" in eqn.params else {}
             invars, outvars = (
                 [v for v, stays in zip(atoms, flags, strict=True) if stays]
                 for atoms, flags in ((eqn.invars, operands), (eqn.outvars, results))
             )
-            return list(operands), eqn.replace(invars=invars, outvars=outvars, params=params)
+            return list(operands), eqn.replace(invars=invars, outvars=outvars, params=_with_owner(params))
 
         partial_eval.dce_rules[primitive] = dce_rule
 

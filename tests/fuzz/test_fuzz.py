@@ -96,7 +96,8 @@ def test_a_forward_that_runs_twice_is_found_shrunk_and_printed(monkeypatch):
     from tests.fuzz import measures, source
 
     write_function = source.write_function
-    helper = "\ndef drawn_thrice(shape):\n    drawn_by_numpy(shape)\n    drawn_by_numpy(shape)\n    return drawn_by_numpy(shape)\n"
+    draws = "    drawn_by_numpy(shape)\n" * 2
+    helper = f"\ndef drawn_thrice(shape):\n{draws}    return drawn_by_numpy(shape)\n"
     monkeypatch.setattr(source, "write_function", twice)
     monkeypatch.setitem(measures.HELPERS, "drawn_thrice", helper)
     found = shrunk(long_program(DROPS, stateful=True))
