@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import jaxfn
-from tests.support.marks import row, sampled
+from tests.support.marks import COMING, row, sampled
 
 N, K = 4, 3
 rng = np.random.default_rng(0)
@@ -23,6 +23,7 @@ X = rng.normal(size=N).astype(np.float32)
 Y = rng.normal(size=K).astype(np.float32)
 SQUARE = (3 * np.eye(N) + 0.3 * rng.normal(size=(N, N))).astype(np.float32)
 
+NO_TRANSPOSE = pytest.mark.xfail(COMING, reason="JAX_REMAT3 has no transpose of a checkpoint")
 JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
 
 
@@ -75,7 +76,14 @@ def product(save: str, where: str, rules: str) -> Any:
 @RULES
 @pytest.mark.parametrize("save", ["matrix", "both", "intermediate", "of both"])
 @pytest.mark.parametrize("where", ["here", "host", "nonlinear"])
-@pytest.mark.parametrize("within", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+@pytest.mark.parametrize(
+    "within",
+    [
+        pytest.param(lambda f: f, id="eager"),
+        pytest.param(jax.jit, id="jit"),
+        pytest.param(jax.checkpoint, id="checkpoint", marks=NO_TRANSPOSE),
+    ],
+)
 @JIT
 def test_the_transpose_is_that_of_the_rule(wrap, within, where, save, rules):
     f = within(partial(product(save, where, rules), A))
@@ -190,7 +198,9 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 @row("D7", "E1")
 @sampled
 @RULES
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=NO_TRANSPOSE if name == "checkpoint" else ()) for name in PROGRAMS]
+)
 @pytest.mark.parametrize("where", ["here", "host"])
 @JIT
 def test_the_transpose_of_programs(wrap, where, program, rules):
