@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import jaxfn
-from tests.support.marks import COMING, row, sampled
+from tests.support.marks import NO_REMAT_TRANSPOSE, row, sampled
 
 N, K = 4, 3
 rng = np.random.default_rng(0)
@@ -23,7 +23,6 @@ X = rng.normal(size=N).astype(np.float32)
 Y = rng.normal(size=K).astype(np.float32)
 SQUARE = (3 * np.eye(N) + 0.3 * rng.normal(size=(N, N))).astype(np.float32)
 
-NO_TRANSPOSE = pytest.mark.xfail(COMING, reason="JAX_REMAT3 has no transpose of a checkpoint")
 JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
 
 
@@ -81,7 +80,7 @@ def product(save: str, where: str, rules: str) -> Any:
     [
         pytest.param(lambda f: f, id="eager"),
         pytest.param(jax.jit, id="jit"),
-        pytest.param(jax.checkpoint, id="checkpoint", marks=NO_TRANSPOSE),
+        pytest.param(jax.checkpoint, id="checkpoint", marks=NO_REMAT_TRANSPOSE),
     ],
 )
 @JIT
@@ -199,7 +198,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 @sampled
 @RULES
 @pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=NO_TRANSPOSE if name == "checkpoint" else ()) for name in PROGRAMS]
+    "program", [pytest.param(name, marks=NO_REMAT_TRANSPOSE if name == "checkpoint" else ()) for name in PROGRAMS]
 )
 @pytest.mark.parametrize("where", ["here", "host"])
 @JIT
