@@ -302,11 +302,14 @@ class _BatchedRule(Rule):
         return self._rule.is_transposable
 
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
-        return self._rule.saves_outputs(
+        avals = (
             _without_batch(output_avals, [self._out_axis] * len(output_avals)),
             _without_batch(kept_avals, self._kept_dims),
             _without_batch(input_avals, self._input_dims),
         )
+        answers: list[bool] = []
+        self._axis.vmap(lambda: answers.append(self._rule.saves_outputs(*avals)), ())()  # binds the name of the axis
+        return answers[0]
 
     def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
         rule, stay = self._rule.without_outputs(used)
