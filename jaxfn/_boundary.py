@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxfn._compat import is_ref, zeros_of
 from jaxfn._context import ContextState
+from jaxfn._jaxpr import ArrayIdentity
 from jaxfn._mesh_types import match_tangent
 from jaxfn._observe import CALL_MONITOR
 from jaxfn._signature import InputNames, InputSpec
@@ -152,7 +153,9 @@ def flatten_outputs(value: Any) -> ForwardOutputs:
 # Marks
 
 
-def non_differentiable_outputs(name: str, state: ContextState, outputs: Sequence[Any]) -> frozenset[int]:
+def non_differentiable_outputs(
+    name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> frozenset[int]:
     """Returns the indices of the marked outputs among the array leaves; warns of what is not an output.
 
     # Note: two outputs, one array
@@ -165,16 +168,18 @@ def non_differentiable_outputs(name: str, state: ContextState, outputs: Sequence
       ValueError: A marked array is returned more often than it was marked.
     """
     marked = jax.tree_util.tree_leaves(state.non_differentiable)
+    identity = ArrayIdentity(inputs)
+    keys, marked_keys = list(map(identity.key, outputs)), list(map(identity.key, marked))
     found: set[int] = set()
-    for mark in marked:
-        indices = [i for i, output in enumerate(outputs) if mark is output]
+    for mark, key in zip(marked, marked_keys, strict=True):
+        indices = [i for i, other in enumerate(keys) if key == other]
         if not indices:
             warnings.warn(
                 f"{name}: mark_non_differentiable was given a value that forward did not return; it has no effect. "
                 "Pass the very array that is returned.",
                 stacklevel=2,
             )
-        elif sum(mark is other for other in marked) < len(indices) and is_inexact(jax.dtypes.result_type(mark)):
+        elif marked_keys.count(key) < len(indices) and is_inexact(jax.dtypes.result_type(mark)):
             raise ValueError(
                 f"{name}: mark_non_differentiable was given an array that forward returns {len(indices)} times, as "
                 f"outputs {', '.join(map(str, indices))}, so that it cannot be told which is meant. (A function that "
@@ -325,7 +330,7 @@ class _Where(NamedTuple):
         """Yields for each array leaf its place, what `value` has there, and the leaf; raises for other structures."""
         skeleton = tree.unflatten(iter([ExpectedLeaf(*leaf) for leaf in islice(leaves, tree.num_arrays)]))
         try:
-            pieces = list(match_leaves(value, skeleton, tree))
+            pieces = list(match_leaves(value, skeleton))
         except StructureError as problem:
             raise self.error("structure", problem=problem) from None
         for path, piece, leaf in pieces:
@@ -373,7 +378,7 @@ def _one_per_input(name: str, spec: InputSpec, returned: Any) -> Sequence[Any]:
         return cast(tuple[Any, ...], returned)  # as nearly always
     if isinstance(returned, dict):
         named = cast(dict[Any, Any], returned)
-        unknown = [key for key in named if key not in names.names and key != names.variadic]
+        unknown = [key for key in named if key is None or (key not in names.names and key != names.variadic)]
         if not unknown:
             return _from_names(where, names, named)
         if len(unknown) < len(named):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import Primitive, Var, find_top_trace, get_opaque_trace_state, set_current_trace
+from jax.extend.core import DebugInfo, Primitive, Var, find_top_trace, set_current_trace
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     call_p,
@@ -44,6 +46,7 @@ __all__ = [
     "AbstractRef",
     "Primitive",
     "SymbolicZero",
+    "Var",
     "add_jaxvals_p",
     "call_p",
     "closed_call_p",
@@ -66,30 +69,52 @@ register_exclusion(os.path.dirname(__file__) + os.sep)
 # Traces and tracers
 
 
-def current_trace() -> object:
-    """Returns a token of this thread's current trace; equal tokens mean the same trace (0.10.0 to 0.12.0)."""
-    return get_opaque_trace_state()
-
-
 def is_differentiating() -> bool:
     """Whether the current trace is that of a derivative (0.10.0 to 0.12.0)."""
     return _is_derivative(find_top_trace(()))
 
 
-def is_in_reverse_mode() -> bool:
-    """Whether the current trace is that of `jax.vjp` or `jax.grad` (0.10.0 to 0.12.0).
+def is_differentiating_in_reverse() -> bool:
+    """Whether the current trace is that of `jax.vjp` or `jax.grad`, not of `jax.jvp` or `jax.linearize`.
 
-    What is linear there is only transposed; under `jax.jvp` and `jax.linearize` it is evaluated too.
+    0.10.0 to 0.12.0; false too where an option makes JAX take reverse mode from `jax.jvp`.
     """
     return getattr(find_top_trace(()), "is_vjp", False)
 
 
-def is_staging() -> bool:
-    """Whether operations on constants are being traced: under `jit`, and not under `grad` alone (0.10.0 to 0.12.0)."""
+def staging_traces() -> list[Any]:
+    """Returns the traces that stage to jaxprs here, the innermost first: none outside `jit` (0.10.0 to 0.12.0)."""
+    found: list[Any] = []
     trace: Any = find_top_trace(())
-    while hasattr(trace, "parent_trace"):  # of a derivative or a vmap
-        trace = trace.parent_trace
-    return hasattr(trace, "frame")
+    while trace is not None:
+        if hasattr(trace, "frame"):
+            found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+class RefsMade:
+    """Tells whether code makes a `jax.Ref` while JAX traces it, by the eqns staged since this (0.10.0 to 0.12.0)."""
+
+    def __init__(self) -> None:
+        self._frames = [(frame, len(frame.tracing_eqns)) for frame in _frames()]
+
+    def __bool__(self) -> bool:
+        entries = [entry for frame, first in self._frames for entry in frame.tracing_eqns[first:]]
+        eqns: list[Any] = [
+            entry() if callable(entry) else entry for entry in entries
+        ]  # functions (0.10.0), weak references
+        effects = [effect for eqn in eqns if eqn is not None for effect in eqn.effects]
+        return any(type(effect).__name__ == "InternalMutableArrayEffect" for effect in effects)
+
+
+def _frames() -> Generator[Any]:
+    """Yields what the current traces stage eqns in, tangents of reverse mode too."""
+    trace: Any = find_top_trace(())
+    while trace is not None:
+        traces: list[Any] = [trace, getattr(trace, "tangent_trace", None)]
+        yield from (t.frame for t in traces if hasattr(t, "frame"))
+        trace = getattr(trace, "parent_trace", None)
 
 
 @contextlib.contextmanager
@@ -110,6 +135,37 @@ def _is_derivative(trace: Any) -> bool:
 def is_staged(array: object) -> bool:
     """Whether an array is a value of a jaxpr that is being traced (0.10.0 to 0.12.0)."""
     return isinstance(array, partial_eval.DynamicJaxprTracer)
+
+
+def traced_eqns() -> Iterator[Any]:
+    """Yields the eqns of the jaxpr that is being traced, from the last one; none where no jaxpr is (0.10.0 to 0.12.0).
+
+    The operands of most of them are tracers.
+    """
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):  # of a derivative or a vmap
+        trace = trace.parent_trace
+    entries: Sequence[Any] = trace.frame.tracing_eqns if hasattr(trace, "frame") else ()
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        eqn = entry() if callable(entry) else entry  # 0.10.0 has functions here; both versions weak references, too
+        if eqn is not None:
+            yield eqn
+
+
+def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the variable of a staged value, or the array, that tracers of `jax.vmap` have, and its axis for each use.
+
+    (0.10.0 to 0.12.0)
+    """
+    dims: list[Any] = []
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):
+        if hasattr(trace, "to_batch_info"):
+            array, dim = trace.to_batch_info(array)
+            dims.append(dim)
+        trace = trace.parent_trace
+    return (array.val if is_staged(array) else array), tuple(dims)
 
 
 def has_tangent(array: object) -> bool:
@@ -272,6 +328,7 @@ def make_primitive(
     evaluate_partially: Callable[..., Sequence[Any]] | None = None,
     partial_eval_in_checkpoint: Callable[..., Any] | None = None,
     on_transpose_error: Callable[[Exception], None] | None = None,
+    may_use_axis_names: bool = False,
     lower_as_function: bool = False,
 ) -> Primitive:
     """Makes a primitive with several results and the rules that jaxfn's own primitives need (0.10.0 to 0.12.0).
@@ -283,7 +340,7 @@ def make_primitive(
       evaluate: Returns the results. An identity also works on the values that lowering handles.
       jvp: `jvp(primals, tangents, **params)` returns the results and a tangent for each.
       batch: `batch(axis, operands, dims, **params)` returns the results and the axis of the batch in each. Called only
-        where an operand is batched, or where collectives may use the axis by a name.
+        where an operand is batched, or where collectives may use the axis by its name.
       avals: Returns the types of the results. Default: `evaluate`, for identities.
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
@@ -293,6 +350,7 @@ def make_primitive(
         results where some operands have no value. Default: the results have none.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
       on_transpose_error: Called with an exception that `transpose` raises.
+      may_use_axis_names: Whether the primitive runs user code, which may use the names of vmap axes.
       lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
     """
     primitive = Primitive(name)
@@ -316,7 +374,7 @@ def make_primitive(
 
     def batch_rule(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         use = VmapAxis(axis)
-        if all(dim is None for dim in dims) and not use.is_named:  # JAX calls the rule even so
+        if all(dim is None for dim in dims) and not (may_use_axis_names and use.is_named):  # JAX calls it even so
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         return batch(use, operands, dims, **params)
@@ -379,6 +437,29 @@ def make_primitive(
 def _nonzero(tangent: Any) -> Any:
     """Returns `None` for a tangent that is symbolically zero, or of an array that has no derivative."""
     return None if isinstance(tangent, ad.Zero) or getattr(tangent, "dtype", None) == jax.float0 else tangent
+
+
+class _Positional(inspect.Signature):
+    """The signature `(*args)`."""
+
+    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        return _Bound(self, OrderedDict(args=args))
+
+
+class _Bound(inspect.BoundArguments):
+    def apply_defaults(self) -> None:
+        """Does nothing: `*args` has no default."""
+
+
+def describe_functions(*functions: Callable[..., Any]) -> None:
+    """Gives the functions of a custom derivative what JAX works out from their signatures at every call otherwise.
+
+    That is a tenth of the time of tracing a small custom_vjp. A version that does not look for it only loses that
+    (0.10.0 to 0.12.0).
+    """
+    for function in functions:
+        vars(function)["__signature__"] = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+        vars(function)["__fun_debug_info__"] = DebugInfo("custom derivative", "a jaxfn Function", None, None)
 
 
 def has_transpose(primitive: Primitive) -> bool:

@@ -20,8 +20,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxfn._signature import fits
+from jaxfn._signature import InputNames, fits
 from jaxfn._tree import is_jax_type
 
 _OWN_FOLDER = str(Path(__file__).parent / "_")[:-1]  # ends with the separator, unlike a sibling such as jaxfn2
@@ -139,20 +140,24 @@ _BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", 
 _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
 
 
-def add_hint(error: Exception, function_name: str, method: str, ctx: Any = None) -> None:
+def add_hint(error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None) -> None:
     """Adds the Function, the mistake and the fix to the message of an error, if it is a known one.
 
     Args:
       error: What one of the user's methods raised.
       function_name: The Function's name.
       method: The name of the method.
+      function: The method itself.
       ctx: The ctx that the method received.
     """
     if str(error).startswith(_BY_CTX):
         add_to_message(error, f"In {function_name}.{method}.")
     hint = _hint(error, method, ctx)
     if hint is not None:
-        add_to_message(error, f"In {function_name}.{method}: {hint}.")
+        # JAX's own errors name the outermost traced function and its file.
+        location = source_location(function) if isinstance(error, jax.errors.JAXTypeError) else None
+        where = "" if location is None else f" ({method} is at {location})"
+        add_to_message(error, f"In {function_name}.{method}: {hint}{where}.")
 
 
 def add_to_message(error: Exception, text: str) -> None:
@@ -174,12 +179,9 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
         )
     if isinstance(error, AttributeError):
         return _hint_for_missing(error.name) if error.name and is_jax_type(type(error.obj)) else None
-    if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)):
-        return (
-            "the value of an array is asked for (by if, while, float(...), .item() or an index), and it has none while "
-            "JAX traces. Compute with jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is "
-            "static"
-        )
+    asks_for_value = isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError))
+    if asks_for_value or text.startswith("Shapes must be 1D sequences of concrete values"):
+        return _ASKS_FOR_VALUE
     if isinstance(error, jax.errors.TracerArrayConversionError):
         return "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
     if isinstance(error, NotImplementedError) and "array.view()" in text:
@@ -189,6 +191,24 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     if isinstance(error, ValueError) and "values to unpack" in text and ctx and "saved_" in _lines(error)[-1]:
         return _hint_for_unpacking(method, ctx)
     return None
+
+
+_ASKS_FOR_VALUE = (
+    "the value of an array is asked for (by if, while, float(...), .item() or an index), and it has none while JAX "
+    "traces. Compute with jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is static"
+)
+
+
+def add_numpy_hint(error: Exception, function_name: str, names: InputNames, inputs: Sequence[object]) -> None:
+    """Adds which inputs were NumPy scalars, and so arrays, to the message of an error that has `_ASKS_FOR_VALUE`."""
+    text = vars(error).get("_jaxfn_text", "")
+    if text.startswith(f"In {function_name}.forward: ") and _ASKS_FOR_VALUE in text:
+        message, *others = error.args
+        for index, value in enumerate(inputs):
+            if isinstance(value, np.generic):
+                fix = f"{type(value.item()).__name__}({names.names[index]})"
+                message += f" Here {names.describe(index)} was a NumPy scalar, which is an array: pass {fix}."
+        error.args = (message, *others)
 
 
 def _hint_for_missing(name: str) -> str | None:

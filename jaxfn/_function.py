@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Never, overload
 
 from jaxfn._apply_types import HasForward, P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
-from jaxfn._diagnostics import hide_own_frames
+from jaxfn._diagnostics import add_numpy_hint, hide_own_frames
 from jaxfn._forward_pass import CallSpec
 from jaxfn._hooks import HOOKS
 from jaxfn._methods import UserMethods, undefined
@@ -230,9 +230,15 @@ class _Dispatcher(Opaque):
         if monitor is not None and monitor.bypass_rules:
             with CALL_MONITOR(None):  # Functions inside forward keep their rules
                 return call_without_rule(spec, arrays)
-        if any(map(is_traced, arrays)):
-            return call_with_rule(spec, arrays, HOOKS.value)
-        return call_untraced(spec, arrays)
+        try:
+            return (
+                call_with_rule(spec, arrays, HOOKS.value)
+                if any(map(is_traced, arrays))
+                else call_untraced(spec, arrays)
+            )
+        except TypeError as error:
+            add_numpy_hint(error, methods.name, names, values)
+            raise
 
 
 _SpecFor = Callable[[InputNames, tuple[TreeSpec, ...]], CallSpec]

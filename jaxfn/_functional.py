@@ -74,24 +74,35 @@ class CallableFunction(Generic[P, R_co]):
 
     def backward(self, rule: _F) -> _F:
         """Registers `backward(ctx, *grad_outputs)`; returns it unchanged."""
-        return self._register("backward", rule)
+        return self._decorate("backward", rule)
 
     def setup_context(self, rule: _F) -> _F:
         """Registers `setup_context(ctx, inputs, output)`, after which the function takes no ctx; returns it."""
-        return self._register("setup_context", rule)
+        return self._decorate("setup_context", rule)
 
     def jvp(self, rule: _F) -> _F:
         """Registers `jvp(ctx, *tangents)`, for forward mode; returns it unchanged."""
-        return self._register("jvp", rule)
+        return self._decorate("jvp", rule)
 
     def vmap(self, rule: _F) -> _F:
         """Registers `vmap(info, in_dims, *args)`, used in place of automatic batching; returns it unchanged."""
-        return self._register("vmap", rule)
+        return self._decorate("vmap", rule)
 
-    def _register(self, method: str, rule: _F) -> _F:
-        setattr(self.Function, method, staticmethod(rule))
-        show_signature(self.apply)
+    def _decorate(self, method: str, rule: _F) -> _F:
+        names = [(getattr(f, "__module__", ""), getattr(f, "__qualname__", "")) for f in (rule, self.__wrapped__)]
+        if names[0] == names[1] and not names[0][1].endswith("<lambda>"):
+            name, first = self.__name__, "info" if method == "vmap" else "ctx"
+            raise TypeError(
+                f"{name}: the rule that @{name}.{method} decorates is called {name} too, and would replace the "
+                f"function. Give it another name: def _({first}, ...)."
+            )
+        _register(self, method, rule)
         return rule
+
+
+def _register(function: CallableFunction[..., Any], method: str, rule: Callable[..., Any]) -> None:
+    setattr(function.Function, method, staticmethod(rule))
+    show_signature(function.apply)
 
 
 def _callable_of(function: Any) -> CallableFunction[..., Any]:
@@ -176,7 +187,7 @@ def autograd_function(
     """
     made: CallableFunction[..., Any] = CallableFunction(forward, name)
     if backward is not None:
-        made.backward(backward)
+        _register(made, "backward", backward)
     if setup_context is not None:
-        made.setup_context(setup_context)
+        _register(made, "setup_context", setup_context)
     return made

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import is_, is_not
 from typing import Any, TypeVar
 
-import jax
 from jax.core import Tracer
 
 from jaxfn._boundary import ForwardOutputs, flatten_outputs, warn_of_dirty
+from jaxfn._compat import is_staged
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._diagnostics import (
     add_hint,
@@ -22,7 +25,7 @@ from jaxfn._diagnostics import (
     source_location,
 )
 from jaxfn._signature import ForwardSignature, InputSpec
-from jaxfn._tree import closure_values
+from jaxfn._tree import captures_arrays, closure_values
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _UNDEFINED = "_jaxfn_undefined"
@@ -39,12 +42,22 @@ def _is_defined(method: Any) -> bool:
     return not getattr(method, _UNDEFINED, False)
 
 
-def _method_key(function: Any) -> tuple[Any, ...]:
-    """Returns what decides how a call is made, and the name that messages use; compared by identity."""
-    methods = [getattr(function, name) for name in _METHODS]
-    # A bound method is another object at each access.
-    parts = [part for m in methods for part in ((m.__func__, m.__self__) if isinstance(m, types.MethodType) else (m,))]
-    return (*parts, function.__name__, function.generate_jvp_rule)
+def _method_key(f: Any) -> tuple[Any, ...]:
+    """Returns what decides how a call is made, and the name that messages use."""
+    return f.forward, f.setup_context, f.backward, f.vjp, f.jvp, f.vmap, f.__name__, f.generate_jvp_rule
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two entries are one object; a bound method is another object at each access."""
+    return a is b or (isinstance(a, (types.MethodType, str, bool)) and a == b)
+
+
+def _similar_attribute(function: Any, method: str) -> str:
+    """Returns a hint if a Function class without a method has an attribute of nearly that name."""
+    names = {name for kind in function.__mro__ for name in vars(kind) if not name.startswith("_")}
+    cutoff = 0.8 if len(method) > 3 else 0.65  # "jpv" for "jvp"
+    close = difflib.get_close_matches(method, names.difference(_METHODS), 1, cutoff)
+    return f" It has {close[0]!r}: did you mean {method}?" if close else ""
 
 
 class UserMethods:
@@ -71,8 +84,10 @@ class UserMethods:
         self._is_separate = _is_defined(self._setup_context)
         self._warned: set[str] = set()
         if not _is_defined(self._forward):
-            raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.")
-        self.signature = ForwardSignature(self._forward, not self._is_separate, self.name)
+            hint = _similar_attribute(function, "forward")
+            raise NotImplementedError(f"{self.name} defines no forward. Write it as a static method.{hint}")
+        hint = partial(_similar_attribute, function, "setup_context")
+        self.signature = ForwardSignature(self._forward, not self._is_separate, self.name, hint)
         self.has_backward = _is_defined(function.backward) or _is_defined(function.vjp)
         self.has_jvp = _is_defined(function.jvp)
         self.has_forward_mode = self.has_jvp or (self.has_backward and function.generate_jvp_rule)
@@ -86,9 +101,7 @@ class UserMethods:
     def is_current(self) -> bool:
         """Whether the class still has the methods that were looked up."""
         key = _method_key(self._function)
-        return len(key) == len(self._method_key) and all(
-            a is b or (isinstance(a, (str, bool)) and a == b) for a, b in zip(key, self._method_key, strict=True)
-        )
+        return all(map(is_, key, self._method_key)) or all(map(_is_same, key, self._method_key))
 
     @property
     def may_capture_tracers(self) -> bool:
@@ -97,18 +110,28 @@ class UserMethods:
         return any(map(_may_capture_tracers, methods))
 
     def forward_captures(self) -> list[Any]:
-        """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too, each once."""
-        found: dict[int, Any] = {}
-        for method in (self._forward, self._setup_context):
-            pending = _captured_values(method) if isinstance(method, types.FunctionType) else []
-            for value in pending:
-                if isinstance(value, Tracer):
-                    found[id(value)] = value
-                elif type(value) in (tuple, list):
-                    pending += value
-                elif type(value) is dict:
-                    pending += value.values()
-        return list(found.values())
+        """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too."""
+        return _captured_tracers((self._forward, self._setup_context), (tuple, list, dict))
+
+    def rule_captures(self) -> list[Any]:
+        """Returns the tracers in the closures and the defaults of `backward` and `jvp`, in tuples too.
+
+        A list or a dict may be a log, with tracers of programs that have ended.
+        """
+        return _captured_tracers(self._rules(), (tuple,))
+
+    def capture_staged(self) -> bool:
+        """Whether the methods lead to values of a jaxpr that is, or was, being traced."""
+        methods = [self._forward, self._setup_context, *self._rules()]
+        return any(captures_arrays(method, is_staged) for method in methods if _may_capture_tracers(method))
+
+    def _rules(self) -> Sequence[Any]:
+        return self._function.backward, self._function.vjp, self._function.jvp
+
+    @property
+    def no_forward_mode(self) -> str:
+        """The message for forward mode of a Function that has none."""
+        return f"{_NO_FORWARD_MODE.format(name=self.name)}{_similar_attribute(self._function, 'jvp')}"
 
     def vmap_problem(self) -> str | None:
         """Returns what is wrong with the class's `vmap`, if anything; raised where a call is batched."""
@@ -130,20 +153,17 @@ class UserMethods:
         """Calls `forward`, and `setup_context` if there is one."""
         if self._is_separate:
             return self.set_up(ctx, inputs, self.forward_alone(spec, inputs))
-        try:
-            outputs = flatten_outputs(spec.names.call(self._forward, (ctx,), inputs))
-        except Exception as error:
-            add_hint(error, self.name, "forward", ctx)
-            raise
-        self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
-        return outputs
+        return self._call_forward(spec, (ctx,), inputs)
 
     def forward_alone(self, spec: InputSpec, inputs: Sequence[Any]) -> ForwardOutputs:
         """Calls a `forward` that takes no ctx."""
+        return self._call_forward(spec, (), inputs)
+
+    def _call_forward(self, spec: InputSpec, leading: tuple[Any, ...], inputs: Sequence[Any]) -> ForwardOutputs:
         try:
-            outputs = flatten_outputs(spec.names.call(self._forward, (), inputs))
+            outputs = flatten_outputs(spec.names.call(self._forward, leading, inputs))
         except Exception as error:
-            add_hint(error, self.name, "forward")
+            add_hint(error, self.name, "forward", self._forward, *leading)
             raise
         self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
         return outputs
@@ -154,24 +174,25 @@ class UserMethods:
         self._call_rule("setup_context", self._setup_context, ctx, (inputs, outputs.value))
         return outputs
 
-    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any]) -> Any:
+    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], captured: dict[int, Any]) -> Any:
         """Calls `backward`, or `vjp`, its other name.
 
         Args:
           ctx: The ctx as `forward` left it.
           grad_outputs: One for each output.
+          captured: The present values of tracers that it captures, by their identity.
         """
         if not self.has_backward:
             raise NotImplementedError(
                 f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
-                f"backward(ctx, *grad_outputs) as a static method.{self._misspelt()}"
+                f"backward(ctx, *grad_outputs) as a static method.{_similar_attribute(self._function, 'backward')}"
             )
         if _is_defined(self._function.vjp) and _is_defined(self._function.backward):
             raise RuntimeError(
                 f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
                 "only implement one of them."
             )
-        backward = self._backward()
+        backward = _with_captured(self._backward(), captured)
         arguments = (list(grad_outputs),) if self._function.boxed_grads_call else grad_outputs
         returned = self._call_rule("backward", backward, ctx, arguments)
         self._warn_of_no_return("backward", backward, returned)
@@ -181,38 +202,26 @@ class UserMethods:
         """Returns `backward`, under whichever of its two names it was defined."""
         return self._function.vjp if _is_defined(self._function.vjp) else self._function.backward
 
-    def _misspelt(self) -> str:
-        """Returns a hint if the class has an attribute whose name is nearly that of a method."""
-        names = [name for kind in self._function.__mro__ for name in vars(kind) if not name.startswith("_")]
-        close = [name for name in names if name not in _METHODS and difflib.get_close_matches(name, _METHODS, 1, 0.75)]
-        if not close:
-            return ""
-        meant = difflib.get_close_matches(close[0], _METHODS, 1)[0]
-        return f" It has {close[0]!r}: is {meant!r} meant?"
-
-    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
+    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any], captured: dict[int, Any]) -> Any:
         """Calls `jvp`; see `backward`."""
-        return self._call_rule("jvp", self._function.jvp, ctx, tangents)
+        return self._call_rule("jvp", _with_captured(self._function.jvp, captured), ctx, tangents)
 
     def _call_rule(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, arguments: Sequence[Any]) -> Any:
         """Calls a method that takes the ctx; adds a hint to its errors."""
         try:
             return rule(ctx, *arguments)
-        except jax.errors.UnexpectedTracerError as error:
-            raise self.escaped_tracer_error(method) from error
         except Exception as error:
             if isinstance(error, TypeError) and is_call_error(error, rule, (ctx, *arguments)):
                 raise signature_error(self.name, method, rule, ctx, len(arguments)) from None
-            add_hint(error, self.name, method, ctx)
+            add_hint(error, self.name, method, rule, ctx)
             raise
 
     def escaped_tracer_error(self, method: str) -> Exception:
         """Returns the error for a method that uses a tracer of another program."""
         return NotImplementedError(
-            f"{self.name}.{method} uses an array that JAX traced in another program than the one in which {method} is "
-            f"called, as under jit, vmap, scan and checkpoint: {method} captured it (in a closure, an object or a "
-            f"global), or it was kept outside of ctx. Pass it to {self.name} as an argument, and save it on ctx "
-            "(ctx.save_for_backward(array), or ctx.name = array)."
+            f"{self.name}.{method} closes over a value that JAX traces in another program than the one that {method} "
+            "is called in, as it is in jit, vmap, scan and checkpoint, or it was kept outside of ctx. Pass that value "
+            f"to {self.name} as an argument, and save it on ctx where backward needs it."
         )
 
     def add_location(self, method: str, error: Exception) -> None:
@@ -232,10 +241,10 @@ class UserMethods:
         location = location_without_return(function)
         if location is not None:
             consequence, fix = {
-                "forward": ("its only output is None", "Return the output, or write return None if there is none."),
+                "forward": ("its only output is None", "Return the output, or write return None where there is none."),
                 "backward": (
                     "its gradients are zero",
-                    "Return the gradients, or write return None if there are none.",
+                    "Return the gradients, or write return None where there are none.",
                 ),
             }[method]
             warnings.warn(
@@ -251,6 +260,10 @@ class UserMethods:
             warn_of_dirty(self.name)
 
 
+_NO_FORWARD_MODE = (
+    "can't apply forward-mode autodiff (jvp) to a custom_vjp function. {name} has backward alone, and so no forward "
+    "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
+)
 # Values of these types hold no tracer.
 _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 
@@ -266,3 +279,63 @@ def _captured_values(function: types.FunctionType) -> list[Any]:
     if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
         return []
     return [*closure_values(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> list[Any]:
+    """Returns the tracers that functions, and functions in their closures, capture; in containers too, each once."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    pending = list(functions)
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tracer):
+            found[id(value)] = value
+        elif isinstance(value, types.FunctionType):
+            pending += _captured_values(value)
+        elif isinstance(value, functools.partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif type(value) in containers:
+            pending += value.values() if isinstance(value, dict) else value
+    return list(found.values())
+
+
+def _with_captured(value: Any, captured: dict[int, Any]) -> Any:
+    """Returns a function that has other values in place of tracers that it captures.
+
+    Variables without such a value stay shared with the original function, which may assign to them.
+
+    Args:
+      value: The function, or what it captures.
+      captured: The other values, by the identity of the tracers; holds what was returned for functions afterwards.
+    """
+    if id(value) in captured or not captured:
+        return captured.get(id(value), value)
+    if type(value) is tuple:
+        items = tuple(_with_captured(x, captured) for x in value)
+        return items if any(map(is_not, items, value)) else value
+    if isinstance(value, functools.partial):
+        keywords = {name: _with_captured(x, captured) for name, x in value.keywords.items()}
+        parts = _with_captured((value.func, *value.args), captured)
+        return functools.partial(*parts, **keywords)
+    if not isinstance(value, types.FunctionType):
+        return value
+    captured[id(value)] = value  # meanwhile, for one that captures itself
+    cells = tuple(_cell_with_captured(cell, captured) for cell in value.__closure__ or ())
+    defaults = _with_captured(value.__defaults__, captured)
+    keyword_defaults = {name: _with_captured(x, captured) for name, x in (value.__kwdefaults__ or {}).items()}
+    function = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+    function.__kwdefaults__ = keyword_defaults
+    vars(function).update(vars(value))
+    captured[id(value)] = function
+    return function
+
+
+def _cell_with_captured(cell: Any, captured: dict[int, Any]) -> Any:
+    try:
+        value = _with_captured(cell.cell_contents, captured)
+    except ValueError:  # no value yet
+        return cell
+    return cell if value is cell.cell_contents else types.CellType(value)

@@ -21,7 +21,7 @@ import jax
 
 from jaxfn._compat import VmapAxis, is_ref, make_primitive, record_source_lines
 from jaxfn._jaxpr import identity_primitives
-from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced
+from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path
 
 _Results = TypeVar("_Results")
 _Arrays = TypeVar("_Arrays", bound=Sequence[Any])
@@ -215,7 +215,7 @@ def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
     found: list[str] = []
     for name, spec in zip(names, trees, strict=True):
         tree = spec.unflatten_gradient(iter(range(spec.num_arrays)))
-        found += [name + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        found += [name + jax.tree_util.keystr(path) for path, _ in leaves_with_path(tree)]
     return found
 
 

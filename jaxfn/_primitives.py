@@ -370,8 +370,8 @@ def _partial_eval_attach(
 ) -> tuple[Any, Any, Sequence[bool], Sequence[bool], list[Any]]:
     """Keeps what a policy saves inside `forward` attached, in its place.
 
-    Computing the identity again would keep the inputs as well, which the saved array makes needless. The policy itself
-    was asked about the operation that made the array.
+    Computing the identity again would keep the inputs as well, which the saved array makes needless, unless they are
+    there anyway. The policy itself was asked about the operation that made the array.
     """
     spec: _AttachSpec = eqn.params["spec"]
     rule, num_outs = spec.rule, spec.num_outs
@@ -380,7 +380,8 @@ def _partial_eval_attach(
         return None, eqn, [True] * num_outs, [True] * num_outs, unavailable
     if not isinstance(rule, DeferredError) and rule.saves_outputs(*spec.split([v.aval for v in eqn.invars])):
         return eqn, None, [False] * num_outs, [False] * num_outs, []
-    if all(available_in[:num_outs]):
+    available_outs, _, available_inputs = spec.split(available_in)
+    if all(available_outs) or all(available_inputs):
         return eqn, eqn, [False] * num_outs, [True] * num_outs, unavailable
     return eqn, None, [False] * num_outs, [False] * num_outs, []
 
@@ -399,6 +400,7 @@ attach_p = make_primitive(
     jvp=_attach_jvp,
     batch=_batch_attach,
     transpose=_transpose_attach,
+    may_use_axis_names=True,
     drop_results=_drop_from_attach,
     evaluate_partially=_attach_partially,
     partial_eval_in_checkpoint=_partial_eval_attach,
@@ -481,7 +483,8 @@ def _batch_linear_map(
     out_axis = None if all(d is None for d in dims) else 0
     tangents = operands[num_res:]
     if out_axis == 0:
-        tangents = [axis.to_axis_0(t, d) for t, d in zip(tangents, dims[num_res:], strict=True)]
+        # Backwards, so that the transposed program sums over the batch in the order of the inputs.
+        tangents = [axis.to_axis_0(t, d) for t, d in reversed(list(zip(tangents, dims[num_res:], strict=True)))][::-1]
     batched = _BatchedLinearMap(linear_map, axis, dims[:num_res], out_axis)
     return bind_linear_map(batched, operands[:num_res], tangents), [out_axis] * len(batched.avals)
 
@@ -498,6 +501,7 @@ linear_map_p = make_primitive(
     batch=_batch_linear_map,
     transpose=_transpose_linear_map,
     on_transpose_error=hide_own_frames,
+    may_use_axis_names=True,
     lower_as_function=True,
 )
 

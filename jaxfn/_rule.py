@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
-from itertools import compress
+from dataclasses import replace
+from itertools import compress, islice
 from operator import and_, attrgetter
 from typing import Any
 
@@ -35,9 +36,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._compat import (
     derivative_order,
+    describe_functions,
     has_tangent,
     is_differentiating,
-    is_in_reverse_mode,
+    is_differentiating_in_reverse,
     is_staged,
     outside_derivatives,
     shape_struct,
@@ -55,9 +57,9 @@ from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced, values
 def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -> Any:
     """Calls `forward` on arrays of which some are traced; returns its outputs with the Function's rule."""
     result = _run_stopped(spec, arrays, spec.inputs.unperturbed, hooks)
-    forward_pass = result.forward_pass.with_perturbed(spec.inputs.unperturbed)
-    outputs = _with_rule(result._replace(forward_pass=forward_pass), spec.inputs.without_refs(arrays))
-    return forward_pass.outputs.unflatten(outputs)
+    result = result._replace(captured=result.forward_pass.rule_captures)
+    outputs = _with_rule(result, spec.inputs.without_refs(arrays))
+    return result.forward_pass.outputs.unflatten(outputs)
 
 
 def call_untraced(spec: CallSpec, arrays: Sequence[Any]) -> Any:
@@ -96,9 +98,14 @@ def _run_stopped(
     """
     orders = list(map(derivative_order, arrays))
     flags = tuple(a or b > 0 for a, b in zip(perturbed, orders, strict=True))
+    values = spec.inputs.without_refs(arrays)
     if spec.inputs.has_refs:
         spec.check_no_perturbed_refs(flags)
-    stopped = list(map(as_array, stop(spec.inputs.without_refs(arrays))))
+        refs = [x for x, is_ref in zip(arrays, spec.inputs.are_refs, strict=True) if is_ref]
+        values = (
+            attach(values, (), [ref[...] for ref in refs], _RefGuard(spec)) if any(map(is_traced, refs)) else values
+        )
+    stopped = list(map(as_array, stop(values)))
     # What is saved is known by identity: at a higher order the same array, captured or passed twice, is another one.
     if max(orders, default=0) + any(perturbed) > 1 or len(set(map(id, stopped))) < len(stopped):
         stopped = [x if is_traced(x) else jnp.array(x, copy=True) for x in stopped]
@@ -108,9 +115,23 @@ def _run_stopped(
     if not spec.may_capture_tracers:
         with outside_derivatives() if is_differentiating() else nullcontext():
             return run_forward(spec, stopped, flags, hooks)
-    if any(map(is_staged, stopped)) and not spec.inputs.has_refs and spec.methods.forward_captures():
+    if not spec.inputs.has_refs and spec.methods.forward_captures():
         return _run_staged(spec, stopped, flags, hooks)
     return run_forward(spec, stopped, flags, hooks)
+
+
+class _RefGuard(Rule):
+    """Raises where a staged program is differentiated by what references hold, which are the inputs of the rule."""
+
+    def __init__(self, spec: CallSpec) -> None:
+        self._spec = spec
+
+    def __call__(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        flags = iter([t is not None for t in tangents])
+        self._spec.check_no_perturbed_refs([is_ref and next(flags) for is_ref in self._spec.inputs.are_refs])
+        raise AssertionError("an attached rule is called where an input has a tangent")
 
 
 def _run_staged(spec: CallSpec, arrays: Sequence[Any], flags: tuple[bool, ...], hooks: Hooks | None) -> ForwardResult:
@@ -150,7 +171,7 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
     operands = [outputs[i] for i in rule.differentiable], rule.kept(result), list(inputs)
     if (
         rule.is_reverse_only
-        and is_in_reverse_mode()
+        and is_differentiating_in_reverse()
         and any(map(has_tangent, inputs))
         and not any(map(has_tangent, result.outputs))
     ):
@@ -162,10 +183,7 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
     return outputs
 
 
-@jax.custom_vjp
-def _outputs_with_rule(
-    rule: _FunctionRule, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
-) -> Sequence[Any]:
+def _outputs(rule: _FunctionRule, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
     """Returns the outputs. Called where JAX differentiates at the call, and does not trace it to a jaxpr first.
 
     JAX calls the rule of a custom_vjp directly there, and linearizes any other primitive by tracing its rule again.
@@ -190,6 +208,8 @@ def _bwd(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
     return None, None, None, residuals.linear_map.without_refs(pulled)  # to JAX, each `None` is a zero
 
 
+describe_functions(_outputs, _fwd, _bwd)
+_outputs_with_rule = jax.custom_vjp(_outputs)
 _outputs_with_rule.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 
@@ -249,15 +269,17 @@ class _FunctionRule(Rule):
 
     def kept(self, result: ForwardResult) -> list[Any]:
         """Returns what the rule needs besides the differentiable outputs and the inputs."""
-        return [*(result.outputs[i] for i in self._constants), *result.intermediates, *result.consts]
+        return [*(result.outputs[i] for i in self._constants), *result.intermediates, *result.captured, *result.consts]
 
     def _result(self, outputs: Sequence[Any], kept: Sequence[Any]) -> ForwardResult:
         """Returns the forward pass that has these operands; outputs that are not needed are `None`."""
         found: list[Any] = [None] * len(self.forward_pass.output_avals)
         for i, y in [*zip(self.differentiable, outputs, strict=True), *zip(self._constants, kept, strict=False)]:
             found[i] = y
-        first, last = len(self._constants), len(self._constants) + len(self._intermediate_avals)
-        return ForwardResult(self.forward_pass, found, kept[first:last], self._replay, kept[last:])
+        remaining = iter(kept[len(self._constants) :])
+        intermediates = list(islice(remaining, len(self._intermediate_avals)))
+        captured = list(islice(remaining, len(self.forward_pass.rule_captures)))
+        return ForwardResult(self.forward_pass, found, intermediates, self._replay, list(remaining), captured)
 
     def __call__(
         self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
@@ -293,7 +315,7 @@ class _FunctionRule(Rule):
             for i, y in zip(self.differentiable, outputs, strict=True):
                 all_outputs[i] = y
         guards = inputs if forward_pass.captures_arrays and is_differentiated_again else ()
-        forward_pass, residuals = forward_pass.residuals(leaves, all_outputs, intermediates)
+        forward_pass, residuals = forward_pass.residuals(leaves, all_outputs, intermediates, result.captured)
         linear_map = _ForwardPassMap(forward_pass, flags, self.differentiable, len(guards))
         return outputs, linear_map, [*guards, *residuals]
 
@@ -332,7 +354,9 @@ class _FunctionRule(Rule):
             arrays = {kind: list(values) for kind, values in known.items()}
             for (kind, place), value in zip(names, missing, strict=True):
                 arrays[kind][place] = value
-            own, residuals = forward_pass.residuals(arrays["input"], arrays["output"], arrays["intermediate"])
+            own, residuals = forward_pass.residuals(
+                arrays["input"], arrays["output"], arrays["intermediate"], result.captured
+            )
             return _ForwardPassMap(own, flags, self.differentiable, 0).transpose(residuals, cotangents)
 
         def pull_nonzero(*arrays: Any) -> list[Any]:
@@ -371,7 +395,7 @@ class _FunctionRule(Rule):
             outputs, kept, inputs = (rest[sum(sizes[:i]) :][: sizes[i]] for i in range(3))
             result = self._result(outputs, kept)
             own, residuals = forward_pass.with_perturbed(flags).residuals(
-                spec.inputs.with_refs(inputs, None), result.outputs, result.intermediates
+                spec.inputs.with_refs(inputs, None), result.outputs, result.intermediates, result.captured
             )
             pulled = _ForwardPassMap(own, flags, self.differentiable, 0).all_cotangents(residuals, cotangents)
             return [ct for ct in pulled if ct is not None]
@@ -423,7 +447,8 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
             f"{f'it was {flags[1]}' if any(forward_pass.seen_flags) else 'nothing was differentiated'}. What forward "
             "returns, and marks as non-differentiable, must not depend on ctx.needs_input_grad."
         )
-    return again._replace(forward_pass=again.forward_pass.with_perturbed(union))
+    rerun = replace(again.forward_pass, perturbed=union, rule_captures=forward_pass.rule_captures)
+    return again._replace(forward_pass=rerun, captured=result.captured)
 
 
 class _ForwardPassMap(LinearMap):
@@ -447,7 +472,7 @@ class _ForwardPassMap(LinearMap):
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         methods = self._forward_pass.spec.methods
         if not methods.has_forward_mode:
-            raise TypeError(_REVERSE_ONLY.format(name=self))
+            raise TypeError(methods.no_forward_mode)
         if not methods.has_jvp:
             return self._jvp_by_transposition(residuals, tangents)
         input_tangents: list[Any] = [None] * len(self._forward_pass.input_avals)
@@ -483,7 +508,7 @@ class _ForwardPassMap(LinearMap):
         guards = residuals[: self._num_guards]
         indices = [i for i, x in enumerate(results) if x is not None]
         if guards and indices:
-            error = DeferredError(NotImplementedError, _CAPTURED_BY_CTX.format(name=self))
+            error = DeferredError(NotImplementedError, self._forward_pass.captured_by_ctx())
             for i, x in zip(indices, attach([results[i] for i in indices], (), guards, error), strict=True):
                 results[i] = x
         return results
@@ -512,10 +537,6 @@ class _ForwardPassMap(LinearMap):
         return [self._forward_pass.input_avals[i].to_tangent_aval() for i in self._perturbed]
 
 
-_REVERSE_ONLY = (
-    "can't apply forward-mode autodiff (jvp) to a custom_vjp function. {name} has backward alone, and so no forward "
-    "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
-)
 _CAPTURED_BY_CTX = (
     "{name}.forward keeps a JAX array inside a closure or an object on ctx, which has no derivative of its own. Save "
     "the array itself: ctx.save_for_backward(array), or ctx.name = array."
@@ -635,21 +656,25 @@ class _IntermediatesMap(LinearMap):
             for i, value in zip(self._perturbed, values, strict=True):
                 arrays[i] = value
             if self._replay is not None:
-                again: Sequence[Any] = self._replay.evaluate_second(consts, arrays)
-            else:
-                again = self._run_again(arrays, intermediates)
-            return [again[i] for i in self._indices]
+                again = self._replay.evaluate_second(consts, arrays)
+                return [again[i] for i in self._indices]
+            return self._forward_pass.call_user_code("forward", self._run_again, arrays, list(intermediates))
 
         return function, [inputs[i] for i in self._perturbed]
 
-    def _run_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> Sequence[Any]:
+    def _run_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> list[Any]:
         forward_pass = self._forward_pass
         result = run_forward(forward_pass.spec, arrays, forward_pass.seen_flags, forward_pass.hooks)
-        again = result.intermediates
-        same_number = len(again) > max(self._indices)
-        pairs = zip(stop(intermediates), stop([again[i] for i in self._indices]) if same_number else (), strict=False)
+        before, saved = forward_pass.saved, result.forward_pass.saved
+        is_same = len(before.order) == len(saved.order)
+        again: list[Any] = []
+        if is_same:  # by leaf: which of them are one array may differ where they are traced otherwise
+            found = {"input": arrays, "output": result.outputs, "intermediate": result.intermediates}
+            leaves = [before.leaf_of("intermediate", i) for i in self._indices]
+            again = [found[source.kind][source.place] for source in (saved.sources[saved.order[i]] for i in leaves)]
+        pairs = zip(stop(intermediates), stop(again) if again else (), strict=False)
         concrete = [(a, b) for a, b in pairs if not (is_traced(a) or is_traced(b))]
-        if not (same_number and all(values_close(a, b) for a, b in concrete)):
+        if not (is_same and all(values_close(a, b) for a, b in concrete)):
             raise NotImplementedError(_CHANGED.format(name=forward_pass.spec.name))
         return again
 

@@ -119,18 +119,22 @@ class ForwardSignature:
       forward: The user's function.
       takes_ctx: Whether its first parameter is the ctx.
       function_name: The Function's name, for messages.
+      hint: Returns what messages add where `forward` was perhaps meant to take no ctx.
     """
 
-    def __init__(self, forward: Callable[..., Any], takes_ctx: bool, function_name: str) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], takes_ctx: bool, function_name: str, hint: Callable[[], str]
+    ) -> None:
         self._function_name = function_name
         self._takes_ctx = takes_ctx
+        self._separate_style_hint = hint
         self._of_forward = signature = inspect.signature(forward)
         parameters = list(signature.parameters.values())
         if takes_ctx:
             if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
                 raise TypeError(
                     f"{function_name}.forward takes no ctx. Write forward(ctx, ...), or define "
-                    "setup_context(ctx, inputs, output) beside forward(...)."
+                    f"setup_context(ctx, inputs, output) beside forward(...).{hint()}"
                 )
             if parameters[0].kind in _POSITIONAL:
                 parameters = parameters[1:]
@@ -198,6 +202,7 @@ class ForwardSignature:
             return (
                 f". The first parameter of {self._function_name}.forward, {names[0]!r}, is taken for the ctx: write "
                 f"forward(ctx, {names[0]}, ...), or define setup_context(ctx, inputs, output) beside it."
+                f"{self._separate_style_hint()}"
             )
         return ""
 

@@ -15,7 +15,8 @@ import enum
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import is_not
 from typing import Any, cast
 
 import jax
@@ -135,18 +136,23 @@ class Opaque:
 _SEARCH_LIMIT = 2000
 
 
-def captures_arrays(value: Any) -> bool:
-    """Whether an object leads to JAX arrays by its attributes, items or closure, or is too large to tell."""
+def captures_arrays(value: Any, are_sought: Callable[[Any], bool] = lambda _: True) -> bool:
+    """Whether an object leads to JAX arrays by its attributes, items or closure, or is too large to tell.
+
+    Args:
+      value: The object.
+      are_sought: Whether an array is of the kind that counts.
+    """
     seen: set[int] = set()
     pending = [value]
     while pending:
         part = pending.pop()
         if type(part) in _SCALARS or id(part) in seen:
             continue
-        if is_jax_type(type(part)) or len(seen) > _SEARCH_LIMIT:
+        if len(seen) > _SEARCH_LIMIT or (is_jax_type(type(part)) and are_sought(part)):
             return True
         seen.add(id(part))
-        if not isinstance(part, (type, types.ModuleType, np.ndarray, NoArrays)):
+        if not isinstance(part, (type, types.ModuleType, np.ndarray, jax.Array, NoArrays)):
             pending += _parts(part)
     return False
 
@@ -297,9 +303,9 @@ class TreeSpec:
             isinstance(leaf, (_ArrayMarker, type)) or type(leaf) in _SCALARS for leaf in self.leaves
         )
 
-    def captures_arrays(self) -> bool:
-        """Whether a static leaf, such as a closure or an object, holds JAX arrays."""
-        return self is not ARRAY_SPEC and any(map(captures_arrays, self.leaves))
+    def captures_arrays(self, are_sought: Callable[[Any], bool] = lambda _: True) -> bool:
+        """Whether a static leaf, such as a closure or an object, holds JAX arrays, of a kind that is sought."""
+        return self is not ARRAY_SPEC and any(captures_arrays(leaf, are_sought) for leaf in self.leaves)
 
     def key(self) -> tuple[object, ...] | None:
         """Returns a hashable value that stands for this spec; `None` if some part is not compared by value."""
@@ -377,12 +383,15 @@ class _UnsortedDict:
         self._value = value
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        items = [(jax.tree_util.DictKey(key), _with_sortable_dicts(x)) for key, x in self._value.items()]
-        return items, tuple(self._value)
+        return [(_dict_key(key), _with_sortable_dicts(x)) for key, x in self._value.items()], tuple(self._value)
 
     @classmethod
     def tree_unflatten(cls, keys: tuple[Any, ...], values: Sequence[Any]) -> dict[Any, Any]:
         return dict(zip(keys, values, strict=True))
+
+
+def _dict_key(key: Any) -> Any:
+    return key if key is None else jax.tree_util.DictKey(key)  # which JAX 0.10.0 does not make of None
 
 
 def _with_sortable_dicts(value: Any) -> Any:
@@ -457,52 +466,78 @@ class ExpectedLeaf:
         return self.aval.dtype
 
 
-def match_leaves(value: Any, skeleton: Any, spec: TreeSpec) -> Iterator[tuple[str, Any, Any]]:
+def match_leaves(
+    value: Any, skeleton: Any, path: tuple[Any, ...] = (), by_name: bool = False
+) -> Iterator[tuple[str, Any, Any]]:
     """Yields, for each leaf of the skeleton, its path, what `value` has in its place, and the leaf itself.
+
+    A node of a class of its own (a module) may be matched by another container (a dict, `nnx.State`), by the names in
+    it. Libraries leave out what has no derivative, so names may be missing there.
 
     Args:
       value: What user code returned. `None` stands for a whole subtree.
       skeleton: A value of the structure that it should have, with `ExpectedLeaf`s for arrays.
-      spec: The skeleton's.
+      path: Where both are.
+      by_name: Whether a node around them is matched by names.
 
     Raises:
       StructureError: `value` has another structure.
     """
-    if spec.treedef is None:
-        yield "", value, skeleton
-        return
-    wanted = _leaves_with_path(skeleton)
-    got: dict[Any, Any] = {(): None}
-    if value is not None:
-        got = dict(_leaves_with_path(value))
-    used: set[Any] = set()
-    for path, leaf in wanted:
-        returned_path = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in got), None)
-        if returned_path is None:
+    wanted, got = _children(skeleton), _children(value)
+    if wanted is None:
+        if got is not None and path:
             raise StructureError(f"nothing was returned for {_path_text(path)}")
-        if len(returned_path) < len(path) and got[returned_path] is not None:
-            raise StructureError(f"one value was returned at {_path_text(returned_path)}, where several leaves belong")
-        used.add(returned_path)
-        piece = got[returned_path]
-        if is_wrapped_array(leaf):  # compared by contents: the wrapper's __jax_array__ may be a function of them
-            (leaf,) = tree_leaves(leaf)
-            piece = tree_leaves(piece)[0] if is_wrapped_array(piece) else piece
-        yield keystr(path), piece, leaf
-    for path, piece in got.items():
-        if path not in used and piece is not None:
-            raise StructureError(f"there is nothing at {_path_text(path)}")
+        if is_wrapped_array(skeleton):  # compared by contents: the wrapper's __jax_array__ may be a function of them
+            (skeleton,) = tree_leaves(skeleton)
+            value = tree_leaves(value)[0] if is_wrapped_array(value) else value
+        yield keystr(path), value, skeleton
+        return
+    if got is None and value is not None:
+        problem = "one value was returned at {}, where several leaves belong" if wanted else "there is nothing at {}"
+        raise StructureError(problem.format(_path_text(path)))
+    kind = type(skeleton)
+    by_name = type(value) is not kind and (by_name or not issubclass(kind, (dict, list, tuple)))
+    name_of: Callable[[Any], Any] = _name if by_name else lambda key: key
+    children = {name_of(key): (key, child) for key, child in got or ()}
+    for key, child in wanted:
+        if value is not None and not by_name and key not in children:
+            for missing, _ in leaves_with_path(child, _ends_path)[:1]:
+                raise StructureError(f"nothing was returned for {_path_text((*path, key, *missing))}")
+        _, piece = children.pop(name_of(key), (key, None))
+        yield from match_leaves(piece, child, (*path, key), by_name)
+    for key, child in children.values():
+        for extra, leaf in leaves_with_path(child, _ends_path):
+            if leaf is not None:
+                raise StructureError(f"there is nothing at {_path_text((*path, key, *extra))}")
 
 
-def _leaves_with_path(value: Any) -> Sequence[tuple[Any, Any]]:
+def _children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Returns the children of a pytree node and their keys; `None` for a leaf and for what is matched as one."""
+    if is_jax_type(type(value)) or _ends_path(value):
+        return None
     try:
-        return tree_flatten_with_path(value, is_leaf=_ends_path)[0]
+        children, _ = tree_flatten_with_path(value, is_leaf=partial(is_not, value))
     except ValueError:  # a dict whose keys cannot be sorted
-        return tree_flatten_with_path(_with_sortable_dicts(value), is_leaf=_ends_path)[0]
+        return [(_dict_key(key), child) for key, child in value.items()]
+    return None if any(path == () for path, _ in children) else [(key, child) for (key,), child in children]
+
+
+def _name(key: Any) -> Any:
+    """Returns the attribute, dict key or index that a key of a path stands for."""
+    return next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key)
 
 
 def _ends_path(value: object) -> bool:
     """Whether both structures end here: an array may stand for a wrapper with one, and a wrapper for an array."""
     return is_none(value) or is_wrapped_array(value)
+
+
+def leaves_with_path(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Sequence[tuple[Any, Any]]:
+    """Returns the leaves of a pytree and their paths; also of dicts whose keys cannot be sorted."""
+    try:
+        return tree_flatten_with_path(value, is_leaf)[0]
+    except ValueError:
+        return tree_flatten_with_path(_with_sortable_dicts(value), is_leaf)[0]
 
 
 def _path_text(path: Sequence[Any]) -> str:

@@ -96,7 +96,7 @@ class _Check:
         self.tolerance = Tolerance(float(options.atol), float(options.rtol), is_default, d.precision)
         self.step = _step(options.eps, d.precision)
         wanted = ((options.check_backward_ad, d.reverse), (options.check_forward_ad, d.forward))
-        self.directions = [direction for is_differentiated, direction in wanted if is_differentiated]
+        self.directions = [direction for is_wanted, direction in wanted if is_wanted]
         self.progress = Progress(f"{options.name} of {problem.name}")
         self.sweep = self._sweep(Mode.VECTORIZED if d.is_traced else Mode.PYTHON_LOOP)
         self.outputs: Sequence[Any] = ()

@@ -239,7 +239,7 @@ class EqnInterpreter:
 class _FirstNumbers(Probe):
     """For each value, the flat index of the first NaN, or else first infinity, or -1; and of which kind it is."""
 
-    def is_differentiated(self, eqn: Any) -> bool:
+    def is_wanted(self, eqn: Any) -> bool:
         return any(is_inexact(v.aval.dtype) for v in eqn.outvars if hasattr(v.aval, "dtype"))
 
     def values(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:

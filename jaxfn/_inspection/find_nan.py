@@ -28,7 +28,7 @@ from jaxfn._inspection.execution import EqnInterpreter, Frame, Noted, first_not_
 from jaxfn._inspection.harvest import Path
 from jaxfn._jaxpr import SubJaxpr, any_eqn, is_variable, open_jaxpr
 from jaxfn._observe import Observation, label_p, named_line, observing
-from jaxfn._tree import TreeSpec, flatten, is_traced
+from jaxfn._tree import TreeSpec, flatten, is_traced, leaves_with_path
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _touches_ref(eqn: Any) -> bool:
 
 def _argument_names(tree: TreeSpec, num_arrays: int) -> list[str]:
     """What the array leaves of (args, kwargs) are called."""
-    paths = jax.tree_util.tree_leaves_with_path(tree.unflatten_gradient(iter(range(num_arrays))))
+    paths = leaves_with_path(tree.unflatten_gradient(iter(range(num_arrays))))
     return [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths]
 
 

@@ -29,10 +29,10 @@ from jaxfn._compat import (
     eqn_scope,
     eval_eqn,
     is_plain_jit,
-    is_staging,
     jit_options,
     manual_axes,
     platforms_of_branches,
+    staging_traces,
 )
 from jaxfn._jaxpr import SubJaxpr, any_eqn, eval_jaxpr_with, subjaxprs, unhandled_subjaxprs
 from jaxfn._primitives import DeferredError, attach
@@ -52,7 +52,7 @@ class Probe:
 
     keeps_rules: bool = False
 
-    def is_differentiated(self, eqn: Any) -> bool:
+    def is_wanted(self, eqn: Any) -> bool:
         """Whether an eqn has values to be brought out."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ def harvest(
 
     def eval_and_harvest(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         own, inner = (*path, index), subjaxprs(eqn)
-        if any(any_eqn(sub.jaxpr, probe.is_differentiated) for sub in inner):
+        if any(any_eqn(sub.jaxpr, probe.is_wanted) for sub in inner):
             with eqn_scope(eqn):
                 results, harvested_inside = harvest_subjaxprs(eqn, operands, probe, own)
             harvested.update(harvested_inside)
@@ -93,7 +93,7 @@ def harvest(
             for name, unhandled in unhandled_subjaxprs(eqn):
                 probe.check_unreachable(unhandled, name)
             results = _eval_unchanged(eqn, inner, operands)
-        if probe.is_differentiated(eqn):
+        if probe.is_wanted(eqn):
             harvested.update({(*own, -1, i): x for i, x in enumerate(probe.values(eqn, operands, results))})
         return results
 
@@ -110,7 +110,7 @@ def _eval_unchanged(eqn: Any, inner: list[SubJaxpr], operands: list[Any]) -> Seq
 
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function compiled: eagerly, JAX rejects a custom_vjp inside a `shard_map` (0.10.0 to 0.12.0)."""
-    return run if is_staging() else jax.jit(run)
+    return run if staging_traces() else jax.jit(run)
 
 
 def harvest_subjaxprs(
@@ -142,7 +142,7 @@ class _Inside:
         return tuple(results), harvested
 
     def jit(self) -> tuple[Sequence[Any], Harvest]:
-        if is_plain_jit(self.eqn) and not is_staging():  # it would be compiled anew at every call
+        if is_plain_jit(self.eqn) and not staging_traces():  # it would be compiled anew at every call
             return self.results_of_first(*self.operands)
 
         def run(*operands: Any) -> tuple[Sequence[Any], Harvest]:

@@ -132,8 +132,8 @@ _INSIDE = (
 
 def _is_rematerialized(location: EqnLocation) -> bool:
     """Whether an eqn is in what `jax.checkpoint` computes again for the backward pass."""
-    is_differentiated = any(eqn.params.get("differentiated") for eqn, _ in location.enclosing)
-    return is_differentiated or "rematted_computation" in location.names
+    is_wanted = any(eqn.params.get("differentiated") for eqn, _ in location.enclosing)
+    return is_wanted or "rematted_computation" in location.names
 
 
 class _Logs(Probe):
@@ -147,7 +147,7 @@ class _Logs(Probe):
         logged = [label for label in eqn.params["labels"] if label is not None and label.role == "log"]
         return [label for label in logged if label.log_depth == self._depth]
 
-    def is_differentiated(self, eqn: Any) -> bool:
+    def is_wanted(self, eqn: Any) -> bool:
         return eqn.primitive is label_p and bool(self.labels(eqn))
 
     def values(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -160,7 +160,7 @@ class _Logs(Probe):
         return zeros + np.array(jnp.nan if is_inexact(value.dtype) else jnp.iinfo(value.dtype).min, value.dtype)
 
     def check_unreachable(self, jaxpr: Any, what: str) -> None:
-        if any_eqn(jaxpr, self.is_differentiated):
+        if any_eqn(jaxpr, self.is_wanted):
             raise NotImplementedError(f"with_logs: a Function logs inside {what}, from where no value can come out.")
 
     def later(self, before: Harvest, now: Harvest) -> Harvest:

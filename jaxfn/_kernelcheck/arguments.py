@@ -87,7 +87,7 @@ class Arguments:
         return sorted({size for array in arrays for size in array.shape if size > 1})
 
 
-def flatten_outputs(
+def take_apart(
     function: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None, generator: np.random.Generator
 ) -> Arguments:
     """Makes `Arguments` of a tuple of inputs, or of the one input.

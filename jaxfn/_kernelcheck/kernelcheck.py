@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck.problem.problem import function_name
-from jaxfn._kernelcheck.arguments import flatten_outputs
+from jaxfn._kernelcheck.arguments import take_apart
 from jaxfn._kernelcheck.bench import Bench, Exact
 from jaxfn._kernelcheck.checks import NAMES, Wishes, run
 from jaxfn._kernelcheck.report import KernelcheckError, KernelReport
@@ -115,8 +115,8 @@ def kernelcheck(
     if not kinds or draws < 1:
         raise ValueError("kernelcheck needs at least one dtype and one draw")
     generator = np.random.default_rng(seed)
-    arguments = flatten_outputs(reference, inputs, argnums, generator)
-    others = None if sizes is None else [flatten_outputs(reference, other, argnums, generator) for other in sizes]
+    arguments = take_apart(reference, inputs, argnums, generator)
+    others = None if sizes is None else [take_apart(reference, other, argnums, generator) for other in sizes]
     if "gradients" in skip:
         arguments = arguments.undifferentiated()
         others = others and [other.undifferentiated() for other in others]

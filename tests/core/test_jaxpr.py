@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import jaxfn
-from jaxfn._compat import eval_eqn, make_jaxpr, producing_eqn, var_id
+from jaxfn import _linearity as linearity
+from jaxfn._compat import eval_eqn, make_jaxpr
 from jaxfn._jaxpr import (
     all_eqns,
     any_eqn,
@@ -21,11 +22,11 @@ from jaxfn._jaxpr import (
     needed_eqns,
     open_jaxpr,
     primitives,
+    stage,
     subjaxprs,
     unchanged_operand,
     unhandled_subjaxprs,
 )
-from jaxfn._primitives import linearity
 from tests.support.marks import COMING
 
 X = jnp.arange(1.0, 4.0)
@@ -213,21 +214,16 @@ def test_what_depends_on_inputs():
 
 
 def is_input_when_staged(function):
-    found = []
-
-    def program(x):
-        y = function(x)
-        while (produced := producing_eqn(y)) is not None:
-            eqn, operands = produced
-            operand = unchanged_operand(eqn, list(map(id, eqn.outvars)).index(var_id(y)))
-            if operand is None:
-                break
-            y = operands[operand]
-        found.append(var_id(y) == var_id(x))
-        return y
-
-    jax.make_jaxpr(program)(X)
-    return found[0]
+    jaxpr = jax.make_jaxpr(function)(X).jaxpr
+    producers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
+    (v,) = jaxpr.outvars
+    while v in producers:
+        eqn, i = producers[v]
+        operand = unchanged_operand(eqn, i)
+        if operand is None:
+            return False
+        v = eqn.invars[operand]
+    return v is jaxpr.invars[0]
 
 
 NO_OPS = {
@@ -283,29 +279,25 @@ def test_only_what_jax_does_not_hand_out_is_known_by_name():
 
 
 def test_a_staged_function_has_arrays_for_literals():
-    staged = StagedFunction(lambda x: ([x + 1, 2.0], [np.int32(3)]), [jnp.float32(1)])
-    first, second = staged.evaluate([jnp.float32(4)])
+    staged, consts = stage(lambda x: ([x + 1, 2.0], [np.int32(3)]), [jnp.float32(1)])
+    first, second = staged.evaluate(consts, [jnp.float32(4)])
     assert first == [5.0, 2.0] and second == [3]
     assert all(isinstance(x, jax.Array) for x in (*first, *second)) and second[0].dtype == np.int32
 
 
 def test_the_second_list_of_a_staged_function_alone(capsys):
-    captured = jnp.float32(10)
+    captured = jnp.arange(3.0)
 
     def function(x):
         jax.debug.print("first")
         return [jnp.sin(x) + captured], [jnp.exp(x) * captured, 2.0]
 
-    def program(x, captured_here):
-        nonlocal captured
-        captured = captured_here
-        staged = StagedFunction(function, [x], [(captured_here, jnp.float32(100))])
-        assert staged.first_depends_on([captured_here]) and not staged.first_depends_on([x])
-        return staged.evaluate_second([x])
-
-    jaxpr = jax.make_jaxpr(program)(jnp.float32(0), captured)
+    staged, consts = stage(function, [jnp.float32(0)])
+    assert len(consts) == 1 and consts[0] is captured
+    jaxpr = jax.make_jaxpr(lambda x, const: staged.evaluate_second([const], [x]))(0.0, captured)
     assert {eqn.primitive.name for eqn in jaxpr.jaxpr.eqns} == {"exp", "mul"}
-    assert [float(y) for y in jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, 0.0, 1.0)] == [100.0, 2.0]
+    many, two = staged.evaluate_second([jnp.full(3, 100.0)], [0.0])
+    assert many.tolist() == [100.0] * 3 and two == 2.0
 
 
 def test_variables_and_literals():

@@ -603,15 +603,15 @@ WRONG = {
     "text": ("type", TWO, lambda t: (t, "a"), TypeError, "a Python str as the tangent of output 1"),
     "key": ("type", ONE, lambda t: jax.random.key(0), TypeError, "a random key as the tangent of output 0"),
     "integer output": (
-        "integer", lambda ctx, x: (x, x.astype(int)), lambda t: (t, t), RuntimeError,
+        "static", lambda ctx, x: (x, x.astype(int)), lambda t: (t, t), RuntimeError,
         "different than None for output 1, .*its dtype is int32",
     ),
-    "marked output": ("integer", marking, lambda t: (t, t), RuntimeError, "None for output 1, .*marked so"),
+    "marked output": ("static", marking, lambda t: (t, t), RuntimeError, "None for output 1, .*marked so"),
     "Python output": (
-        "integer", lambda ctx, x: (x, 3), lambda t: (t, t), RuntimeError, "None for output 1, .*the Python value 3",
+        "static", lambda ctx, x: (x, 3), lambda t: (t, t), RuntimeError, "None for output 1, .*the Python value 3",
     ),
     "Python value inside": (
-        "integer", lambda ctx, x: {"a": x, "n": 3}, lambda t: {"a": t, "n": t}, RuntimeError, r"output 0\['n'\]",
+        "static", lambda ctx, x: {"a": x, "n": 3}, lambda t: {"a": t, "n": t}, RuntimeError, r"output 0\['n'\]",
     ),
     "missing leaf": (
         "structure", lambda ctx, x: {"a": x, "b": x}, lambda t: {"a": t}, RuntimeError,

@@ -1,4 +1,4 @@
-"""The floors of the house: what may import what, and where unpromised names of JAX and torch are reached."""
+"""The layers of the code: what may import what, and where unpromised names of JAX and torch are reached."""
 
 import ast
 import re
@@ -12,14 +12,18 @@ import jaxfn
 ROOT = Path(jaxfn.__file__).parent
 MODULES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 
-# From the ground up. A module belongs to the longest of these that it begins with.
-FLOORS = [
-    ("jaxfn._compat", "jaxfn._frames", "jaxfn._observation", "jaxfn._tables", "jaxfn._watch"),
-    ("jaxfn._values",),
-    ("jaxfn._primitives",),
-    ("jaxfn._protocol",),
-    ("jaxfn._run", "jaxfn._signatures"),
-    ("jaxfn._derivatives",),
+# From the bottom up. A module belongs to the longest of these that it begins with.
+LAYERS = [
+    ("jaxfn._compat", "jaxfn._tables"),
+    ("jaxfn._jaxpr",),
+    ("jaxfn._tree",),
+    ("jaxfn._observe", "jaxfn._signature", "jaxfn._mesh_types", "jaxfn._diagnostics"),
+    ("jaxfn._primitives", "jaxfn._linearity"),
+    ("jaxfn._context", "jaxfn._apply_types", "jaxfn._boundary", "jaxfn._hooks", "jaxfn._once_differentiable"),
+    ("jaxfn._methods",),
+    ("jaxfn._vmap_method", "jaxfn._outside"),
+    ("jaxfn._forward_pass",),
+    ("jaxfn._rule",),
     ("jaxfn._function",),
     ("jaxfn._functional",),
     ("jaxfn._torch._compat", "jaxfn._torch.values"),
@@ -35,8 +39,8 @@ FLOORS = [
 ]
 
 
-def floor_of(module):
-    names = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+def layer_of(module):
+    names = {name: number for number, layer in enumerate(LAYERS) for name in layer}
     parts = module.split(".")
     return next(names[name] for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in names)
 
@@ -63,8 +67,8 @@ def imports_of(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_modules_import_from_their_own_floor_and_from_below(module):
-    upwards = [other for other in imports_of(module) if floor_of(other) > floor_of(module)]
+def test_modules_import_from_their_own_layer_and_from_below(module):
+    upwards = [other for other in imports_of(module) if layer_of(other) > layer_of(module)]
     assert not upwards
 
 
@@ -124,11 +128,11 @@ def test_names_that_the_page_has_beside_a_file_are_there(folder, name, file):
     assert name.rpartition(".")[2] in words_of(ROOT / folder / file)
 
 
-FILES_OF_FLOORS = set(re.findall(r"`([\w/]+\.py)`", SECTIONS["The floors"]))
+FILES_OF_LAYERS = set(re.findall(r"`([\w/]+\.py)`", SECTIONS["The layers"]))
 
 
-@pytest.mark.parametrize("file", sorted(FILES_OF_FLOORS))
-def test_files_of_the_floors_are_there(file):
+@pytest.mark.parametrize("file", sorted(FILES_OF_LAYERS))
+def test_files_of_the_layers_are_there(file):
     assert (ROOT.parent / file).exists() or any(ROOT.rglob(file))
 
 

@@ -131,15 +131,83 @@ def test_a_module_as_an_argument(nested, wrap):
     np.testing.assert_allclose(gradients.bias, 2 * wanted.bias, rtol=1e-5)
 
 
+def by_name(mlp):
+    """The gradients of a module's parameters, by its attributes' names."""
+    return {"layers": tuple({"weight": layer.weight, "bias": layer.bias} for layer in mlp.layers)}
+
+
+class Gradients(eqx.Module):
+    """Gradients by name in a module of its own."""
+
+    layers: tuple
+
+
+GRADIENTS = {
+    "a filtered module": lambda gradient: gradient,
+    "a module of arrays alone": lambda gradient: eqx.filter(gradient, eqx.is_array),
+    "a dict": by_name,
+    "another module": lambda gradient: Gradients(**by_name(gradient)),
+    "a dict without some": lambda gradient: {"layers": (None, {"bias": gradient.layers[1].bias})},
+}
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize("returned", GRADIENTS)
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_the_gradient_of_a_module(returned, wrap):
+    """It may be what equinox gives for one. What is left out has none."""
+
+    class Calls(CallsModule):
+        @staticmethod
+        def backward(ctx, grad_output):
+            of_x, of_module = CallsModule.backward(ctx, grad_output)
+            return of_x, GRADIENTS[returned](of_module)
+
+    mlp = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
+    got = by_name(wrap(eqx.filter_grad(lambda m: loss_of(Calls.apply(INPUTS[0], m))))(mlp))["layers"]
+    wanted = by_name(eqx.filter_grad(lambda m: loss_of(m(INPUTS[0])))(mlp))["layers"]
+    for index, (of_layer, wanted_of_layer) in enumerate(zip(got, wanted, strict=True)):
+        for name, gradient in of_layer.items():
+            is_left_out = returned == "a dict without some" and (index, name) != (1, "bias")
+            np.testing.assert_allclose(gradient, 0 if is_left_out else 2 * wanted_of_layer[name], rtol=1e-5)
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize(
+    ("gradient", "problem"),
+    [
+        (lambda g: {"layer": (g,)}, r"there is nothing at \['layer'\]\[0\]"),
+        (lambda g: {"layers": ({"weights": g}, None)}, r"there is nothing at \.layers\[0\]\['weights'\]"),
+        (lambda g: {"layers": ({"weight": g},)}, r"nothing was returned for \.layers\[1\]\.weight"),
+        (lambda g: eqx.nn.Linear(4, 5, key=jax.random.key(0)), r"there is nothing at \.weight"),
+    ],
+    ids=["name", "inner name", "index", "module"],
+)
+def test_a_gradient_of_a_module_with_other_names(gradient, problem):
+    class Calls(CallsModule):
+        @staticmethod
+        def backward(ctx, grad_output):
+            return None, gradient(jnp.ones((5, 4)))
+
+    mlp = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
+    with pytest.raises(RuntimeError, match=rf"Calls\.backward .*input 1 \('module'\).*{problem}"):
+        eqx.filter_grad(lambda m: loss_of(Calls.apply(INPUTS[0], m)))(mlp)
+
+
 @row("L4")
 def test_state_is_returned():
-    """equinox's modules cannot be changed; their state comes back as a result, through a Function too."""
+    """equinox's modules cannot be changed; their state comes back as a result, through a Function too.
+
+    It is marked non-differentiable, so that it has no batch where it is the same for all elements.
+    """
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="batch")
 
     class Normalized(jaxfn.Function):
         @staticmethod
         def forward(ctx, x, norm, state):
-            return norm(x, state)
+            y, state = norm(x, state)
+            ctx.mark_non_differentiable(*jax.tree.leaves(state))
+            return y, state
 
         @staticmethod
         def backward(ctx, grad_output, _):

@@ -181,6 +181,110 @@ def test_a_module_as_an_argument(wrapping):
         np.testing.assert_allclose(of_module[name][...], 2 * wanted_of_module[name][...], rtol=1e-5)
 
 
+class Block(nnx.Module):
+    """A module with lists, dicts, statistics and Python values."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 4, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+        self.factors = nnx.Dict(a=nnx.Param(jnp.arange(4.0)), b=nnx.Param(jnp.float32(2)))
+        self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+        self.power = 2
+
+    def __call__(self, x):
+        for layer in [self.first, *self.layers]:
+            x = jnp.tanh(layer(x))
+        return self.norm(self.factors.b * x + self.factors.a) ** self.power
+
+
+def pulled(module, x, grad_output):
+    """Returns the gradients of x and of the module's parameters, an `nnx.State`."""
+    graph, parameters, others = nnx.split(module, nnx.Param, ...)
+    _, pull = jax.vjp(lambda x, parameters: nnx.merge(graph, parameters, others)(x), x, parameters)
+    return pull(grad_output)
+
+
+def without(names, *, of):
+    """Returns a nested dict without one entry, and otherwise the same."""
+    name, *rest = names
+    return {k: without(rest, of=v) if k == name else v for k, v in of.items() if rest or k != name}
+
+
+GRADIENTS = {
+    "the state of the parameters": lambda gradient: gradient,
+    "a pure dict": nnx.to_pure_dict,
+    "a dict of dicts and states": dict,
+    "a module of such gradients": lambda gradient: nnx.merge(nnx.graphdef(Block(nnx.Rngs(0))), gradient, STATISTICS),
+    "a dict, some of it None": lambda gradient: nnx.to_pure_dict(gradient) | {"norm": None},
+    "a dict without a module": lambda gradient: without(["norm"], of=nnx.to_pure_dict(gradient)),
+    "a dict without a parameter": lambda gradient: without(["norm", "bias"], of=nnx.to_pure_dict(gradient)),
+    "a dict without an item": lambda gradient: without(["layers", 1], of=nnx.to_pure_dict(gradient)),
+}
+STATISTICS = nnx.state(Block(nnx.Rngs(0)), nnx.BatchStat)
+LEFT_OUT = {
+    "a dict, some of it None": [("norm", "scale"), ("norm", "bias")],
+    "a dict without a module": [("norm", "scale"), ("norm", "bias")],
+    "a dict without a parameter": [("norm", "bias")],
+    "a dict without an item": [("layers", 1, "kernel"), ("layers", 1, "bias")],
+}
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize("returned", GRADIENTS)
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"block": [m]}], ids=["bare", "in a dict"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_the_gradient_of_a_module(returned, wrap, wrapping):
+    """It may be what nnx gives for one. What is left out has none."""
+
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, tree):
+            ctx.save_for_backward(x)
+            (ctx.module,) = jax.tree.leaves(tree, is_leaf=lambda part: isinstance(part, Block))
+            return ctx.module(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            of_x, of_parameters = pulled(ctx.module, *ctx.saved_tensors, grad_output)
+            return of_x, wrap(GRADIENTS[returned](jax.tree.map(lambda g: 3 * g, of_parameters)))
+
+    block = Block(nnx.Rngs(0))
+    differentiate = WRAPPINGS[wrapping](nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, wrap(m)))))
+    wanted = dict(nnx.to_flat_state(nnx.grad(lambda m: loss_of(m(INPUTS)))(block)))
+    got = dict(nnx.to_flat_state(differentiate(block)))
+    assert got.keys() == wanted.keys()
+    for path, gradient in got.items():
+        factor = 0 if path in LEFT_OUT.get(returned, ()) else 3
+        np.testing.assert_allclose(gradient[...], factor * wanted[path][...], rtol=1e-3, atol=1e-3, err_msg=str(path))
+        assert np.abs(wanted[path][...]).max() > 0.1
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize(
+    ("gradient", "problem"),
+    [
+        (lambda g: {"first": {"kernels": g}}, r"there is nothing at \.first\['kernels'\]"),
+        (lambda g: {"layers": {2: {"kernel": g}}}, r"there is nothing at \.layers\[2\]\['kernel'\]"),
+        (lambda g: {"first": g}, r"one value was returned at \.first, where several leaves belong"),
+        (lambda g: nnx.State({"first": {"kernel": {"w": g}}}), r"nothing was returned for \.first\.kernel"),
+        (lambda g: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), r"there is nothing at \.bias"),
+    ],
+    ids=["name", "index", "array", "subtree", "module"],
+)
+def test_a_gradient_of_a_module_with_other_names(gradient, problem):
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            return module(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return None, gradient(jnp.ones((4, 4)))
+
+    with pytest.raises(RuntimeError, match=rf"Calls\.backward .*input 1 \('module'\).*{problem}"):
+        nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, m)))(Block(nnx.Rngs(0)))
+
+
 def batch_norm():
     return nnx.BatchNorm(4, rngs=nnx.Rngs(0))
 

@@ -16,7 +16,6 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from jaxfn._compat import refuses_symbolic_zeros
 from tests.fuzz.evaluate import evaluate
 from tests.fuzz.functions import write_by_hand_in_forward_mode
 from tests.fuzz.operations import OPERATIONS
@@ -125,7 +124,7 @@ def is_refusal(error: BaseException) -> bool:
 
     Or JAX's, of an eager `shard_map` inside of an eager `jax.checkpoint`.
     """
-    if isinstance(error, NotImplementedError) and refuses_symbolic_zeros(error):
+    if isinstance(error, NotImplementedError) and "symbolic_zeros support with shard_map" in str(error):
         return True
     return type(error) in _REFUSALS and bool(re.search(r"\bF\d+\b", str(error))) and _is_raised_in_jaxfn(error)
 
@@ -176,11 +175,10 @@ def _compare(got: Any, wanted: Any, tolerance: float) -> Outcome:
 
 
 def _compare_counts(got: Any, wanted: Any, tolerance: float) -> Outcome:
-    """Forward runs as often as by hand, and the gradient belongs to the draw that the output does."""
+    """Forward runs at most as often as by hand, and the gradient belongs to the draw that the output does."""
     counts, counts_by_hand = got[-1], wanted[-1]
-    if counts != counts_by_hand:
-        compared = "more" if counts > counts_by_hand else "less"
-        return Outcome(WRONG, f"forward runs {compared} often than by hand: {counts}, not {counts_by_hand}", 2)
+    if any(ours > by_hand for ours, by_hand in zip(counts, counts_by_hand, strict=True)) or not all(counts):
+        return Outcome(WRONG, f"forward runs more often than by hand: {counts}, not {counts_by_hand}", 2)
     if not _is_of_one_draw(got, tolerance):
         return Outcome(WRONG, _ANOTHER_DRAW, 3)
     return Outcome(AGREED, comparisons=3)

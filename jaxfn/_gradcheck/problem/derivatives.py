@@ -185,6 +185,11 @@ class Derivatives:
     precision: float
     trace: Callable[..., Traced]
 
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """The sizes of the mesh axes over which the function uses `shard_map`, by name."""
+        return self.primal.mesh_axes() if isinstance(self.primal, Traced) else {}
+
 
 def derive(problem: Problem, *, reverse: bool, forward: bool, reference: bool) -> Derivatives:
     """A problem's function and its derivatives in the modes that are to be checked.
@@ -236,10 +241,10 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
             if problem.measured is not problem.call:
                 measured = tracer.primal(only(problem.measured, kept), trace)[0]
     bare = CallMonitor(bypass_rules=True)
-    bypass_rules = watched(bare_call, bare)
+    without_rules = watched(bare_call, bare)
     references: list[Derivative | UnavailableError] = [
-        tracer.derivative(rows_of(bypass_rules), outputs, trace) if reference and reverse else _UNCHECKED,
-        tracer.derivative(forward_of(bypass_rules), problem.inputs, trace) if reference else _UNCHECKED,
+        tracer.derivative(rows_of(without_rules), outputs, trace) if reference and reverse else _UNCHECKED,
+        tracer.derivative(forward_of(without_rules), problem.inputs, trace) if reference else _UNCHECKED,
     ]
     if reference and not bare.functions and not problem.has_reference:
         references = [UnavailableError("there is no rule to take off: it would be the derivative that is checked")] * 2

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import torch
 
-from jaxfn._captures import NoArrays
 from jaxfn._torch._compat import (
     accumulation_hooks,
     gradient_hooks,
@@ -31,6 +30,7 @@ from jaxfn._torch.trace.tensor_hooks import hooked
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.statics import Same
+from jaxfn._tree import NoArrays
 
 # While one thread traces a module, which holds other tensors then, no other thread may look at it, or at one that it
 # shares parts with.

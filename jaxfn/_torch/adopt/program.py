@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._captures import NoArrays
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.adopt.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import Translation, explain
@@ -24,6 +23,7 @@ from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flat import Slot, put_in, slots, take_out
 from jaxfn._torch.values.statics import Recent, ambient_key, static_key
+from jaxfn._tree import NoArrays
 
 # How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
 _DERIVATIVES_KEPT = 32

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from jaxfn._primitives import follow
+from jaxfn._primitives import drop_tangent_unless
 from jaxfn._torch._compat import OPERATION_TYPES, plain_torch, saved_by, without_functions
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.graph.targets import JaxCall
@@ -16,13 +16,13 @@ from jaxfn._torch.trace.nodes import HOOKED
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
 
-_FOLLOW = JaxCall(follow, "follow")
+_DROP_TANGENT_UNLESS = JaxCall(drop_tangent_unless, "drop_tangent_unless")
 
 
 def following(tracing: Tracing, made: torch.Tensor, leader: torch.Tensor) -> torch.Tensor:
     """What an identity made of a tensor, below functionalization, with a derivative where that one has one."""
     fake = tracing.recorder.fake(made.shape, made.dtype)
-    return tracing.recorder.call(_FOLLOW, (tracing.lower(made), tracing.lower(leader)), {}, fake)
+    return tracing.recorder.call(_DROP_TANGENT_UNLESS, (tracing.lower(made), tracing.lower(leader)), {}, fake)
 
 
 def hooked(tracing: Tracing, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:

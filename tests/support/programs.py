@@ -1,0 +1,66 @@
+"""What JAX puts around a call: each of these takes a function of arrays and returns one of the same values.
+
+Where there is a batch or a loop, it has two elements and the second one is returned, so that a derivative of the first
+element, or of the sum, shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Program = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def eager(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: f(*args)
+
+
+def jit(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(lambda *args: f(*args))
+
+
+def checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.checkpoint(lambda *args: f(*args))
+
+
+def vmap(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Batches the first argument alone, along its last axis."""
+
+    def mapped(x: Any, *others: Any) -> Any:
+        x = jnp.stack([0.5 * jnp.asarray(x), jnp.asarray(x)], -1)
+        outputs = jax.vmap(f, in_axes=(-1, *(None for _ in others)))(x, *others)
+        return jax.tree.map(lambda y: y[1], outputs)
+
+    return mapped
+
+
+def scan(f: Callable[..., Any]) -> Callable[..., Any]:
+    def scanned(*args: Any) -> Any:
+        steps = tuple(jnp.stack([0.5 * jnp.asarray(a), jnp.asarray(a)]) for a in args)
+        return jax.tree.map(lambda y: y[1], jax.lax.scan(lambda _, a: (None, f(*a)), None, steps)[1])
+
+    return scanned
+
+
+def cond(f: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(*args: Any) -> Any:
+        def other(*args: Any) -> Any:
+            return jax.tree.map(jnp.zeros_like, f(*args))
+
+        return jax.lax.cond(jnp.sum(args[0]) > -1e9, lambda *args: f(*args), other, *args)
+
+    return chosen
+
+
+PROGRAMS: dict[str, Program] = {
+    "eager": eager,
+    "jit": jit,
+    "checkpoint": checkpoint,
+    "vmap": vmap,
+    "scan": scan,
+    "cond": cond,
+}
