@@ -373,6 +373,10 @@ class _FunctionRule(Rule):
         remaining = iter(pull(cotangents, list(map(zeros_of, missing))))
         return [next(remaining) if x is None else None for x in inputs]
 
+    @property
+    def saves_inputs(self) -> bool:
+        return self.forward_pass.saves_inputs
+
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         """Whether `backward` reads an output and is not linear in its gradients.
 
@@ -607,6 +611,10 @@ class _IntermediatesRule(Rule):
         linear_map = _IntermediatesMap(self._forward_pass, self._replay, self._indices, perturbed, outputs, len(inputs))
         given = [tangents[i] for i in perturbed]
         return outputs, bind_linear_map(linear_map, [*inputs, *outputs, *kept], given)
+
+    @property
+    def saves_inputs(self) -> bool:
+        return self._forward_pass.saves_inputs
 
     def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
         rule = copy(self)
