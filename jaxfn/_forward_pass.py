@@ -160,6 +160,12 @@ class ForwardPass:
         marked = self.outputs.non_differentiable
         return [i for i, aval in enumerate(self.output_avals) if is_inexact(aval.dtype) and i not in marked]
 
+    @property
+    def saves_inputs(self) -> bool:
+        """Whether all inputs that have a derivative are saved."""
+        saved = {source.place for source in self.saved.sources if source.kind == "input"}
+        return all(i in saved for i, aval in enumerate(self.input_avals) if is_inexact(aval.dtype))
+
     def residuals(
         self, inputs: Sequence[Any], outputs: Sequence[Any], intermediates: Sequence[Any], captured: Sequence[Any]
     ) -> tuple[ForwardPass, list[Any]]:

@@ -20,6 +20,7 @@ from jaxfn._compat import (
     has_transpose,
     make_jaxpr,
     record_source_lines,
+    shape_struct,
     triangular_solve_p,
     tridiagonal_solve_p,
 )
@@ -77,28 +78,28 @@ _OPAQUE = {linear_map_p, jax.lax.linear_solve_p, jax.lax.while_p}
 
 
 def is_linear(
-    function: Callable[..., Any], like: Sequence[Any], constants: Sequence[Any] = (), unused: Sequence[Any] = ()
+    function: Callable[..., Any], avals: Sequence[Any], constants: Sequence[Any] = (), unused: Sequence[Any] = ()
 ) -> bool:
     """Whether no operation of a function is known to be nonlinear. JAX refuses to transpose the others.
 
     Args:
       function: Takes arrays and returns a list of arrays.
-      like: Arrays of the types of the arguments in which it ought to be linear.
-      constants: Arrays of the types of further arguments.
-      unused: Arrays of the types of further arguments, on which the results ought not to depend.
+      avals: The types of the arguments in which it ought to be linear.
+      constants: The types of further arguments.
+      unused: The types of further arguments, on which the results ought not to depend.
     """
-    kinds = [_Kind.LINEAR] * len(like) + [_Kind.CONSTANT] * len(constants) + [_Kind.OTHER] * len(unused)
-    jaxpr, consts = open_jaxpr(make_jaxpr(function, *like, *constants, *unused))
+    kinds = [_Kind.LINEAR] * len(avals) + [_Kind.CONSTANT] * len(constants) + [_Kind.OTHER] * len(unused)
+    jaxpr, consts = open_jaxpr(make_jaxpr(function, *map(shape_struct, [*avals, *constants, *unused])))
     return all(kind in _ZERO_OR_LINEAR for kind in _kinds_in_jaxpr(jaxpr, consts, kinds, []))
 
 
-def describe_nonlinearity(function: Callable[..., Any], like: Sequence[Any]) -> str:
+def describe_nonlinearity(function: Callable[..., Any], avals: Sequence[Any]) -> str:
     """Returns the operation that first made a result of a function nonlinear, with its line of code."""
     with record_source_lines():  # JAX caches the jaxpr of one function object, with other lines
-        jaxpr, consts = open_jaxpr(make_jaxpr(lambda *args: function(*args), *like))
+        jaxpr, consts = open_jaxpr(make_jaxpr(lambda *args: function(*args), *map(shape_struct, avals)))
     eqns, _ = needed_eqns(jaxpr, jaxpr.outvars)
     nonlinear: list[list[Any]] = []
-    _kinds_in_jaxpr(jaxpr.replace(eqns=eqns), consts, [_Kind.LINEAR] * len(like), nonlinear)
+    _kinds_in_jaxpr(jaxpr.replace(eqns=eqns), consts, [_Kind.LINEAR] * len(avals), nonlinear)
     if not nonlinear:
         return "a constant"
     # The jaxprs inside are cached too, so the line is that of the outermost eqn.

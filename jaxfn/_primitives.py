@@ -173,6 +173,11 @@ class Rule:
         """Whether `transpose` may be called."""
         return False
 
+    @property
+    def saves_inputs(self) -> bool:
+        """Whether the inputs are residuals anyway."""
+        return False
+
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         """Whether `jax.checkpoint` must keep the outputs, and may not compute them again."""
         return False
@@ -301,12 +306,19 @@ class _BatchedRule(Rule):
     def is_transposable(self) -> bool:
         return self._rule.is_transposable
 
+    @property
+    def saves_inputs(self) -> bool:
+        return self._rule.saves_inputs
+
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
-        return self._rule.saves_outputs(
+        avals = (
             _without_batch(output_avals, [self._out_axis] * len(output_avals)),
             _without_batch(kept_avals, self._kept_dims),
             _without_batch(input_avals, self._input_dims),
         )
+        answers: list[bool] = []
+        self._axis.vmap(lambda: answers.append(self._rule.saves_outputs(*avals)), ())()  # binds the name of the axis
+        return answers[0]
 
     def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
         rule, stay = self._rule.without_outputs(used)
@@ -367,18 +379,21 @@ def _partial_eval_attach(
 ) -> tuple[Any, Any, Sequence[bool], Sequence[bool], list[Any]]:
     """Keeps what a policy saves inside `forward` attached, in its place.
 
-    Computing the identity again would keep the inputs as well, which the saved array makes needless, unless they are
-    there anyway. The policy itself was asked about the operation that made the array.
+    Computing the identity again would keep the inputs as well, which the saved array makes needless, unless the rule
+    keeps them anyway. The policy itself was asked about the operation that made the array.
     """
     spec: _AttachSpec = eqn.params["spec"]
     rule, num_outs = spec.rule, spec.num_outs
     unavailable = [v for v, is_available in zip(eqn.invars, available_in, strict=True) if not is_available]
     if any(unknowns_in):
         return None, eqn, [True] * num_outs, [True] * num_outs, unavailable
-    if not isinstance(rule, DeferredError) and rule.saves_outputs(*spec.split([v.aval for v in eqn.invars])):
-        return eqn, None, [False] * num_outs, [False] * num_outs, []
+    saves_inputs = False
+    if isinstance(rule, Rule):
+        if rule.saves_outputs(*spec.split([v.aval for v in eqn.invars])):
+            return eqn, None, [False] * num_outs, [False] * num_outs, []
+        saves_inputs = rule.saves_inputs
     available_outs, _, available_inputs = spec.split(available_in)
-    if all(available_outs) or all(available_inputs):
+    if all(available_outs) or (saves_inputs and all(available_inputs)):
         return eqn, eqn, [False] * num_outs, [True] * num_outs, unavailable
     return eqn, None, [False] * num_outs, [False] * num_outs, []
 

@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from itertools import compress, islice
-from operator import attrgetter
+from operator import and_, attrgetter
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from jaxfn._compat import (
     is_differentiating_in_reverse,
     is_staged,
     outside_derivatives,
+    shape_struct,
     zeros_of,
 )
 from jaxfn._diagnostics import hide_own_frames
@@ -362,16 +363,19 @@ class _FunctionRule(Rule):
             num_outs = len(cotangents)
             return [ct for ct in pull(arrays[:num_outs], arrays[num_outs:]) if ct is not None]
 
-        # The derivative of a linear function is the same everywhere, and so at zero.
-        zeros = [zeros_of(avals[kind][place]) for kind, place in names]
-        like = [zeros_of(avals["output"][i].to_tangent_aval()) for i in self.differentiable]
-        if zeros and not is_linear(pull_nonzero, like, unused=zeros):
+        missing = [avals[kind][place] for kind, place in names]
+        if missing and not is_linear(pull_nonzero, self._tangent_avals(), unused=missing):
             raise TypeError(
                 f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), but is not linear: its "
                 f"derivative depends on {', '.join(names.values())}, computed from what is transposed."
             )
-        remaining = iter(pull(cotangents, zeros))
+        # The derivative of a linear function is the same everywhere, and so at zero.
+        remaining = iter(pull(cotangents, list(map(zeros_of, missing))))
         return [next(remaining) if x is None else None for x in inputs]
+
+    @property
+    def saves_inputs(self) -> bool:
+        return self.forward_pass.saves_inputs
 
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         """Whether `backward` reads an output and is not linear in its gradients.
@@ -383,7 +387,10 @@ class _FunctionRule(Rule):
         reads_output = any(s.kind == "output" and s.place in self.differentiable for s in forward_pass.saved.sources)
         if not (reads_output and spec.methods.has_backward):
             return False
-        flags = tuple(spec.inputs.with_refs([is_inexact(aval.dtype) for aval in input_avals], False))
+        are_inexact = spec.inputs.with_refs([is_inexact(aval.dtype) for aval in input_avals], False)
+        flags = (
+            tuple(map(and_, are_inexact, forward_pass.perturbed)) if any(forward_pass.perturbed) else tuple(are_inexact)
+        )
         residual_avals = [output_avals, kept_avals, input_avals]
         sizes = list(map(len, residual_avals))
 
@@ -397,8 +404,13 @@ class _FunctionRule(Rule):
             pulled = _ForwardPassMap(own, flags, self.differentiable, 0).all_cotangents(residuals, cotangents)
             return [ct for ct in pulled if ct is not None]
 
-        zeros = [zeros_of(aval) for avals in residual_avals for aval in avals]
-        return not is_linear(pull, [zeros_of(aval.to_tangent_aval()) for aval in output_avals], zeros)
+        try:
+            return not is_linear(pull, self._tangent_avals(), [aval for avals in residual_avals for aval in avals])
+        except Exception:  # backward raises, and will again where it is used
+            return True
+
+    def _tangent_avals(self) -> list[Any]:
+        return [self.forward_pass.output_avals[i].to_tangent_aval() for i in self.differentiable]
 
     def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
         saved = _saved_outputs(self.forward_pass)
@@ -510,10 +522,9 @@ class _ForwardPassMap(LinearMap):
 
         def pull(*cotangents: Any) -> list[Any]:
             pulled = self.transpose(residuals, cotangents)
-            return [zero if ct is None else ct for ct, zero in zip(pulled, self._zeros_of_inputs(), strict=True)]
+            return [zeros_of(aval) if ct is None else ct for ct, aval in zip(pulled, self._input_avals(), strict=True)]
 
-        like = [zeros_of(aval) for aval in self.avals]
-        return list(_transposed(pull, like, f"{self}.backward", "generate_jvp_rule", "gradients")(list(tangents)))
+        return list(_transposed(pull, self.avals, f"{self}.backward", "generate_jvp_rule", "gradients")(list(tangents)))
 
     def _vjp_by_transposition(
         self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]
@@ -524,10 +535,10 @@ class _ForwardPassMap(LinearMap):
         def push(*tangents: Any) -> list[Any]:
             return self.apply(residuals, tangents)
 
-        return list(_transposed(push, self._zeros_of_inputs(), f"{self}.jvp", "reverse mode", "tangents")(given))
+        return list(_transposed(push, self._input_avals(), f"{self}.jvp", "reverse mode", "tangents")(given))
 
-    def _zeros_of_inputs(self) -> list[jax.Array]:
-        return [zeros_of(self._forward_pass.input_avals[i].to_tangent_aval()) for i in self._perturbed]
+    def _input_avals(self) -> list[Any]:
+        return [self._forward_pass.input_avals[i].to_tangent_aval() for i in self._perturbed]
 
 
 _CAPTURED_BY_CTX = (
@@ -537,16 +548,16 @@ _CAPTURED_BY_CTX = (
 
 
 def _transposed(
-    function: Callable[..., Any], like: Sequence[Any], method: str, what_for: str, arguments: str
+    function: Callable[..., Any], avals: Sequence[Any], method: str, what_for: str, arguments: str
 ) -> Callable[..., Any]:
     """Returns the transpose of user code that ought to be linear; raises if it is not."""
     problem = (
         f"{method} is not linear in its {arguments}, so {what_for}, which transposes it, cannot be had. Define the "
         "other rule by hand, or take the nonlinear part out of the Function."
     )
-    if not is_linear(function, like):
-        raise RuntimeError(f"{problem} What is not linear is {describe_nonlinearity(function, like)}.")
-    transpose = jax.linear_transpose(function, *like)
+    if not is_linear(function, avals):
+        raise RuntimeError(f"{problem} What is not linear is {describe_nonlinearity(function, avals)}.")
+    transpose = jax.linear_transpose(function, *map(shape_struct, avals))
 
     def apply(values: Any) -> Any:
         try:
@@ -600,6 +611,10 @@ class _IntermediatesRule(Rule):
         linear_map = _IntermediatesMap(self._forward_pass, self._replay, self._indices, perturbed, outputs, len(inputs))
         given = [tangents[i] for i in perturbed]
         return outputs, bind_linear_map(linear_map, [*inputs, *outputs, *kept], given)
+
+    @property
+    def saves_inputs(self) -> bool:
+        return self._forward_pass.saves_inputs
 
     def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
         rule = copy(self)

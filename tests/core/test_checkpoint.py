@@ -1,0 +1,281 @@
+"""What `jax.checkpoint` keeps of a Function that saves an output: nothing, unless its rule is not linear (row D9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxfn
+from tests.support.cases import residual_bytes
+from tests.support.marks import COMING, row, sampled
+
+X = np.linspace(-0.9, 1.1, 4, dtype=np.float32)
+KEEPS_NOTHING = pytest.mark.xfail(COMING, reason="JAX_REMAT3 has no public rule for what a primitive keeps")
+
+
+def on_host(g: Any) -> Any:
+    return jax.pure_callback(lambda g: 1 * np.asarray(g), g, g, vmap_method="expand_dims")
+
+
+class OnHost(jaxfn.Function):
+    """The identity, on the host."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return on_host(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return OnHost.apply(g)
+
+
+LINEAR: dict[str, Callable[[Any], Any]] = {
+    "linear": lambda g: 2 * g,
+    "selected": lambda g: jnp.where(jnp.arange(g.size).reshape(g.shape) < 3, g, 0),
+    "in a loop": lambda g: lax.scan(lambda c, s: (c * s, None), g, jnp.arange(1.0, 4.0))[0],
+    "solve": lambda g: jnp.linalg.solve(jnp.eye(g.size) * 2 + 1, g.ravel()).reshape(g.shape),
+    "host": lambda g: OnHost.apply(3 * g),
+}
+NOT_LINEAR: dict[str, Callable[[Any], Any]] = {
+    "clipped": lambda g: jnp.clip(g, -0.5, 0.5),
+    "clipped in jit": jax.jit(lambda g: jnp.clip(g, -0.5, 0.5)),
+    "affine": lambda g: 2 * g + 1,
+    "normalized": lambda g: g / (1 + jnp.sum(g * g)),
+    "rounded": lambda g: g + jnp.round(8 * g) / 8,
+    "branches": lambda g: lax.cond(jnp.sum(g) > 0.1, lambda g: g, lambda g: 3 * g, g),
+    "in a loop": lambda g: lax.scan(lambda c, _: (c + 0.1, None), g, None, length=2)[0],
+    "Function": lambda g: Squashed.apply(g),
+}
+
+
+class Squashed(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 - ctx.saved_tensors[0] ** 2)
+
+
+def tanh_with(change: Callable[[Any], Any], **attributes: Any) -> Any:
+    """tanh, which saves its output; the gradient is changed first."""
+
+    class Tanh(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = jnp.tanh(x)
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, g):
+            (y,) = ctx.saved_tensors
+            return change(g) * (1 - y * y)
+
+    for name, value in attributes.items():
+        setattr(Tanh, name, value)
+    return Tanh.apply
+
+
+def by_hand(change: Callable[[Any], Any]) -> Any:
+    f = jax.custom_vjp(jnp.tanh)
+
+    def fwd(x):
+        y = f(x)
+        return y, y
+
+    f.defvjp(fwd, lambda y, g: (change(g) * (1 - y * y),))
+    return f
+
+
+def chain(f: Any, checkpoint: Callable[..., Any]) -> Any:
+    """The input of f is not an argument of the checkpoint, so that keeping it, or the output, shows."""
+    return checkpoint(lambda x: jnp.sum(jnp.sin(f(jnp.sin(x) * 2))))
+
+
+def second(loss: Any, x: Any) -> Any:
+    return jax.grad(lambda x: jnp.sum(jnp.cos(jax.grad(loss)(x))))(x)
+
+
+@row("D9", "E1b")
+@pytest.mark.parametrize("rule", LINEAR)
+@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_of_a_linear_rule_the_output_is_computed_again(within, rule):
+    ours, theirs = (within(f(LINEAR[rule])) for f in (tanh_with, by_hand))
+    nbytes = [residual_bytes(chain(f, jax.checkpoint), (jnp.ones(100),)) for f in (ours, theirs)]
+    assert nbytes == [400, 400]
+    got, expected = second(chain(ours, jax.checkpoint), X), second(chain(theirs, lambda f: f), X)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@row("D9")
+@KEEPS_NOTHING
+@pytest.mark.parametrize("rule", NOT_LINEAR)
+@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["", "jit"])
+@pytest.mark.parametrize(
+    "attributes", [{}, {"generate_jvp_rule": True}, {"jvp": staticmethod(lambda ctx, t: 7 * t)}], ids=str
+)
+def test_of_a_rule_that_is_not_linear_the_output_is_kept(attributes, within, rule):
+    ours = within(tanh_with(NOT_LINEAR[rule], **attributes))
+    assert residual_bytes(chain(ours, jax.checkpoint), (jnp.ones(100),)) == 800
+    for wrap in (lambda f: f, jax.checkpoint):
+        np.testing.assert_allclose(
+            second(chain(ours, wrap), X), second(chain(by_hand(NOT_LINEAR[rule]), lambda f: f), X), rtol=1e-4, atol=1e-6
+        )
+
+
+# --- names of axes
+
+
+NAMED: dict[str, Callable[..., Any]] = {
+    "vmap in checkpoint": lambda f, c: c(jax.vmap(f, axis_name="i")),
+    "checkpoint in vmap": lambda f, c: jax.vmap(c(f), axis_name="i"),
+    "checkpoint in vmap in jit": lambda f, c: jax.jit(jax.vmap(c(f), axis_name="i")),
+    "jit of vmap in checkpoint": lambda f, c: c(jax.jit(jax.vmap(f, axis_name="i"))),
+    "scan in vmap": lambda f, c: jax.vmap(
+        lambda x: lax.scan(lambda x, _: (c(f)(x), None), x, None, length=2)[0], axis_name="i"
+    ),
+    "checkpoint of scan in vmap": lambda f, c: jax.vmap(
+        c(lambda x: lax.scan(lambda x, _: (f(x), None), x, None, length=2)[0]), axis_name="i"
+    ),
+    "two vmaps": lambda f, c: lambda x: jax.vmap(c(jax.vmap(f, axis_name="i")), 1, 1)(jnp.stack([x, 2 * x], 1)).sum(1),
+}
+COLLECTIVE: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda g: lax.psum(g, "i"),
+    "mean": lambda g: g - lax.psum(g, "i") / len(X),  # JAX does not bind the name for pmean in a bwd
+    "moved": lambda g: lax.ppermute(g, "i", [(i, (i + 1) % len(X)) for i in range(len(X))]),
+    "index": lambda g: g * lax.axis_index("i"),
+    "clipped sum": lambda g: jnp.clip(lax.psum(g, "i"), -0.5, 0.5),
+    "largest": lambda g: g + 0.1 * lax.pmax(lax.stop_gradient(g), "i"),
+}
+IS_LINEAR = {"sum": True, "mean": True, "moved": True, "index": True, "clipped sum": False, "largest": False}
+
+
+@row("D9", "E1", "E1b")
+@sampled
+@pytest.mark.parametrize("rule", COLLECTIVE)
+@pytest.mark.parametrize("program", NAMED)
+def test_rules_that_use_the_name_of_a_vmapped_axis(program, rule):
+    if COMING and not IS_LINEAR[rule]:
+        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive keeps")
+    ours, theirs = tanh_with(COLLECTIVE[rule]), by_hand(COLLECTIVE[rule])
+
+    def loss(f, c):
+        mapped = NAMED[program](f, c)
+        return lambda x: jnp.sum(jnp.sin(mapped(x)))
+
+    expected = second(loss(theirs, lambda f: f), X)
+    for checkpoint in (lambda f: f, jax.checkpoint):
+        np.testing.assert_allclose(second(loss(ours, checkpoint), X), expected, rtol=1e-4, atol=1e-5)
+    if IS_LINEAR[rule]:
+        nbytes = [residual_bytes(loss(f, jax.checkpoint), (X,)) for f in (ours, theirs)]
+        assert nbytes[0] == nbytes[1]
+
+
+SHARDED: dict[str, Callable[..., Any]] = {
+    "shard_map in checkpoint": lambda f, c, s: c(s(f)),
+    "checkpoint in shard_map": lambda f, c, s: s(c(f)),
+    "checkpoint in shard_map in jit": lambda f, c, s: jax.jit(s(c(f))),
+    "scan in shard_map": lambda f, c, s: s(lambda x: lax.scan(lambda x, _: (c(f)(x), None), x, None, length=2)[0]),
+}
+
+
+@row("D9", "E1b", "E2")
+@sampled
+@pytest.mark.parametrize("rule", [*COLLECTIVE, "linear", "clipped"])
+@pytest.mark.parametrize("program", SHARDED)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_rules_that_use_the_name_of_a_mesh_axis(check_vma, program, rule):
+    change = (COLLECTIVE | LINEAR | NOT_LINEAR)[rule]
+    is_linear = IS_LINEAR.get(rule, rule == "linear")
+    if COMING and not is_linear:
+        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive keeps")
+    mesh = jax.make_mesh((len(X),), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def sharded(f):
+        return jax.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check_vma)
+
+    def varying(g):
+        """The sum is the same on all devices, and the gradient of a varying array varies."""
+        changed = change(g)
+        varies = not check_vma or "i" in jax.typeof(changed).manual_axis_type.varying
+        return changed if varies else lax.pcast(changed, "i", to="varying")
+
+    ours, theirs = tanh_with(varying), by_hand(varying)
+
+    def loss(f, c):
+        mapped = SHARDED[program](f, c, sharded)
+        return lambda x: jnp.sum(jnp.sin(mapped(x)))
+
+    with jax.set_mesh(mesh):
+        expected = second(loss(theirs, lambda f: f), X)
+        for checkpoint in (lambda f: f, jax.checkpoint):
+            np.testing.assert_allclose(second(loss(ours, checkpoint), X), expected, rtol=1e-4, atol=1e-5)
+        if is_linear:
+            nbytes = [residual_bytes(loss(f, jax.checkpoint), (X,)) for f in (ours, theirs)]
+            assert nbytes[0] == nbytes[1]
+
+
+# --- what backward does besides
+
+
+@row("D9", "L1")
+def test_a_backward_that_raises_says_so_itself():
+    @jaxfn.function
+    def exp(ctx, x, w):
+        y = jnp.exp(x) * w
+        ctx.save_for_backward(y)
+        return y
+
+    @exp.backward
+    def _(ctx, g):
+        (y,) = ctx.saved_tensors
+        if ctx.needs_input_grad.w:
+            raise ValueError("there is no derivative by w")
+        return g * y, None
+
+    loss = jax.checkpoint(lambda x, w: jnp.sum(jnp.sin(exp(jnp.sin(x), w))))
+    plain = jax.grad(lambda x: jnp.sum(jnp.sin(jnp.exp(jnp.sin(x)) * 2.0)))(X)
+    np.testing.assert_allclose(jax.grad(loss)(X, 2.0), plain, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(X, 2.0), plain, rtol=1e-5)
+    with pytest.raises(ValueError, match="there is no derivative by w"):
+        jax.grad(loss, 1)(X, 2.0)
+
+
+@row("B4", "D9", "E1b")
+def test_keys_integers_and_packed_arrays_among_the_residuals():
+    @jaxfn.function
+    def dropped(ctx, x, key, n):
+        mask = jax.random.bernoulli(key, 0.5, x.shape)
+        y = jnp.exp(x) * mask
+        ctx.save_for_backward(y, jax.random.fold_in(key, 0), n)
+        ctx.more = (mask, key)
+        return y
+
+    @dropped.backward
+    def _(ctx, g):
+        y, _, n = ctx.saved_tensors
+        mask, key = ctx.more
+        again = jax.random.bernoulli(key, 0.5, mask.shape)
+        return jnp.where(again, g * y, 0) * n, None, None
+
+    key, n = jax.random.key(0), jnp.int32(3)
+
+    def loss(checkpoint):
+        return checkpoint(lambda x: jnp.sum(jnp.sin(dropped(jnp.sin(x), key, n))))
+
+    x = jnp.linspace(0, 1, 100)
+    with jaxfn.saved_tensors_hooks(lambda x: x, lambda x: x):
+        np.testing.assert_allclose(jax.grad(loss(jax.checkpoint))(x), jax.grad(loss(lambda f: f))(x), rtol=1e-5)
+    np.testing.assert_allclose(second(loss(jax.checkpoint), x), second(loss(lambda f: f), x), rtol=1e-4)
+    assert residual_bytes(loss(jax.checkpoint), (x,)) <= 400 + 16
