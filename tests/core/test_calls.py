@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 import weakref
 from typing import Any
@@ -602,6 +603,33 @@ def test_a_numpy_scalar_that_jax_traces_gets_a_hint(scale, size, hint, program):
         assert name in str(error) and f"{hint}(" in str(error) and "ScaledByNumPy" in str(error), str(error)
     else:
         np.testing.assert_allclose(got, [4, 4, 4])
+
+
+# --- JAX's own errors
+
+
+class Branching(jaxfn.Function):
+    """Looks at the value of an array."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x if x[0] > 0 else -x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+@row("A7", "L1")
+@pytest.mark.parametrize("program", ["jit", "checkpoint", "scan", "cond", "vmap"])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_errors_of_jax_name_the_function_and_its_file(differentiated, program):
+    """They did before; now that forward is a part of the program around it, JAX alone would name that one only."""
+    call = PROGRAMS[program](lambda x: Branching.apply(x).sum())
+    line = Branching.forward.__code__.co_firstlineno
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="Branching") as caught:
+        (jax.grad(call) if differentiated else call)(X)
+    assert re.search(rf"test_calls\.py:({line}|{line + 1}|{line + 2})\b", str(caught.value)), str(caught.value)
 
 
 # --- forward mode that a Function does not have
