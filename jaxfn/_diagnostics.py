@@ -140,20 +140,26 @@ _BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", 
 _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
 
 
-def add_hint(error: Exception, function_name: str, method: str, ctx: Any = None) -> None:
+def add_hint(
+    error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None
+) -> None:
     """Adds the Function, the mistake and the fix to the message of an error, if it is a known one.
 
     Args:
       error: What one of the user's methods raised.
       function_name: The Function's name.
       method: The name of the method.
-      ctx: The ctx that the method received.
+      function: The method.
+      ctx: The ctx that it received.
     """
     if str(error).startswith(_BY_CTX):
         add_to_message(error, f"In {function_name}.{method}.")
     hint = _hint(error, method, ctx)
     if hint is not None:
-        add_to_message(error, f"In {function_name}.{method}: {hint}.")
+        # JAX's own message says where the whole program was written.
+        location = source_location(function) if hint in (_ASKS_FOR_VALUE, _ASKS_FOR_ARRAY) else None
+        where = f" {function_name}.{method} is at {location}." if location else ""
+        add_to_message(error, f"In {function_name}.{method}: {hint}.{where}")
 
 
 def add_to_message(error: Exception, text: str) -> None:
@@ -179,7 +185,7 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     if asks_for_value or text.startswith("Shapes must be 1D sequences of concrete values"):
         return _ASKS_FOR_VALUE
     if isinstance(error, jax.errors.TracerArrayConversionError):
-        return "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
+        return _ASKS_FOR_ARRAY
     if isinstance(error, NotImplementedError) and "array.view()" in text:
         return _hint_for_view(error)
     if isinstance(error, TypeError):
@@ -193,6 +199,7 @@ _ASKS_FOR_VALUE = (
     "the value of an array is asked for (by if, while, float(...), .item() or an index), and it has none while JAX "
     "traces. Compute with jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is static"
 )
+_ASKS_FOR_ARRAY = "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
 
 
 def add_numpy_hint(error: Exception, function_name: str, names: InputNames, inputs: Sequence[object]) -> None:

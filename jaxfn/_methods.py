@@ -150,7 +150,7 @@ class UserMethods:
         try:
             outputs = flatten_outputs(spec.names.call(self._forward, (ctx,), inputs))
         except Exception as error:
-            add_hint(error, self.name, "forward", ctx)
+            add_hint(error, self.name, "forward", self._forward, ctx)
             raise
         self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
         return outputs
@@ -160,7 +160,7 @@ class UserMethods:
         try:
             outputs = flatten_outputs(spec.names.call(self._forward, (), inputs))
         except Exception as error:
-            add_hint(error, self.name, "forward")
+            add_hint(error, self.name, "forward", self._forward)
             raise
         self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
         return outputs
@@ -211,7 +211,7 @@ class UserMethods:
         except Exception as error:
             if isinstance(error, TypeError) and is_call_error(error, rule, (ctx, *arguments)):
                 raise signature_error(self.name, method, rule, ctx, len(arguments)) from None
-            add_hint(error, self.name, method, ctx)
+            add_hint(error, self.name, method, rule, ctx)
             raise
 
     def escaped_tracer_error(self, method: str) -> Exception:
