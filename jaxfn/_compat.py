@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
-from jax.extend.core import DebugInfo, Primitive, Var, find_top_trace, set_current_trace
+from jax.extend.core import DebugInfo, Jaxpr, Primitive, Var, find_top_trace, set_current_trace
 from jax.extend.core.primitives import (
     add_jaxvals_p,
     call_p,
@@ -196,6 +196,30 @@ class VmapAxis:
         return functools.partial(mapped, None if is_batched else np.zeros(self.size, bool))
 
 
+class _Primitive(Primitive):
+    """A primitive whose params are freed with the eqns that have them (0.10.0 to 0.12.0).
+
+    JAX caches the types of results by the params of the last 2,048 eqns, which would keep rules and what they capture.
+    It drops such an entry when a jaxpr among the params is freed, so each eqn gets an empty one, in a tuple in a tuple,
+    where nothing looks for jaxprs to evaluate.
+    """
+
+    def bind(self, *operands: Any, **params: Any) -> Any:
+        if params:
+            params["lifetime"] = ((Jaxpr([], [], [], [], debug_info=_NO_FUNCTION),),)
+        return super().bind(*operands, **params)
+
+
+_NO_FUNCTION = DebugInfo("", "", None, None)
+
+
+def _without_lifetime(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(*args: Any, lifetime: object = None, **params: Any) -> Any:
+        return rule(*args, **params)
+
+    return apply
+
+
 def make_primitive(
     name: str,
     *,
@@ -227,10 +251,11 @@ def make_primitive(
       may_use_axis_names: Whether the primitive runs user code, which may use the names of vmap axes.
       lower_as_function: Whether `evaluate` is traced to be lowered. Otherwise it is an identity.
     """
-    primitive = Primitive(name)
+    primitive = _Primitive(name)
     primitive.multiple_results = True
+    evaluate, jvp, batch = map(_without_lifetime, (evaluate, jvp, batch))
     primitive.def_impl(evaluate)
-    primitive.def_abstract_eval(avals or evaluate)
+    primitive.def_abstract_eval(_without_lifetime(avals) if avals else evaluate)
 
     def lower(_ctx: Any, *operands: Any, **params: Any) -> list[Any]:
         return evaluate(*operands, **params)
@@ -256,7 +281,7 @@ def make_primitive(
     batching.fancy_primitive_batchers[primitive] = batch_rule
 
     if transpose is not None:
-        rule = transpose
+        rule = _without_lifetime(transpose)
 
         def transpose_rule(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
             given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
