@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxfn._compat import is_ref, zeros_of
 from jaxfn._context import ContextState
+from jaxfn._jaxpr import ArrayIdentity
 from jaxfn._mesh_types import match_tangent
 from jaxfn._observe import CALL_MONITOR
 from jaxfn._signature import InputNames, InputSpec
@@ -152,7 +153,9 @@ def flatten_outputs(value: Any) -> ForwardOutputs:
 # Marks
 
 
-def non_differentiable_outputs(name: str, state: ContextState, outputs: Sequence[Any]) -> frozenset[int]:
+def non_differentiable_outputs(
+    name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> frozenset[int]:
     """Returns the indices of the marked outputs among the array leaves; warns of what is not an output.
 
     # Note: two outputs, one array
@@ -165,16 +168,18 @@ def non_differentiable_outputs(name: str, state: ContextState, outputs: Sequence
       ValueError: A marked array is returned more often than it was marked.
     """
     marked = jax.tree_util.tree_leaves(state.non_differentiable)
+    identity = ArrayIdentity(inputs)
+    keys, marked_keys = list(map(identity.key, outputs)), list(map(identity.key, marked))
     found: set[int] = set()
-    for mark in marked:
-        indices = [i for i, output in enumerate(outputs) if mark is output]
+    for mark, key in zip(marked, marked_keys, strict=True):
+        indices = [i for i, other in enumerate(keys) if key == other]
         if not indices:
             warnings.warn(
                 f"{name}: mark_non_differentiable was given a value that forward did not return; it has no effect. "
                 "Pass the very array that is returned.",
                 stacklevel=2,
             )
-        elif sum(mark is other for other in marked) < len(indices) and is_inexact(jax.dtypes.result_type(mark)):
+        elif marked_keys.count(key) < len(indices) and is_inexact(jax.dtypes.result_type(mark)):
             raise ValueError(
                 f"{name}: mark_non_differentiable was given an array that forward returns {len(indices)} times, as "
                 f"outputs {', '.join(map(str, indices))}, so that it cannot be told which is meant. (A function that "

@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ __all__ = [
     "AbstractRef",
     "Primitive",
     "SymbolicZero",
+    "Var",
     "add_jaxvals_p",
     "call_p",
     "closed_call_p",
@@ -109,9 +110,35 @@ def is_staged(array: object) -> bool:
     return isinstance(array, partial_eval.DynamicJaxprTracer)
 
 
-def is_linear_operand(array: object) -> bool:
-    """Whether an array is an argument of `jax.linear_transpose`, or computed from one (0.10.0 to 0.12.0)."""
-    return isinstance(array, partial_eval.JaxprTracer)
+def traced_eqns() -> Iterator[Any]:
+    """Yields the eqns of the jaxpr that is being traced, from the last one; none where no jaxpr is (0.10.0 to 0.12.0).
+
+    The operands of most of them are tracers.
+    """
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):  # of a derivative or a vmap
+        trace = trace.parent_trace
+    entries: Sequence[Any] = trace.frame.tracing_eqns if hasattr(trace, "frame") else ()
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        eqn = entry() if callable(entry) else entry  # 0.10.0 has functions here; both versions weak references, too
+        if eqn is not None:
+            yield eqn
+
+
+def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the variable of a staged value, or the array, that tracers of `jax.vmap` have, and its axis for each use.
+
+    (0.10.0 to 0.12.0)
+    """
+    dims: list[Any] = []
+    trace: Any = find_top_trace(())
+    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):
+        if hasattr(trace, "to_batch_info"):
+            array, dim = trace.to_batch_info(array)
+            dims.append(dim)
+        trace = trace.parent_trace
+    return (array.val if is_staged(array) else array), tuple(dims)
 
 
 def has_tangent(array: object) -> bool:
@@ -197,27 +224,98 @@ class VmapAxis:
 
 
 class _Primitive(Primitive):
-    """A primitive whose params are freed with the eqns that have them (0.10.0 to 0.12.0).
-
-    JAX caches the types of results by the params of the last 2,048 eqns, which would keep rules and what they capture.
-    It drops such an entry when a jaxpr among the params is freed, so each eqn gets an empty one, in a tuple in a tuple,
-    where nothing looks for jaxprs to evaluate.
-    """
+    """A primitive whose params are freed with the eqns that have them."""
 
     def bind(self, *operands: Any, **params: Any) -> Any:
-        if params:
-            params["lifetime"] = ((Jaxpr([], [], [], [], debug_info=_NO_FUNCTION),),)
-        return super().bind(*operands, **params)
+        return super().bind(*operands, **_with_lifetime(params))
 
 
 _NO_FUNCTION = DebugInfo("", "", None, None)
 
 
+def _with_lifetime(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the params of an eqn so that JAX's caches do not keep them longer than the eqn (0.10.0 to 0.12.0).
+
+    JAX caches the types of results by the params of the last 2,048 eqns, which would keep rules and what they capture.
+    It drops an entry when a jaxpr among the params is freed, so each eqn gets an empty one: in a tuple in a tuple,
+    where nothing looks for jaxprs that are evaluated.
+    """
+    return params and {**params, "lifetime": ((Jaxpr([], [], [], [], debug_info=_NO_FUNCTION),),)}
+
+
 def _without_lifetime(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a rule that may get the params of `_with_lifetime`."""
+
     def apply(*args: Any, lifetime: object = None, **params: Any) -> Any:
         return rule(*args, **params)
 
     return apply
+
+
+class PartialEvaluation:
+    """One use of a primitive where some operands have no value, as under `jax.linear_transpose` (0.10.0 to 0.12.0).
+
+    JAX makes a jaxpr of what depends on those. It evaluates, and does not transpose, that of the body of a loop, so
+    that the jaxpr has to be right for both.
+    """
+
+    def __init__(self, trace: Any, primitive: Primitive) -> None:
+        self._trace = trace
+        self._primitive = primitive
+
+    def has_value(self, operand: Any) -> bool:
+        """Whether an operand has a value."""
+        return operand.is_known()
+
+    def bind(self, operands: Sequence[Any], **params: Any) -> list[Any]:
+        """Applies the primitive; the results have values if all operands do."""
+        return self._trace.default_process_primitive(self._primitive, operands, _with_lifetime(params))
+
+    def enclose(self, arrays: Sequence[Any], after: Primitive) -> list[Any]:
+        """Returns arrays without a value, computed by one `jit` eqn.
+
+        Backward passes skip that eqn if no cotangent reaches it. They look up a rule for any other eqn even then.
+
+        Args:
+          arrays: The arrays.
+          after: The eqn begins with what is computed from results of this primitive.
+        """
+        eqns: dict[int, Any] = {}
+        pending = list(arrays)
+        while pending:
+            eqn = pending.pop().recipe
+            if hasattr(eqn, "primitive") and eqn.eqn_id not in eqns:
+                eqns[eqn.eqn_id] = eqn
+                pending += eqn.in_tracers
+        inside: set[int] = set()
+        computed: set[int] = set()
+        steps: list[tuple[Any, list[int], list[int]]] = []
+        operands: dict[int, Any] = {}
+        for _, eqn in sorted(eqns.items()):
+            results = [id(reference()) for reference in eqn.out_tracer_refs]
+            is_pure = all(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
+            if eqn.primitive is after:
+                inside.update(results)
+            elif is_pure and any(id(x) in inside for x in eqn.in_tracers):
+                inside.update(results)
+                operands.update((id(x), x) for x in eqn.in_tracers if id(x) not in computed)
+                computed.update(results)
+                steps.append((eqn._replace(in_tracers=(), out_tracer_refs=()), list(map(id, eqn.in_tracers)), results))
+        enclosed = [i for i, x in enumerate(arrays) if id(x) in computed]
+        names = list(map(id, arrays))
+
+        def forward(*values: Any) -> list[Any]:
+            env = dict(zip(operands, values, strict=True))
+            for eqn, inputs, results in steps:
+                env.update(zip(results, eval_eqn(eqn, [env[name] for name in inputs]), strict=True))
+            return [env[names[i]] for i in enclosed]
+
+        found = list(arrays)
+        if [eqn.primitive for eqn, _, _ in steps] not in ([], [jit_p]):
+            with set_current_trace(self._trace):
+                for i, x in zip(enclosed, jax.jit(forward)(*operands.values()), strict=True):
+                    found[i] = x
+        return found
 
 
 def make_primitive(
@@ -228,6 +326,8 @@ def make_primitive(
     batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]],
     avals: Callable[..., Sequence[Any]] | None = None,
     transpose: Callable[..., Sequence[Any]] | None = None,
+    drop_results: Callable[..., tuple[Sequence[bool], Sequence[bool], dict[str, Any]]] | None = None,
+    evaluate_partially: Callable[..., Sequence[Any]] | None = None,
     partial_eval_in_checkpoint: Callable[..., Any] | None = None,
     on_transpose_error: Callable[[Exception], None] | None = None,
     may_use_axis_names: bool = False,
@@ -246,6 +346,10 @@ def make_primitive(
       avals: Returns the types of the results. Default: `evaluate`, for identities.
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
+      drop_results: `drop_results(used, num_operands, **params)`, where not all results are used, returns which results
+        and operands stay, and the params then. Default: all stay.
+      evaluate_partially: `evaluate_partially(use, operands, **params)`, with a `PartialEvaluation`, returns the
+        results where some operands have no value. Default: the results have none.
       partial_eval_in_checkpoint: JAX's rule for `jax.checkpoint`. Default: JAX's own.
       on_transpose_error: Called with an exception that `transpose` raises.
       may_use_axis_names: Whether the primitive runs user code, which may use the names of vmap axes.
@@ -302,6 +406,32 @@ def make_primitive(
 
         ad.primitive_transposes[primitive] = transpose_rule
 
+    if drop_results is not None:
+        drop = _without_lifetime(drop_results)
+
+        def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+            eqn = rest[-1]  # after which operands are still read, in 0.12.0
+            if all(used):
+                return [True] * len(eqn.invars), eqn
+            if not any(used):
+                return [False] * len(eqn.invars), None
+            results, operands, params = drop(used, len(eqn.invars), **eqn.params)
+            invars, outvars = (
+                [v for v, stays in zip(atoms, flags, strict=True) if stays]
+                for atoms, flags in ((eqn.invars, operands), (eqn.outvars, results))
+            )
+            return list(operands), eqn.replace(invars=invars, outvars=outvars, params=_with_lifetime(params))
+
+        partial_eval.dce_rules[primitive] = dce_rule
+
+    if evaluate_partially is not None:
+        split = _without_lifetime(evaluate_partially)
+
+        def partial_eval_rule(trace: Any, *tracers: Any, **params: Any) -> Sequence[Any]:
+            return split(PartialEvaluation(trace, primitive), tracers, **params)
+
+        partial_eval.custom_partial_eval_rules[primitive] = partial_eval_rule
+
     if partial_eval_in_checkpoint is not None:
         partial_eval.partial_eval_jaxpr_custom_rules[primitive] = partial_eval_in_checkpoint
     return primitive
@@ -333,6 +463,14 @@ def describe_functions(*functions: Callable[..., Any]) -> None:
     for function in functions:
         vars(function)["__signature__"] = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
         vars(function)["__fun_debug_info__"] = DebugInfo("custom derivative", "a jaxfn Function", None, None)
+
+
+def has_transpose(primitive: Primitive) -> bool:
+    """Whether JAX has a transposition rule for a primitive (0.10.0 to 0.12.0).
+
+    Those of primitives that add up in place, such as slices and `scan`, are in a table that is not public.
+    """
+    return primitive in ad.primitive_transposes
 
 
 def zeros_of(aval: Any) -> jax.Array:

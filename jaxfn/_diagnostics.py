@@ -140,26 +140,24 @@ _BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", 
 _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
 
 
-def add_hint(
-    error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None
-) -> None:
+def add_hint(error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None) -> None:
     """Adds the Function, the mistake and the fix to the message of an error, if it is a known one.
 
     Args:
       error: What one of the user's methods raised.
       function_name: The Function's name.
       method: The name of the method.
-      function: The method.
-      ctx: The ctx that it received.
+      function: The method itself.
+      ctx: The ctx that the method received.
     """
     if str(error).startswith(_BY_CTX):
         add_to_message(error, f"In {function_name}.{method}.")
     hint = _hint(error, method, ctx)
     if hint is not None:
-        # JAX's own message says where the whole program was written.
-        location = source_location(function) if hint in (_ASKS_FOR_VALUE, _ASKS_FOR_ARRAY) else None
-        where = f" {function_name}.{method} is at {location}." if location else ""
-        add_to_message(error, f"In {function_name}.{method}: {hint}.{where}")
+        # JAX's own errors name the outermost traced function and its file.
+        location = source_location(function) if isinstance(error, jax.errors.JAXTypeError) else None
+        where = "" if location is None else f" ({method} is at {location})"
+        add_to_message(error, f"In {function_name}.{method}: {hint}{where}.")
 
 
 def add_to_message(error: Exception, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jaxfn._boundary import (
 from jaxfn._compat import manual_axes_here
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, collect_saved, restore_ctx, use_saved_for_forward
 from jaxfn._hooks import Hooks, PackedResiduals, pack
-from jaxfn._jaxpr import StagedFunction
+from jaxfn._jaxpr import ArrayIdentity, StagedFunction
 from jaxfn._mesh_types import match_cotangents
 from jaxfn._methods import UserMethods
 from jaxfn._observe import OBSERVATION, Label, Observation, emit_logs, label_arrays, label_present, leaf_names, observe
@@ -88,6 +88,10 @@ class SavedSpec(NamedTuple):
     trees: list[TreeSpec]
     sources: list[ResidualSource]
     order: list[int]
+
+    def leaf_of(self, kind: str, place: int) -> int:
+        """Returns the index of the first array leaf that has this origin."""
+        return next(i for i, residual in enumerate(self.order) if self.sources[residual][:2] == (kind, place))
 
     def residual_names(self) -> list[str]:
         """Returns, for each residual, the names under which it was saved."""
@@ -371,7 +375,7 @@ def call_forward(
     if state.dirty and check_dirty(spec.name, state, arrays, returned.arrays):
         methods.warn_of_dirty()
     if state.non_differentiable:
-        marked = non_differentiable_outputs(spec.name, state, returned.originals)
+        marked = non_differentiable_outputs(spec.name, state, arrays, returned.originals)
         returned = returned._replace(spec=OutputSpec(returned.spec.container, returned.spec.trees, marked))
     if state.logged:
         returned = returned._replace(arrays=emit_logs(spec.name, "forward", state.logged, returned.arrays))
@@ -421,24 +425,30 @@ def _save(
 ) -> tuple[SavedSpec, list[jax.Array]]:
     """Returns what a ctx keeps, and the intermediates among it."""
     names, values = collect_saved(ctx)
-    known: dict[int, tuple[str, int]] = {}
-    for i, x in enumerate(outputs):
-        known.setdefault(id(x), ("output", i))  # of several outputs that are one array the first counts
-    for i, x in enumerate(inputs):
-        known[id(x)] = ("input", i)
+    known = {id(x): ("input", i) for i, x in enumerate(inputs)}
+    identity: ArrayIdentity | None = None
+    by_key: dict[Hashable, tuple[str, int]] = {}
+    output_ids = set(map(id, outputs))
     intermediates: list[Any] = []
     trees: list[TreeSpec] = []
     indices: dict[ResidualSource, int] = {}
     order: list[int] = []
     for position, value in enumerate(values):
         # Flattening an input or output again would cost more than this test.
-        arrays, tree = ((value,), ARRAY_SPEC) if id(value) in known else flatten_saved(value)
+        is_array = id(value) in known or id(value) in output_ids
+        arrays, tree = ((value,), ARRAY_SPEC) if is_array else flatten_saved(value)
         trees.append(tree)
         is_packed = hooks is not None and position < names.num_for_backward
         for array in arrays:
             if id(array) not in known:
-                known[id(array)] = ("intermediate", len(intermediates))
-                intermediates.append(array)
-            source = ResidualSource(*known[id(array)], is_packed)
-            order.append(indices.setdefault(source, len(indices)))
+                if identity is None:
+                    identity = ArrayIdentity(inputs)
+                    for kind, others in (("output", outputs), ("input", inputs)):  # the first of outputs that are one
+                        by_key.update((identity.key(x), (kind, i)) for i, x in reversed([*enumerate(others)]))
+                new = ("intermediate", len(intermediates))
+                known[id(array)] = by_key.setdefault(identity.key(array), new)
+                if known[id(array)] is new:
+                    intermediates.append(array)
+            residual = ResidualSource(*known[id(array)], is_packed)
+            order.append(indices.setdefault(residual, len(indices)))
     return SavedSpec(names, trees, list(indices), order), [as_array(x) for x in intermediates]

@@ -7,14 +7,14 @@
     eval_jaxpr_with     the outputs, with a function that evaluates each eqn
     StagedFunction      a function as a jaxpr, which is evaluated without running its Python code again
     needed_eqns         the eqns and the variables that outputs depend on; dependent_eqns: that depend on variables
-    unchanged_operand   the operand that an eqn returns unchanged
+    unchanged_operand   the operand that an eqn returns unchanged; ArrayIdentity: which arrays are one by such eqns
 
 Tables hold a primitive by its identity, or by its name where no public module of JAX has it (0.10.0 to 0.12.0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +27,7 @@ from jax.core import eval_jaxpr
 from jaxfn._compat import (
     AbstractRef,
     Primitive,
+    Var,
     call_p,
     closed_call_p,
     custom_jvp_call_p,
@@ -38,6 +39,8 @@ from jaxfn._compat import (
     name_p,
     remat_p,
     scan_sizes,
+    traced_eqns,
+    value_under_vmaps,
     while_sizes,
 )
 
@@ -359,3 +362,43 @@ def unchanged_operand(eqn: Any, result: int) -> int | None:
             return None
         atom = inner_eqn.invars[operand]
     return next((i for i, v in enumerate(jaxpr.invars) if v is atom), None)
+
+
+class ArrayIdentity:
+    """Tells which arrays are one: the same object, or one value of the jaxpr being traced, by eqns that change nothing.
+
+    A function such as `jax.lax.stop_gradient` returns the very array where that is concrete, and another tracer where
+    it is staged, which counts as the one that it was made from.
+
+    Args:
+      inputs: Arrays beyond which their own origin does not count.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._inputs = {self._value_key(x) for x in inputs}
+        self._eqns = traced_eqns()
+        self._producers: dict[Any, tuple[Any, int]] = {}  # of the eqns that were looked at, from the last one
+
+    def key(self, array: Any) -> Hashable:
+        """Returns what is equal for arrays that are one."""
+        key = self._value_key(array)
+        while key not in self._inputs:
+            variable, dims = key
+            producer = self._producer(variable) if isinstance(variable, Var) else None
+            operand = None if producer is None else unchanged_operand(*producer)
+            if producer is None or operand is None:
+                break
+            key = self._value_key(producer[0].invars[operand])[0], dims
+        return key
+
+    def _value_key(self, array: Any) -> tuple[Hashable, Hashable]:
+        value, dims = value_under_vmaps(array)
+        return value if isinstance(value, Var) else id(value), dims
+
+    def _producer(self, variable: Var) -> tuple[Any, int] | None:
+        while variable not in self._producers:
+            eqn = next(self._eqns, None)
+            if eqn is None:
+                return None
+            self._producers.update((v, (eqn, i)) for i, v in enumerate(eqn.outvars))
+        return self._producers[variable]

@@ -1,7 +1,7 @@
 """Whether user code that is going to be transposed is linear, constants added on included.
 
 JAX refuses to transpose most of what is not linear, but it drops an added constant, and what went through integers, in
-silence.
+silence. Inside a Function it transposes the rule, and does not look at the operations of `forward`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._compat import add_jaxvals_p, make_jaxpr, triangular_solve_p, tridiagonal_solve_p
+from jaxfn._compat import (
+    Primitive,
+    add_jaxvals_p,
+    eqn_source_line,
+    has_transpose,
+    make_jaxpr,
+    record_source_lines,
+    triangular_solve_p,
+    tridiagonal_solve_p,
+)
 from jaxfn._jaxpr import (
     SubJaxpr,
     eval_jaxpr_with,
@@ -21,6 +30,7 @@ from jaxfn._jaxpr import (
     is_any_of,
     jaxprs_in_params,
     lookup,
+    needed_eqns,
     open_jaxpr,
     primitives,
     subjaxprs,
@@ -59,50 +69,78 @@ all_gather all_gather_invariant all_to_all ppermute reduce_scatter pbroadcast
 _LINEAR_IN = dict.fromkeys(_LINEAR_IN_FIRST, 0) | {triangular_solve_p: 1, tridiagonal_solve_p: 3}
 # Each result belongs to the operand with the same index.
 _ONE_BY_ONE = primitives("optimization_barrier device_put psum psum_invariant")
+_ZERO_OR_LINEAR = (_Kind.ZERO, _Kind.LINEAR)
+# All others are in a table here, or JAX has a transpose of them, or they are not linear.
+_OF_LAX = {x for module in (jax.lax, jax.lax.linalg) for x in vars(module).values() if isinstance(x, Primitive)}
 # What they run is not looked into.
 _OPAQUE = {linear_map_p, jax.lax.linear_solve_p, jax.lax.while_p}
 
 
-def is_linear(function: Callable[..., Any], like: Sequence[Any], constants: Sequence[Any] = ()) -> bool:
+def is_linear(
+    function: Callable[..., Any], like: Sequence[Any], constants: Sequence[Any] = (), unused: Sequence[Any] = ()
+) -> bool:
     """Whether no operation of a function is known to be nonlinear. JAX refuses to transpose the others.
 
     Args:
       function: Takes arrays and returns a list of arrays.
       like: Arrays of the types of the arguments in which it ought to be linear.
       constants: Arrays of the types of further arguments.
+      unused: Arrays of the types of further arguments, on which the results ought not to depend.
     """
-    kinds = [_Kind.LINEAR] * len(like) + [_Kind.CONSTANT] * len(constants)
-    results = _kinds_in_jaxpr(*open_jaxpr(make_jaxpr(function, *like, *constants)), kinds)
-    return all(kind in (_Kind.ZERO, _Kind.LINEAR) for kind in results)
+    kinds = [_Kind.LINEAR] * len(like) + [_Kind.CONSTANT] * len(constants) + [_Kind.OTHER] * len(unused)
+    jaxpr, consts = open_jaxpr(make_jaxpr(function, *like, *constants, *unused))
+    return all(kind in _ZERO_OR_LINEAR for kind in _kinds_in_jaxpr(jaxpr, consts, kinds, []))
 
 
-def _kinds_in_jaxpr(jaxpr: Any, consts: Sequence[Any], operands: Sequence[_Kind]) -> list[_Kind]:
-    """Returns the kinds of a jaxpr's outputs."""
+def describe_nonlinearity(function: Callable[..., Any], like: Sequence[Any]) -> str:
+    """Returns the operation that first made a result of a function nonlinear, with its line of code."""
+    with record_source_lines():  # JAX caches the jaxpr of one function object, with other lines
+        jaxpr, consts = open_jaxpr(make_jaxpr(lambda *args: function(*args), *like))
+    eqns, _ = needed_eqns(jaxpr, jaxpr.outvars)
+    nonlinear: list[list[Any]] = []
+    _kinds_in_jaxpr(jaxpr.replace(eqns=eqns), consts, [_Kind.LINEAR] * len(like), nonlinear)
+    if not nonlinear:
+        return "a constant"
+    # The jaxprs inside are cached too, so the line is that of the outermost eqn.
+    names = " in ".join(f"'{eqn.primitive.name}'" for eqn in nonlinear[0])
+    return f"{names} at {eqn_source_line(nonlinear[0][-1])}"
+
+
+def _kinds_in_jaxpr(
+    jaxpr: Any, consts: Sequence[Any], operands: Sequence[_Kind], nonlinear: list[list[Any]]
+) -> list[_Kind]:
+    """Returns the kinds of a jaxpr's outputs. Appends each eqn that makes a value nonlinear, after those inside it."""
 
     def eval_eqn(_: int, eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+        num_before = len(nonlinear)
         # What became an integer or a boolean has been rounded or compared.
-        return [
+        kinds = [
             _Kind.OTHER if kind is _Kind.LINEAR and not is_inexact(var.aval.dtype) else kind
-            for var, kind in zip(eqn.outvars, _kinds_in_eqn(eqn, operands), strict=True)
+            for var, kind in zip(eqn.outvars, _kinds_in_eqn(eqn, operands, nonlinear), strict=True)
         ]
+        if _Kind.OTHER in kinds and _Kind.OTHER not in operands:
+            inside = nonlinear[num_before] if len(nonlinear) > num_before else []
+            nonlinear[num_before:] = [[*inside, eqn]]
+        return kinds
 
     kinds_of_consts = list(map(_kind_of, consts))
     return eval_jaxpr_with(eval_eqn, jaxpr, kinds_of_consts, operands, lambda literal: _kind_of(literal.val))
 
 
-def _kinds_in_eqn(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
+def _kinds_in_eqn(eqn: Any, operands: list[_Kind], nonlinear: list[list[Any]]) -> list[_Kind]:
     inner = [] if is_any_of(eqn, _OPAQUE) else subjaxprs(eqn) or _called_with_operands(eqn)
     if not inner:
         return _kinds_in_operation(eqn, operands)
     if eqn.primitive is jax.lax.cond_p and operands[0] >= _Kind.LINEAR:
         return [_Kind.OTHER] * len(eqn.outvars)
-    return [_kind_of_sum(kinds) for kinds in zip(*(_kinds_in_subjaxpr(sub, operands) for sub in inner), strict=True)]
+    results = [_kinds_in_subjaxpr(sub, operands, nonlinear) for sub in inner]
+    return [_kind_of_sum(kinds) for kinds in zip(*results, strict=True)]
 
 
-def _kinds_in_subjaxpr(sub: SubJaxpr, operands: Sequence[_Kind]) -> list[_Kind]:
+def _kinds_in_subjaxpr(sub: SubJaxpr, operands: Sequence[_Kind], nonlinear: list[list[Any]]) -> list[_Kind]:
     arguments = [operands[i] for i in sub.operands]
     while True:  # until the carry is what it becomes
-        results, before = _kinds_in_jaxpr(sub.jaxpr, sub.consts, arguments), list(arguments)
+        results, before = _kinds_in_jaxpr(sub.jaxpr, sub.consts, arguments, nonlinear), list(arguments)
         for result, argument in sub.carried:
             arguments[argument] = _kind_of_sum([before[argument], results[result]])
         if arguments == before:
@@ -148,7 +186,10 @@ def _kinds_in_operation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
         return [_Kind.OTHER] * count
     if most is not _Kind.LINEAR:
         return [max(most, _Kind.CONSTANT)] * count
-    # JAX transposes few of these, which must not add a constant then.
+    if eqn.primitive not in _OF_LAX:  # a callback or a kernel, whose Function says that it is linear
+        return [_Kind.LINEAR] * count
+    if not has_transpose(eqn.primitive):
+        return [_Kind.OTHER] * count
     beside = [kind for atom, kind in zip(eqn.invars, operands, strict=True) if is_inexact(atom.aval.dtype)]
     return [_kind_of_sum(beside)] * count
 

@@ -147,20 +147,17 @@ class UserMethods:
         """Calls `forward`, and `setup_context` if there is one."""
         if self._is_separate:
             return self.set_up(ctx, inputs, self.forward_alone(spec, inputs))
-        try:
-            outputs = flatten_outputs(spec.names.call(self._forward, (ctx,), inputs))
-        except Exception as error:
-            add_hint(error, self.name, "forward", self._forward, ctx)
-            raise
-        self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
-        return outputs
+        return self._call_forward(spec, (ctx,), inputs)
 
     def forward_alone(self, spec: InputSpec, inputs: Sequence[Any]) -> ForwardOutputs:
         """Calls a `forward` that takes no ctx."""
+        return self._call_forward(spec, (), inputs)
+
+    def _call_forward(self, spec: InputSpec, leading: tuple[Any, ...], inputs: Sequence[Any]) -> ForwardOutputs:
         try:
-            outputs = flatten_outputs(spec.names.call(self._forward, (), inputs))
+            outputs = flatten_outputs(spec.names.call(self._forward, leading, inputs))
         except Exception as error:
-            add_hint(error, self.name, "forward", self._forward)
+            add_hint(error, self.name, "forward", self._forward, *leading)
             raise
         self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
         return outputs

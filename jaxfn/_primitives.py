@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxfn._compat import VmapAxis, make_primitive, without_tangent
+from jaxfn._compat import PartialEvaluation, VmapAxis, make_primitive, without_tangent
 from jaxfn._diagnostics import hide_own_frames
 from jaxfn._jaxpr import identity_primitives, subjaxpr_rules, traced_impl
 from jaxfn._mesh_types import pcast_like
@@ -115,7 +115,29 @@ def _transpose_stop(cotangents: Sequence[Any], *operands: Any) -> Sequence[Any]:
     return cotangents
 
 
-stop_p = make_primitive("stop", evaluate=_evaluate_stop, jvp=_stop_jvp, batch=_batch_stop, transpose=_transpose_stop)
+def _drop_from_stop(used: Sequence[bool], num_operands: int) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
+    return used, used, {}
+
+
+def _stop_partially(use: PartialEvaluation, operands: Sequence[Any]) -> list[Any]:
+    """Keeps apart the operands that have a value, so that what `forward` computes from them alone has one too."""
+    results = list(operands)
+    for has_value in (True, False):
+        indices = [i for i, x in enumerate(operands) if use.has_value(x) == has_value]
+        for i, x in zip(indices, use.bind([operands[i] for i in indices]) if indices else (), strict=True):
+            results[i] = x
+    return results
+
+
+stop_p = make_primitive(
+    "stop",
+    evaluate=_evaluate_stop,
+    jvp=_stop_jvp,
+    batch=_batch_stop,
+    transpose=_transpose_stop,
+    drop_results=_drop_from_stop,
+    evaluate_partially=_stop_partially,
+)
 
 
 class Rule:
@@ -146,9 +168,18 @@ class Rule:
         """
         raise NotImplementedError
 
+    @property
+    def is_transposable(self) -> bool:
+        """Whether `transpose` may be called."""
+        return False
+
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         """Whether `jax.checkpoint` must keep the outputs, and may not compute them again."""
         return False
+
+    def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
+        """Returns the rule without outputs that are not used, and which of them stay because it needs them."""
+        return self, [True] * len(used)
 
 
 def attach(
@@ -266,12 +297,20 @@ class _BatchedRule(Rule):
             for ct, dim in zip(pulled, self._input_dims, strict=True)
         ]
 
+    @property
+    def is_transposable(self) -> bool:
+        return self._rule.is_transposable
+
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         return self._rule.saves_outputs(
             _without_batch(output_avals, [self._out_axis] * len(output_avals)),
             _without_batch(kept_avals, self._kept_dims),
             _without_batch(input_avals, self._input_dims),
         )
+
+    def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
+        rule, stay = self._rule.without_outputs(used)
+        return _BatchedRule(rule, self._axis, self._out_axis, self._kept_dims, self._input_dims), stay
 
 
 def _where_present(values: Sequence[Any], dims: Sequence[int | None]) -> list[int | None]:
@@ -315,6 +354,14 @@ def _transpose_attach(cotangents: Sequence[Any], *operands: Any, spec: _AttachSp
     return [None] * (spec.num_outs + spec.num_kept) + list(spec.rule.transpose(cotangents, kept, inputs))
 
 
+def _attach_partially(use: PartialEvaluation, operands: Sequence[Any], *, spec: _AttachSpec) -> list[Any]:
+    """Makes the operations of `forward` one eqn, as JAX may have no transposes of them; see `_transpose_attach`."""
+    outputs, kept, inputs = spec.split(operands)
+    if isinstance(spec.rule, Rule) and spec.rule.is_transposable and not all(map(use.has_value, inputs)):
+        operands = [*use.enclose([*outputs, *kept], after=stop_p), *inputs]
+    return use.bind(operands, spec=spec)
+
+
 def _partial_eval_attach(
     _policy: Any, unknowns_in: Sequence[bool], available_in: Sequence[bool], eqn: Any
 ) -> tuple[Any, Any, Sequence[bool], Sequence[bool], list[Any]]:
@@ -336,6 +383,14 @@ def _partial_eval_attach(
     return eqn, None, [False] * num_outs, [False] * num_outs, []
 
 
+def _drop_from_attach(
+    used: Sequence[bool], num_operands: int, *, spec: _AttachSpec
+) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
+    rule, stay = (spec.rule, used) if isinstance(spec.rule, DeferredError) else spec.rule.without_outputs(used)
+    others = [True] * (num_operands - spec.num_outs)
+    return stay, [*stay, *others], {"spec": _AttachSpec(rule, sum(stay), spec.num_kept, spec.captured)}
+
+
 attach_p = make_primitive(
     "attach",
     evaluate=_evaluate_attach,
@@ -343,6 +398,8 @@ attach_p = make_primitive(
     batch=_batch_attach,
     transpose=_transpose_attach,
     may_use_axis_names=True,
+    drop_results=_drop_from_attach,
+    evaluate_partially=_attach_partially,
     partial_eval_in_checkpoint=_partial_eval_attach,
 )
 
@@ -423,7 +480,8 @@ def _batch_linear_map(
     out_axis = None if all(d is None for d in dims) else 0
     tangents = operands[num_res:]
     if out_axis == 0:
-        tangents = [axis.to_axis_0(t, d) for t, d in zip(tangents, dims[num_res:], strict=True)]
+        # Backwards, so that the transposed program sums over the batch in the order of the inputs.
+        tangents = [axis.to_axis_0(t, d) for t, d in reversed(list(zip(tangents, dims[num_res:], strict=True)))][::-1]
     batched = _BatchedLinearMap(linear_map, axis, dims[:num_res], out_axis)
     return bind_linear_map(batched, operands[:num_res], tangents), [out_axis] * len(batched.avals)
 

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -37,7 +39,6 @@ from jaxfn._compat import (
     has_tangent,
     is_differentiating,
     is_differentiating_in_reverse,
-    is_linear_operand,
     is_staged,
     outside_derivatives,
     zeros_of,
@@ -46,7 +47,7 @@ from jaxfn._diagnostics import hide_own_frames
 from jaxfn._forward_pass import CallSpec, ForwardPass, ForwardResult, call_forward, run_forward
 from jaxfn._hooks import Hooks
 from jaxfn._jaxpr import StagedFunction, stage
-from jaxfn._linearity import is_linear
+from jaxfn._linearity import describe_nonlinearity, is_linear
 from jaxfn._primitives import DeferredError, LinearMap, Rule, attach, bind_linear_map, stop
 from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced, values_close
 
@@ -146,9 +147,7 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
     for i in forward_pass.outputs.non_differentiable:
         outputs[i] = jax.lax.stop_gradient(outputs[i])
     operands = [outputs[i] for i in rule.differentiable], rule.kept(result), list(inputs)
-    if any(map(is_linear_operand, inputs)):
-        attached = rule.apply_linear(*operands)
-    elif (
+    if (
         rule.is_reverse_only
         and is_differentiating_in_reverse()
         and any(map(has_tangent, inputs))
@@ -225,16 +224,21 @@ _CAPTURED = (
 
 @jax.tree_util.register_static
 class _FunctionRule(Rule):
-    """The rule of a forward pass. Its operands are the differentiable outputs, `kept`, and the inputs without Refs."""
+    """The rule of a forward pass. Its operands are the differentiable outputs, `kept`, and the inputs without Refs.
 
-    def __init__(self, result: ForwardResult) -> None:
+    Args:
+      result: The forward pass.
+      differentiable: The indices of the outputs. Default: all that have a derivative.
+    """
+
+    def __init__(self, result: ForwardResult, differentiable: Sequence[int] | None = None) -> None:
         self.forward_pass = result.forward_pass
-        self.differentiable = result.forward_pass.differentiable
+        self.differentiable = result.forward_pass.differentiable if differentiable is None else differentiable
         self._replay = result.replay
         sources = result.forward_pass.saved.sources
         # Saved outputs without a derivative, such as indices.
         self._constants = [s.place for s in sources if s.kind == "output" and s.place not in self.differentiable]
-        self._num_intermediates = len(result.intermediates)
+        self._intermediate_avals = list(map(jax.typeof, result.intermediates))
 
     @property
     def is_reverse_only(self) -> bool:
@@ -250,7 +254,7 @@ class _FunctionRule(Rule):
         found: list[Any] = [None] * len(self.forward_pass.output_avals)
         for i, y in [*zip(self.differentiable, outputs, strict=True), *zip(self._constants, kept, strict=False)]:
             found[i] = y
-        first, last = len(self._constants), len(self._constants) + self._num_intermediates
+        first, last = len(self._constants), len(self._constants) + len(self._intermediate_avals)
         return ForwardResult(self.forward_pass, found, kept[first:last], self._replay, kept[last:])
 
     def __call__(
@@ -274,59 +278,75 @@ class _FunctionRule(Rule):
         all_outputs = list(result.outputs)
         is_differentiated_again = any(map(is_traced, (*inputs, *outputs)))
         if is_differentiated_again:
-            rule = _FunctionRule(result)
-            outputs = attach(outputs, rule.kept(result), inputs, rule, captured_error(spec))
+            # An output that is not used may be one that forward, run with other flags, saved.
+            dropped = (_saved_outputs(forward_pass) & set(forward_pass.differentiable)) - set(self.differentiable)
+            rule = _FunctionRule(result, [*self.differentiable, *dropped])
+            operands = [*outputs, *(all_outputs[i] for i in dropped)]
+            attached = attach(operands, rule.kept(result), inputs, rule, captured_error(spec))
+            outputs = attached[: len(outputs)]
+            for i, y in zip(rule.differentiable, attached, strict=True):
+                all_outputs[i] = y
             intermediates = _attach_intermediates(result, inputs)
-        for i, y in zip(self.differentiable, outputs, strict=True):
-            all_outputs[i] = y
+        else:
+            for i, y in zip(self.differentiable, outputs, strict=True):
+                all_outputs[i] = y
         guards = inputs if forward_pass.captures_arrays and is_differentiated_again else ()
         forward_pass, residuals = forward_pass.residuals(leaves, all_outputs, intermediates)
         linear_map = _ForwardPassMap(forward_pass, flags, self.differentiable, len(guards))
         return outputs, linear_map, [*guards, *residuals]
 
-    def apply_linear(self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        """Returns the outputs where `jax.linear_transpose` traces the call, as one eqn that it can transpose."""
-        linear = [is_linear_operand(x) for x in inputs]
-
-        def known(arrays: Sequence[Any]) -> list[Any]:
-            return [None if is_linear_operand(x) else x for x in arrays]
-
-        linear_map, residuals = self._linear_map(known(outputs), known(kept), known(inputs))
-        return bind_linear_map(linear_map, residuals, [x for x, flag in zip(inputs, linear, strict=True) if flag])
+    @property
+    def is_transposable(self) -> bool:
+        return not self.is_reverse_only
 
     def transpose(
         self, cotangents: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
     ) -> Sequence[jax.Array | None]:
-        linear_map, residuals = self._linear_map([None] * len(cotangents), kept, inputs)
-        remaining = iter(linear_map.transpose(residuals, cotangents))
-        return [next(remaining) if x is None else None for x in inputs]
-
-    def _linear_map(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]
-    ) -> tuple[_ForwardPassMap, Sequence[Any]]:
-        """Returns the derivative with respect to inputs without a value, in which the outputs ought to be linear."""
-        forward_pass, spec = self.forward_pass, self.forward_pass.spec
+        spec = self.forward_pass.spec
         if self.is_reverse_only:
             raise TypeError(
                 f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), which a Function with "
                 "backward alone does not support. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True."
             )
-        leaves = spec.inputs.with_refs(inputs, None)
-        result = self._result(outputs, kept)
-        arrays = {"input": leaves, "output": result.outputs, "intermediate": result.intermediates}
-        names = forward_pass.saved.residual_names()
-        for source, name in zip(forward_pass.saved.sources, names, strict=True):
-            if arrays[source.kind][source.place] is None:
-                raise TypeError(
-                    f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), but it saves {name}, "
-                    f"an {source.kind} that depends on what is transposed: it is not linear. Save only what a linear "
-                    "function's derivative needs."
-                )
-        flags = spec.inputs.with_refs([x is None for x in inputs], False)
-        forward_pass, residuals = forward_pass.with_perturbed(tuple(flags)).residuals(
-            leaves, result.outputs, result.intermediates
-        )
-        return _ForwardPassMap(forward_pass, flags, self.differentiable, 0), residuals
+        flags = tuple(spec.inputs.with_refs([x is None for x in inputs], False))
+        forward_pass = self.forward_pass.with_perturbed(flags)
+        result = self._result([None] * len(cotangents), kept)
+        known = {
+            "input": spec.inputs.with_refs(inputs, None),
+            "output": result.outputs,
+            "intermediate": result.intermediates,
+        }
+        avals = {
+            "input": forward_pass.input_avals,
+            "output": forward_pass.output_avals,
+            "intermediate": self._intermediate_avals,
+        }
+        names: dict[tuple[str, int], str] = {}  # of residuals without a value
+        for source, name in zip(forward_pass.saved.sources, forward_pass.saved.residual_names(), strict=True):
+            if known[source.kind][source.place] is None:
+                names[source.kind, source.place] = name
+
+        def pull(cotangents: Sequence[Any], missing: Sequence[Any]) -> list[Any]:
+            arrays = {kind: list(values) for kind, values in known.items()}
+            for (kind, place), value in zip(names, missing, strict=True):
+                arrays[kind][place] = value
+            own, residuals = forward_pass.residuals(arrays["input"], arrays["output"], arrays["intermediate"])
+            return _ForwardPassMap(own, flags, self.differentiable, 0).transpose(residuals, cotangents)
+
+        def pull_nonzero(*arrays: Any) -> list[Any]:
+            num_outs = len(cotangents)
+            return [ct for ct in pull(arrays[:num_outs], arrays[num_outs:]) if ct is not None]
+
+        # The derivative of a linear function is the same everywhere, and so at zero.
+        zeros = [zeros_of(avals[kind][place]) for kind, place in names]
+        like = [zeros_of(avals["output"][i].to_tangent_aval()) for i in self.differentiable]
+        if zeros and not is_linear(pull_nonzero, like, unused=zeros):
+            raise TypeError(
+                f"{spec.name} is transposed by jax.linear_transpose (or by a linear solver), but is not linear: its "
+                f"derivative depends on {', '.join(names.values())}, computed from what is transposed."
+            )
+        remaining = iter(pull(cotangents, zeros))
+        return [next(remaining) if x is None else None for x in inputs]
 
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
         """Whether `backward` reads an output and is not linear in its gradients.
@@ -355,6 +375,18 @@ class _FunctionRule(Rule):
         zeros = [zeros_of(aval) for avals in residual_avals for aval in avals]
         return not is_linear(pull, [zeros_of(aval.to_tangent_aval()) for aval in output_avals], zeros)
 
+    def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
+        saved = _saved_outputs(self.forward_pass)
+        stay = [flag or i in saved for i, flag in zip(self.differentiable, used, strict=True)]
+        rule = copy(self)
+        rule.differentiable = list(compress(self.differentiable, stay))
+        return rule, stay
+
+
+def _saved_outputs(forward_pass: ForwardPass) -> set[int]:
+    """Returns the indices of the outputs' array leaves that are saved."""
+    return {source.place for source in forward_pass.saved.sources if source.kind == "output"}
+
 
 def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[bool, ...]) -> ForwardResult:
     """Returns the forward pass for derivatives with respect to these leaves too.
@@ -371,12 +403,16 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
             "would write to its jax.Ref arguments twice. Let it save the same whatever the flags are."
         )
     again = _run_stopped(spec, leaves, union, forward_pass.hooks)
-    if again.forward_pass.outputs != forward_pass.outputs:
-        before, now = (spec.inputs.needs_input_grad(p.seen_flags) for p in (forward_pass, again.forward_pass))
+    passes = again.forward_pass, forward_pass
+    now, before = ([f"{x.dtype}{list(x.shape)}" for x in p.output_avals] for p in passes)
+    if now != before or passes[0].outputs != passes[1].outputs:
+        if passes[0].outputs != passes[1].outputs:
+            now, before = (p.outputs for p in passes)
+        flags = [spec.inputs.needs_input_grad(p.seen_flags) for p in passes]
         raise RuntimeError(
-            f"{spec.name}.forward returned {again.forward_pass.outputs!r} when ctx.needs_input_grad was {now}, and "
-            f"{forward_pass.outputs!r} when it was {before}. What forward returns, and marks as non-differentiable, "
-            "must not depend on ctx.needs_input_grad."
+            f"{spec.name}.forward returned {now!r} when ctx.needs_input_grad was {flags[0]}, and {before!r} when "
+            f"{f'it was {flags[1]}' if any(forward_pass.seen_flags) else 'nothing was differentiated'}. What forward "
+            "returns, and marks as non-differentiable, must not depend on ctx.needs_input_grad."
         )
     return again._replace(forward_pass=again.forward_pass.with_perturbed(union))
 
@@ -483,7 +519,7 @@ def _transposed(
         "other rule by hand, or take the nonlinear part out of the Function."
     )
     if not is_linear(function, like):
-        raise RuntimeError(problem)
+        raise RuntimeError(f"{problem} What is not linear is {describe_nonlinearity(function, like)}.")
     transpose = jax.linear_transpose(function, *like)
 
     def apply(values: Any) -> Any:
@@ -539,6 +575,11 @@ class _IntermediatesRule(Rule):
         given = [tangents[i] for i in perturbed]
         return outputs, bind_linear_map(linear_map, [*inputs, *outputs, *kept], given)
 
+    def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
+        rule = copy(self)
+        rule._indices = list(compress(self._indices, used))
+        return rule, used
+
 
 class _IntermediatesMap(LinearMap):
     """The derivative of intermediates by forward's own operations, which run again for it."""
@@ -582,21 +623,25 @@ class _IntermediatesMap(LinearMap):
             for i, value in zip(self._perturbed, values, strict=True):
                 arrays[i] = value
             if self._replay is not None:
-                again: Sequence[Any] = self._replay.evaluate_second(consts, arrays)
-            else:
-                again = self._run_again(arrays, intermediates)
-            return [again[i] for i in self._indices]
+                again = self._replay.evaluate_second(consts, arrays)
+                return [again[i] for i in self._indices]
+            return self._run_again(arrays, intermediates)
 
         return function, [inputs[i] for i in self._perturbed]
 
-    def _run_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> Sequence[Any]:
+    def _run_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> list[Any]:
         forward_pass = self._forward_pass
         result = run_forward(forward_pass.spec, arrays, forward_pass.seen_flags, forward_pass.hooks)
-        again = result.intermediates
-        same_number = len(again) > max(self._indices)
-        pairs = zip(stop(intermediates), stop([again[i] for i in self._indices]) if same_number else (), strict=False)
+        before, saved = forward_pass.saved, result.forward_pass.saved
+        is_same = len(before.order) == len(saved.order)
+        again: list[Any] = []
+        if is_same:  # by leaf: which of them are one array may differ where they are traced otherwise
+            found = {"input": arrays, "output": result.outputs, "intermediate": result.intermediates}
+            leaves = [before.leaf_of("intermediate", i) for i in self._indices]
+            again = [found[source.kind][source.place] for source in (saved.sources[saved.order[i]] for i in leaves)]
+        pairs = zip(stop(intermediates), stop(again) if again else (), strict=False)
         concrete = [(a, b) for a, b in pairs if not (is_traced(a) or is_traced(b))]
-        if not (same_number and all(values_close(a, b) for a, b in concrete)):
+        if not (is_same and all(values_close(a, b) for a, b in concrete)):
             raise NotImplementedError(_CHANGED.format(name=forward_pass.spec.name))
         return again
 

@@ -15,7 +15,8 @@ import enum
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import is_not
 from typing import Any, cast
 
 import jax
@@ -510,7 +511,7 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     if is_jax_type(type(value)) or _ends_path(value):
         return None
     try:
-        children, _ = tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+        children, _ = tree_flatten_with_path(value, is_leaf=partial(is_not, value))
     except ValueError:  # a dict whose keys cannot be sorted
         return [(_dict_key(key), child) for key, child in value.items()]
     return None if any(path == () for path, _ in children) else [(key, child) for (key,), child in children]

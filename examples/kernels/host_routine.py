@@ -29,6 +29,7 @@ class Faddeeva(jaxfn.Function):
     def forward(ctx, z: jax.Array) -> jax.Array:
         # It takes arrays of any shape, so a batch is one call.
         w = jax.pure_callback(_on_host, jax.ShapeDtypeStruct(z.shape, z.dtype), z, vmap_method="expand_dims")
+        w = _varying_like(w, z)
         ctx.save_for_backward(z=z, w=w)
         return w
 
@@ -37,6 +38,16 @@ class Faddeeva(jaxfn.Function):
         z, w = ctx.saved_tensors
         # The conjugate, since gradients are torch's in a backward.
         return grad_w * jnp.conj(2j / math.sqrt(math.pi) - 2 * z * w)
+
+
+def _varying_like(result: jax.Array, operand: jax.Array) -> jax.Array:
+    """Casts a result of the host to vary over the mesh axes over which the operand varies.
+
+    Inside `shard_map` JAX types what comes from a callback as the same on all devices. The gradient of such a value is
+    the sum over the devices, which is too large for a value that is different on each.
+    """
+    axes = jax.typeof(operand).manual_axis_type.varying
+    return jax.lax.pcast(result, tuple(sorted(axes)), to="varying") if axes else result
 
 
 def _on_host(z: jax.Array) -> np.ndarray:

@@ -34,15 +34,16 @@ class TridiagonalSolve(jaxfn.Function):
     def forward(ctx, lower: jax.Array, diagonal: jax.Array, upper: jax.Array, b: jax.Array) -> jax.Array:
         if jax.default_backend() != "cpu":
             raise NotImplementedError(f"LAPACK runs on the CPU, and JAX is on a {jax.default_backend()} here.")
+        operands = _varying_alike(lower, diagonal, upper, b)
         by_columns = (1, 0)  # major to minor: Fortran's order
         solve = jax.ffi.ffi_call(
             lapack.prepare_lapack_call("gtsv_ffi", b.dtype),  # JAX's own target, and what it is linked to
-            [jax.typeof(x) for x in (lower, diagonal, upper, b)] + [jax.ShapeDtypeStruct((), jnp.int32)],
+            [jax.typeof(x) for x in operands] + [jax.ShapeDtypeStruct((), jnp.int32)],
             vmap_method="broadcast_all",  # which the target knows of: it takes leading axes
             input_layouts=(None, None, None, by_columns),
             output_layouts=(None, None, None, by_columns, None),
         )
-        _, _, _, x, info = solve(lower, diagonal, upper, b)
+        _, _, _, x, info = solve(*operands)
         x = jnp.where(info == 0, x, jnp.nan)  # singular
         ctx.save_for_backward(lower=lower, diagonal=diagonal, upper=upper, x=x)
         return x
@@ -53,6 +54,20 @@ class TridiagonalSolve(jaxfn.Function):
         grad_b = TridiagonalSolve.apply(_shifted(upper, 1), diagonal, _shifted(lower, -1), grad_x)
         before, after = _shifted(x, 1), _shifted(x, -1)
         return *(-jnp.sum(grad_b * other, axis=1) for other in (before, x, after)), grad_b
+
+
+def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Casts arrays to vary over the mesh axes over which any of them varies.
+
+    Inside `shard_map` a result of the FFI is typed as it is declared, here by `jax.typeof` of an operand. The gradient
+    of a value that is typed as the same on all devices is the sum over the devices.
+    """
+    own = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [frozenset().union(*own) - axes for axes in own]
+    return [
+        jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+        for x, axes in zip(arrays, missing, strict=True)
+    ]
 
 
 def _shifted(rows: jax.Array, by: int) -> jax.Array:

@@ -97,7 +97,9 @@ class Diagnosis:
                 mismatch.entries.append(self._entry(pair, block, i, j, float(tolerances[i, j])))
         if block.analytic.size == mismatch.total:
             reference = self._reference(block)
-            mismatch.kind = kind_of(block.analytic, reference, mismatch.output_shape, mismatch.input_shape)
+            shapes = mismatch.output_shape, mismatch.input_shape
+            mesh_axes = self.comparison.derivatives.mesh_axes
+            mismatch.kind = kind_of(block.analytic, reference, *shapes, mesh_axes)
             matrices = {"analytic": block.analytic, "numeric": block.numeric, "autodiff": block.autodiff}
             mismatch.matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
         return mismatch

@@ -1,4 +1,4 @@
-"""Functions on several devices: explicit axes, and collectives in backward inside of shard_map (rows E2 and E2b)."""
+"""Functions on several devices: explicit axes, and collectives and callbacks inside shard_map (rows E2 and E2b)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import jax
@@ -66,6 +67,54 @@ def test_a_gradient_that_is_summed_to_a_replicated_bias_under_explicit_axes(func
             if function is not AddBias:
                 tangent = jax.jit(lambda x, b: jax.jvp(function.apply, (x, b), (2 * x, 3 * b))[1])(*args)
                 np.testing.assert_allclose(tangent, 2 * x + 3 * b, rtol=1e-6)
+
+
+class ScaleAndSine(jaxfn.Function):
+    """A product, and an output that depends on the weight alone; the rule is three times the derivative."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w, jnp.sin(w)
+
+    @staticmethod
+    def backward(ctx, g, of_sine):
+        x, w = ctx.saved_tensors
+        return 3 * g * w, 3 * (g * x + of_sine * jnp.cos(w))
+
+
+class ScaleAndSineInBothModes(ScaleAndSine):
+    generate_jvp_rule = True
+
+
+@row("E1c", "E2")
+@pytest.mark.parametrize("function", [ScaleAndSine, ScaleAndSineInBothModes])
+@pytest.mark.parametrize("spec", [P(), P("model")], ids=str)
+@pytest.mark.parametrize("order", [1, 2])
+@sampled
+def test_vmap_over_an_explicit_axis_with_a_weight_that_all_elements_share(order, spec, function):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def plain(x, w):
+        outputs = x * w, jnp.sin(w)
+        return tuple(y + 2 * (y - jax.lax.stop_gradient(y)) for y in outputs)
+
+    def gradient(f):
+        def loss(x, w):
+            product, sine = jax.vmap(f, (0, None))(x, w)
+            return jnp.sum(jnp.sin(product)) + jnp.sum(jnp.cos(sine) * jnp.arange(8.0)[:, None])
+
+        first = jax.grad(loss, (0, 1))
+        if order == 1:
+            return jax.jit(first)
+        return jax.jit(jax.grad(lambda *args: sum(jnp.sum(jnp.sin(g)) for g in first(*args)), (0, 1)))
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.arange(32, dtype=np.float32).reshape(8, 4) / 10, NamedSharding(mesh, P("data")))
+        w = jax.device_put(np.array([0.7, 0.2, -0.4, 1.1], np.float32), NamedSharding(mesh, spec))
+        for ours, theirs in zip(gradient(function.apply)(x, w), gradient(plain)(x, w), strict=True):
+            assert ours.sharding.spec == theirs.sharding.spec
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def summed(x):
@@ -174,48 +223,11 @@ def test_megatrons_regions_with_types_that_say_what_varies_are_right(rules, mode
 
 
 @row("E2b")
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("model", [mlp, attention])
-@pytest.mark.parametrize("around", AROUND)
-@sampled
-def test_megatrons_copy_as_it_is_written_in_torch_is_refused(rules, model, around):
-    copy, reduce = made(*COPY, **RULES[rules]), made(*REDUCE)
-    loss = loss_of(AROUND[around](model(copy, reduce)))
-    with pytest.raises(RuntimeError, match=r"Region.backward sums over the mesh axis 'model' .*counts 8 times"):
-        jax.jit(jax.grad(sharded(loss), (0, 1, 2)))(X, W1, W2)
-    with pytest.raises(RuntimeError, match=r"Region.backward sums over .* without jax.lax.psum"):
-        jax.jit(sharded(jax.grad(loss, (0, 1, 2)), out_specs=SPECS))(X, W1, W2)
-
-
-@row("E2b")
-@pytest.mark.parametrize(
-    "copy, place, message",
-    [(COPY, varying, "Region.backward returned the same on all devices"), (SCATTER, same, "what each device adds")],
-    ids=["copy of varying", "scatter"],
-)
-def test_other_gradients_that_would_count_eight_times_are_refused(copy, place, message):
-    """By hand JAX refuses both, as the gradient does not vary where its input does, or the other way."""
-    x, ours, by_hand = np.tile(X, (1, 4)), made(*copy), jax.custom_vjp(copy[0])
-    by_hand.defvjp(lambda x: (copy[0](x), None), lambda _, g: (copy[1](g),))
-
-    def gradient(region):
-        return jax.grad(sharded(lambda x: summed(jnp.sum(jnp.sin(region(place(x))))), specs=P()))
-
-    with pytest.raises(ValueError, match="bwd rule"):
-        jax.jit(gradient(by_hand))(x)
-    for wrap in (jax.jit, same):
-        with pytest.raises(RuntimeError, match=message):
-            wrap(gradient(ours))(x)
-
-
-@row("E2b")
 @pytest.mark.parametrize("wrap", [jax.jit, pytest.param(same, marks=thorough)], ids=["jit", "eager"])
-def test_second_derivatives_and_both_orders_of_regions(wrap):
+def test_second_derivatives_of_regions(wrap):
     copy, reduce = made(varying, summed), made(*REDUCE)
     ours, plain = twice(mlp(copy, reduce)), twice(mlp(same, same))  # a copy of what was reduced, too
     agree(wrap(second_order(sharded(loss_of(ours))))(X, W1, W2), jax.jit(second_order(loss_of(plain)))(X, W1, W2))
-    with pytest.raises(RuntimeError, match="counts 8 times"):
-        wrap(second_order(sharded(loss_of(twice(mlp(made(*COPY), reduce))))))(X, W1, W2)
 
 
 @row("E2b")
@@ -247,16 +259,12 @@ def test_collectives_that_forward_has_too_are_left_alone(place):
 
 @row("E2b")
 def test_a_sum_may_be_the_gradient_of_each_devices_own_input():
-    """Copies of a weight that are kept alike, one on each device: the gradient says that it varies."""
-    alike = made(same, lambda g: varying(summed(g)))
+    """Copies of a weight that are kept alike, one on each device, with and without a cast of the gradient."""
     weights, x = np.ones((8, 4), np.float32), rng.normal(size=(8, 4)).astype(np.float32)
-    gradient = sharded(jax.grad(lambda w, x: jnp.sum(alike(w) * x)), specs=(P("model"),) * 2, out_specs=P("model"))
-    np.testing.assert_allclose(jax.jit(gradient)(weights, x), np.tile(x.sum(0), (8, 1)), rtol=1e-5)
-    with pytest.raises(RuntimeError, match=r"gradient of input 0 \('x'\), which varies over 'model'.*to='varying'"):
-        lost = made(*COPY)
-        jax.jit(sharded(jax.grad(lambda w, x: jnp.sum(lost(w) * x)), specs=(P("model"),) * 2, out_specs=P("model")))(
-            weights, x
-        )
+    for alike in (made(same, lambda g: varying(summed(g))), made(*COPY)):
+        split = (P("model"),) * 2
+        gradient = sharded(jax.grad(lambda w, x: jnp.sum(alike(w) * x)), specs=split, out_specs=P("model"))
+        np.testing.assert_allclose(jax.jit(gradient)(weights, x), np.tile(x.sum(0), (8, 1)), rtol=1e-5)
 
 
 def spread(part, whole):
@@ -272,26 +280,6 @@ def around_a_ring(g):
         handed_on = jax.lax.ppermute(handed_on, "model", [(i, (i + 1) % 8) for i in range(8)])
         total = total + handed_on
     return total
-
-
-INSIDE = {
-    "ring": around_a_ring,
-    "jit": jax.jit(summed),
-    "scan": lambda g: jax.lax.scan(lambda c, _: (c, summed(c)), g, length=2)[1].sum(0),
-    "while": lambda g: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, summed(c[1])), (0, g))[1],
-    "cond": lambda g: jax.lax.cond(g.sum() > 0, summed, lambda g: 2 * g, g),
-    "checkpoint": jax.checkpoint(summed),
-    "a Function": made(*REDUCE),
-    "parts": lambda g: spread(jax.lax.psum_scatter(varying(g), "model", scatter_dimension=g.ndim - 1, tiled=True), g),
-}
-
-
-@row("E2b")
-@pytest.mark.parametrize("inside", INSIDE)
-def test_such_a_sum_is_found_wherever_backward_has_it(inside):
-    region = made(same, INSIDE[inside])
-    with pytest.raises(RuntimeError, match="counts 8 times"):
-        jax.jit(jax.grad(sharded(lambda x: jnp.sum(jnp.sin(region(x))), specs=P()))).lower(np.tile(X, (1, 2)))
 
 
 @row("E2b")
@@ -321,7 +309,7 @@ def test_parts_are_summed_as_in_torch_without_check_vma():
 
 
 @row("E2b")
-def test_a_clipped_gradient_inside_of_shard_map():
+def test_a_clipped_gradient_inside_shard_map():
     """A collective in backward alone, whose result is scaled by what each device has: types say that it is right."""
 
     def clip(g):
@@ -330,6 +318,170 @@ def test_a_clipped_gradient_inside_of_shard_map():
     x = rng.normal(size=(8, 4)).astype(np.float32)
     gradient = sharded(jax.grad(lambda x: jnp.sum(made(same, clip)(x) ** 2)), specs=P("model"), out_specs=P("model"))
     np.testing.assert_allclose(jax.jit(gradient)(x), 2 * x / np.sqrt((4 * x * x).sum()), rtol=1e-5)
+
+
+def loss_of_region(region, place=same):
+    """The loss of a region alone, whose input all devices have alike; its output may vary."""
+
+    def loss(x):
+        total = jnp.sum(jnp.sin(region(place(x))))
+        return summed(total) if jax.typeof(total).manual_axis_type.varying else total
+
+    return sharded(loss, specs=P())
+
+
+# Backwards of an identity that count what the devices have in common more than once, and how often.
+SUMS = {
+    "ring": (around_a_ring, 64),
+    "jit": (jax.jit(summed), 8),
+    "scan": (lambda g: jax.lax.scan(lambda c, _: (c, summed(c)), g, length=2)[1].sum(0), 16),
+    "while": (lambda g: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, summed(c[1])), (0, g))[1], 64),
+    "cond": (lambda g: jax.lax.cond(g.sum() > 0, summed, lambda g: 2 * g, g), 8),
+    "checkpoint": (jax.checkpoint(summed), 8),
+    "a Function": (made(*REDUCE), 8),
+    "parts": (
+        lambda g: spread(jax.lax.psum_scatter(varying(g), "model", scatter_dimension=g.ndim - 1, tiled=True), g),
+        8,
+    ),
+}
+EIGHT_TIMES = "a constant factor: 8 times what it should be (mesh axis 'model' has 8 devices)"
+SMALL = X[:1], W1, W2
+WIDE = np.tile(X[:1], (1, 4))
+# A loss, its arguments, and by which factor the gradient of the first one is too large; `None`: by no constant.
+WRONG = {
+    "copy": lambda: (sharded(loss_of(mlp(made(*COPY), made(*REDUCE)))), SMALL, 8),
+    "copy, twice": lambda: (sharded(loss_of(twice(mlp(made(*COPY), made(*REDUCE))))), SMALL, 64),
+    "copy of what varies": lambda: (loss_of_region(made(*COPY), varying), (WIDE,), 8),
+    "scatter": lambda: (loss_of_region(made(*SCATTER)), (WIDE,), 8),
+    "sum of devices' own": lambda: (
+        sharded(lambda w: summed(jnp.sum(jnp.sin(made(*COPY)(w)))), specs=P("model")),
+        (np.arange(16.0, dtype=np.float32).reshape(8, 2) / 5,),
+        None,
+    ),
+    **{
+        f"copy, {around}, {rules}": lambda around=around, rules=rules: (
+            sharded(loss_of(AROUND[around](mlp(made(*COPY, **RULES[rules]), made(*REDUCE))))),
+            SMALL,
+            64 if around == "scan" else 8,
+        )
+        for around in AROUND
+        for rules in RULES
+    },
+    **{
+        f"sum, {where}": lambda backward=backward, factor=factor: (
+            loss_of_region(made(same, backward)),
+            (WIDE[:, :8],),
+            factor,
+        )
+        for where, (backward, factor) in SUMS.items()
+    },
+}
+
+
+def gradchecked(f, args, **options):
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # float32 is checked in double precision
+        return jaxfn.gradcheck(f, args, raise_exception=False, return_report=True, **options)
+
+
+@row("E2b", "G4")
+@pytest.mark.parametrize(
+    "wrong", lane_cases(WRONG, ["copy", "copy of what varies", "scatter", "sum, ring", "sum, scan"])
+)
+def test_gradcheck_finds_what_is_counted_more_than_once_and_says_how_often(wrong):
+    f, args, factor = WRONG[wrong]()
+    report = gradchecked(f, args)
+    assert not report
+    kind = report.mismatches[0].kind
+    if factor:
+        assert kind == EIGHT_TIMES.replace(": 8", f": {factor}")
+
+
+RIGHT = {
+    "copy": lambda: (sharded(loss_of(mlp(made(varying, summed), made(*REDUCE)))), SMALL),
+    "copy, twice": lambda: (sharded(loss_of(twice(mlp(made(varying, summed), made(*REDUCE))))), SMALL),
+    "mean": lambda: (loss_of_region(made(same, lambda g: jax.lax.pmean(g, "model"))), (WIDE,)),
+    "sum of parts": lambda: (loss_of_region(made(same, lambda g: summed(g / jax.lax.axis_size("model")))), (WIDE,)),
+    "shared work": lambda: (loss_of_region(made(same, lambda g: summed(spread(part(g), g)))), (WIDE,)),
+    "cast": lambda: (sharded(loss_of(mlp(made(varying, summed), made(summed, varying)))), SMALL),
+    "scatter": lambda: (loss_of_region(made(lambda x: part(varying(x)), lambda g: gathered_into(g))), (WIDE,)),
+}
+
+
+def gathered_into(g):
+    """The gradient of a part of an input that all devices have alike: jaxfn adds the devices' parts up."""
+    place = jax.lax.axis_index("model") * g.shape[-1]
+    whole = varying(jnp.zeros((*g.shape[:-1], g.shape[-1] * jax.lax.axis_size("model")), g.dtype))
+    return jax.lax.dynamic_update_slice_in_dim(whole, g, place, axis=-1)
+
+
+@row("E2b")
+@pytest.mark.parametrize("right", lane_cases(RIGHT, ["copy", "mean", "sum of parts", "scatter"]))
+def test_gradcheck_passes_collectives_that_count_once(right):
+    assert gradchecked(*RIGHT[right]())
+
+
+@row("E2b")
+@pytest.mark.parametrize("wrong", ["copy", "sum, scan", "sum, cond"])
+def test_a_call_gives_the_number_of_a_hand_written_custom_vjp(wrong):
+    """No call is refused, also where it counts too often."""
+    backward = summed if wrong == "copy" else SUMS[wrong.removeprefix("sum, ")][0]
+    by_hand = jax.custom_vjp(same)
+    by_hand.defvjp(lambda x: (x, None), lambda _, g: (backward(g),))
+    got, expected = (jax.jit(jax.grad(loss_of_region(f)))(WIDE) for f in (made(same, backward), by_hand))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def on_host(x):
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
+
+
+def loss_on_devices(sine):
+    """A loss by a weight that all devices have and by each device's data."""
+
+    def loss(w, x):
+        return summed(jnp.sum(sine(w * x)))
+
+    return sharded(loss, specs=(P(), P("model")))
+
+
+@row("E2b", "E5")
+@pytest.mark.parametrize("wrap", [jax.jit, same], ids=["jit", "eager"])
+def test_gradcheck_finds_a_callback_whose_result_is_not_cast(wrap):
+    """JAX says that it is the same on all devices, and sums its gradient over them."""
+
+    def sine(cast):
+        return jaxfn.autograd_function(
+            lambda ctx, x: ctx.save_for_backward(x) or cast(on_host(x)),
+            lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]),
+        )
+
+    args = jnp.float32(1.3), np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    plain = jax.grad(lambda w, x: jnp.sum(jnp.sin(w * x)), (0, 1))(*args)
+    agree(wrap(jax.grad(loss_on_devices(sine(varying)), (0, 1)))(*args), plain)
+    options = {"dtype": np.float32, "surrogate": loss_on_devices(jnp.sin)}
+    assert gradchecked(loss_on_devices(sine(varying)), args, **options)
+    report = gradchecked(loss_on_devices(sine(same)), args, **options)
+    assert [mismatch.kind for mismatch in report.mismatches] == [EIGHT_TIMES] * 2
+
+
+@row("E2b", "E5")
+def test_the_example_of_lapack_with_right_sides_that_all_devices_have(monkeypatch):
+    """Each device has matrices of its own."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "kernels"))
+    monkeypatch.delitem(sys.modules, "lapack", raising=False)
+    import lapack
+
+    def loss(solve):
+        return lambda diagonals, b: jnp.sum(jnp.sin(jax.vmap(solve, (0, 0, 0, None))(*diagonals, b)) * (1 + b))
+
+    lower, upper = (rng.normal(size=(8, 4)).astype(np.float32) for _ in range(2))
+    diagonals, b = (lower, 4 + lower**2, upper), rng.normal(size=(4, 2)).astype(np.float32)
+
+    def gradients(f):
+        return jax.jit(jax.grad(f, (0, 1)))(diagonals, b)
+
+    ours = loss(lapack.TridiagonalSolve.apply)
+    agree(gradients(sharded(lambda *args: summed(ours(*args)), specs=(P("model"), P()))), gradients(loss(lapack.plain)))
 
 
 @row("E2")

@@ -1,7 +1,8 @@
 """Contract row E1c: `jax.vmap` with any axes of arguments and outputs, against plain JAX.
 
-JAX batches a program and differentiates it later, or the other way round, and takes the batch axes of a custom rule's
-outputs from its primal. The arrays have odd sizes, each its own, so that a wrong axis shows.
+JAX batches a program and differentiates it later, or the other way round. An output of a Function has the batch if any
+input has it, so the axis in `out_axes` is never `None` here, as plain JAX broadcasts an output without a batch too. The
+arrays have odd sizes, each its own, so that a wrong axis shows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 from jax.lax import stop_gradient
 
 import jaxfn
-from tests.support.marks import COMING, lane_cases, row, sampled, thorough
+from tests.support.marks import lane_cases, row, sampled, thorough
 
 MODES = ("reverse", "both", "generated", "jvp")
 SAVES = ("input", "output", "intermediate", "attribute")
@@ -125,7 +126,7 @@ def operands(name: str, in_axis: int, batch: int = BATCH) -> tuple[jax.Array, ..
     return (x,) if name.endswith("sine") else (x, w)
 
 
-def mapped(name: str, f: Any, in_axis: int, out_axis: Any, of_second: Any = None) -> Callable[..., Any]:
+def mapped(name: str, f: Any, in_axis: int, out_axis: int, of_second: int = 1) -> Callable[..., Any]:
     if name.endswith("sine"):
         return jax.vmap(f, in_axes=in_axis, out_axes=out_axis)
     out_axes = (out_axis, of_second) if name == "pair" else out_axis
@@ -230,7 +231,7 @@ def both_orders(name, f, context, pairs, num_second, has_forward, batch=BATCH, r
         everything = []
         for i, (in_axis, out_axis) in enumerate(pairs):
             args = operands(name, in_axis, batch)
-            over = outside(mapped(name, inside(copied(f)), in_axis, out_axis, (None, 0)[i % 2]))
+            over = outside(mapped(name, inside(copied(f)), in_axis, out_axis, (1, 0)[i % 2]))
             everything.append(first_order(over, args, has_forward))
             if i < num_second:
                 everything[-1] += second_order(over, args, has_forward)
@@ -337,7 +338,7 @@ def test_axes_of_an_empty_batch_and_of_one_example(batch, mode, name):
 def test_whole_jacobians_and_hessians(mode, name):
     def all_of(f):
         x, *others = operands(name, 2, 2)
-        over = jax.jit(mapped(name, copied(f), 2, -1, None))
+        over = jax.jit(mapped(name, copied(f), 2, -1))
         results = [jax.jacrev(over)(x[:1], *others)]  # of one row
         if mode != "reverse":
             results += [jax.jacfwd(over)(x[:1], *others), jax.hessian(loss_of(over))(x[:1], *others)]
@@ -422,7 +423,7 @@ def test_a_forward_that_computes_otherwise_where_it_is_differentiated(context, h
 
 
 class Constant(jaxfn.Function):
-    """Its output does not depend on its input, though its rule gives a derivative."""
+    """A Function whose output does not depend on its input, though its rule gives that a derivative."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -458,20 +459,12 @@ def test_a_rule_that_gives_what_the_output_does_not_depend_on_a_gradient(functio
         of_mapped = jax.vmap(example, in_axis)
         total = lambda x: (wrap(of_mapped)(x) * jnp.arange(1.0, ROWS + 1)).sum()  # noqa: E731
         for derivative in (jax.grad(total), jax.jit(jax.grad(total))):
-            try:
-                of_examples = derivative(x)
-            except (NotImplementedError, ValueError) as error:
-                # JAX_CUSTOM_JVP3 goes by the primal as to what is batched, and refuses by itself.
-                assert function.__name__ in str(error)
-                assert isinstance(error, NotImplementedError) or (COMING and function is not Constant)
-            else:  # every example still has a tangent of its own, by its jvp
-                assert function is not Constant
-                np.testing.assert_allclose(of_examples, got)
+            np.testing.assert_allclose(derivative(x), got)
     np.testing.assert_allclose(jax.vmap(example, in_axis)(x), jnp.full((BATCH, ROWS), w), rtol=1e-6)
 
 
 class Scaled(jaxfn.Function):
-    """Neither output nor argument is mapped, but what was saved is."""
+    """A Function of which only the saved input is mapped; neither the output nor what is differentiated is."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -499,7 +492,7 @@ INSIDE = {"plain": identity, "jit": jax.jit, "checkpoint": jax.checkpoint, "cond
 @pytest.mark.parametrize("nested", [False, True], ids=["vmap", "vmap-vmap"])
 @pytest.mark.parametrize("inside", INSIDE)
 def test_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the_batch(inside, nested):
-    """Right where each example is differentiated, refused where JAX would hand the rule a sum over the batch."""
+    """Each example has its own gradient; for an output without the batch JAX would sum the cotangents first."""
     wrap, w = INSIDE[inside], jnp.float32(0.3)
     weights = jnp.arange(1.0, ROWS + 1)
     example = wrap(lambda x: Constant.apply(x, w) * weights)
@@ -510,13 +503,7 @@ def test_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the_bat
     of_all = jax.grad(lambda x: over_examples(example)(x).sum())
     for wrapped in (identity, jax.jit):
         np.testing.assert_allclose(wrapped(per_example)(x), expected)
-        try:
-            np.testing.assert_allclose(wrapped(of_all)(x), expected)
-        except NotImplementedError as error:
-            assert str(error).startswith("Constant was mapped by jax.vmap and has an output that does")
-            assert inside != "cond"  # whose operands all are mapped where its predicate is
-        else:
-            assert inside == "cond"
+        np.testing.assert_allclose(wrapped(of_all)(x), expected)
     np.testing.assert_allclose(per_example(x), expected)
 
 
@@ -542,11 +529,7 @@ def test_such_an_output_with_forward_mode(inside, function):
     }
     for name, (program, wanted) in programs.items():
         for wrapped in (identity, jax.jit):
-            try:
-                np.testing.assert_allclose(wrapped(program)(x), wanted)
-            except (NotImplementedError, ValueError) as error:
-                assert name.endswith("of vmap") and function.__name__ in str(error)
-                assert isinstance(error, NotImplementedError) or COMING  # which refuses by itself
+            np.testing.assert_allclose(wrapped(program)(x), wanted, err_msg=name)
 
 
 class OneForAll(jaxfn.Function):
@@ -587,7 +570,7 @@ class OneForAllWithJvp(OneForAll):
 @pytest.mark.parametrize("function", lane_cases([OneForAll, OneForAllOrNone, OneForAllWithJvp], [OneForAll]))
 @pytest.mark.parametrize("inside", lane_cases(["plain", "jit", "checkpoint"], ["plain"]))
 @pytest.mark.parametrize("maps", lane_cases(["vmap", "vmap-vmap over x", "vmap-vmap over u"], ["vmap-vmap over x"]))
-def test_the_cotangent_of_an_output_without_a_batch_counts_once(maps, inside, function):
+def test_the_cotangent_of_an_output_that_does_not_depend_on_the_batch_counts_once(maps, inside, function):
     """By hand it counts for each row on JAX 0.10.0, and 0.12.0 raises."""
     xs = jnp.array([0.1, 0.2, 0.3])
 
@@ -691,7 +674,7 @@ INTERLEAVED = {
 @pytest.mark.parametrize("function", [OneForAll, OneForAllSaving])
 @pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
 @pytest.mark.parametrize("derivative", lane_cases(INTERLEAVED, [d for d in INTERLEAVED if d.startswith("grad(vmap")]))
-def test_derivatives_on_both_sides_of_vmap_where_an_output_lacks_the_batch(derivative, inside, function):
+def test_derivatives_on_both_sides_of_vmap_where_an_output_does_not_depend_on_the_batch(derivative, inside, function):
     xs, u = jnp.array([0.1, 0.2, 0.3, 0.5]), jnp.float32(0.7)
 
     def wrapped(f):
@@ -717,14 +700,7 @@ def test_a_mapped_array_that_was_saved_and_nothing_else_mapped(inside):
     of_all = jax.grad(lambda x: jax.vmap(example, (None, 0))(x, ws).sum())
     for wrapped in (identity, jax.jit):
         np.testing.assert_allclose(wrapped(per_example)(x, ws), ws**2)
-        try:
-            np.testing.assert_allclose(wrapped(of_all)(x), (ws**2).sum())
-        except (NotImplementedError, ValueError) as error:
-            assert "Scaled" in str(error) and "vmap" in str(error)
-            assert isinstance(error, NotImplementedError) or COMING  # which refuses by itself
-            assert inside != "cond"
-        else:
-            assert inside == "cond"
+        np.testing.assert_allclose(wrapped(of_all)(x), (ws**2).sum())
     np.testing.assert_allclose(per_example(x, ws), ws**2)
 
 

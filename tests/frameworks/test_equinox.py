@@ -209,13 +209,18 @@ def test_the_gradient_of_nested_modules_by_attribute_names(wrap):
 
 @row("L4")
 def test_state_is_returned():
-    """equinox's modules cannot be changed; their state comes back as a result, through a Function too."""
+    """equinox's modules cannot be changed; their state comes back as a result, through a Function too.
+
+    It is marked non-differentiable, so that it has no batch where it is the same for all elements.
+    """
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="batch")
 
     class Normalized(jaxfn.Function):
         @staticmethod
         def forward(ctx, x, norm, state):
-            return norm(x, state)
+            y, state = norm(x, state)
+            ctx.mark_non_differentiable(*jax.tree.leaves(state))
+            return y, state
 
         @staticmethod
         def backward(ctx, grad_output, _):

@@ -185,6 +185,11 @@ class Derivatives:
     precision: float
     trace: Callable[..., Traced]
 
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """The sizes of the mesh axes over which the function uses `shard_map`, by name."""
+        return self.primal.mesh_axes() if isinstance(self.primal, Traced) else {}
+
 
 def derive(problem: Problem, *, reverse: bool, forward: bool, reference: bool) -> Derivatives:
     """A problem's function and its derivatives in the modes that are to be checked.

@@ -20,7 +20,7 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from jaxfn._compat import custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr
+from jaxfn._compat import custom_jvp_call_p, custom_vjp_call_p, dce_jaxpr, make_jaxpr, manual_axes
 from jaxfn._jaxpr import all_eqns, dependent_eqns, flat_params, is_variable, jaxprs_in_params
 from jaxfn._primitives import attach_p, stop_p
 from jaxfn._tree import double, is_inexact
@@ -66,6 +66,11 @@ class Traced:
             return False
         first, second = ([*traced.constants, *_not_in_text(traced.eqns)] for traced in (self, other))
         return len(first) == len(second) and all(map(_equal, first, second))
+
+    def mesh_axes(self) -> dict[str, int]:
+        """The sizes of the mesh axes that are manual in a `shard_map`, by name."""
+        mapped = [eqn for eqn in self.eqns if eqn.primitive.name == "shard_map"]  # 0.10.0 to 0.12.0 name it so
+        return {name: eqn.params["mesh"].shape[name] for eqn in mapped for name in manual_axes(eqn)}
 
     def dtypes_from_inputs(self) -> set[Any]:
         """The floating and complex dtypes of everything that is computed from the inputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,11 @@ _CLOSE = 1e-4  # relative to the largest entry, so that finite differences are p
 
 
 def kind_of(
-    analytic: Matrix, reference: Matrix, output_shape: tuple[int, ...], input_shape: tuple[int, ...]
+    analytic: Matrix,
+    reference: Matrix,
+    output_shape: tuple[int, ...],
+    input_shape: tuple[int, ...],
+    mesh_axes: Mapping[str, int],
 ) -> str | None:
     """The kind of mistake, where the whole Jacobian shows it clearly.
 
@@ -19,6 +24,7 @@ def kind_of(
       analytic: what the rule gives, (output components, input size).
       reference: what it should be.
       output_shape, input_shape: what the axes stand for.
+      mesh_axes: the sizes of the mesh axes of `shard_map`, by name.
     """
     if analytic.size < 1 or not (np.isfinite(analytic).all() and np.isfinite(reference).all()):
         return "not a number" if analytic.size and not np.isfinite(analytic).all() else None
@@ -30,7 +36,7 @@ def kind_of(
         return "wrong sign"
     return (
         _conjugate(analytic, reference, output_shape)
-        or _factor(analytic, reference)
+        or _factor(analytic, reference, mesh_axes)
         or _transposed(analytic, reference, input_shape)
         or _broadcast(analytic, reference)
         or _off_diagonal(analytic, reference)
@@ -46,12 +52,22 @@ def _conjugate(a: Matrix, n: Matrix, output: tuple[int, ...]) -> str | None:
     return "missing conjugate" if _same(a, expected) else None
 
 
-def _factor(a: Matrix, n: Matrix) -> str | None:
+def _factor(a: Matrix, n: Matrix, mesh_axes: Mapping[str, int]) -> str | None:
     factor = np.vdot(n, a) / np.vdot(n, n)
     if abs(factor) < _CLOSE or not _same(a, factor * n, _CLOSE * min(1.0, abs(factor - 1)) * 10):
         return None
     shown = factor.real if abs(factor.imag) < _CLOSE * abs(factor) else factor
-    return f"a constant factor: {shown:.6g} times what it should be"
+    if abs(shown) > 1.5 and _is_whole(shown):
+        shown = np.round(shown)
+    text = f"a constant factor: {shown:.6g} times what it should be"
+    # A gradient that is summed over the devices too often, or not at all, is off by the size of a mesh axis.
+    times = max(abs(shown), 1 / abs(shown))
+    axes = [(name, size) for name, size in mesh_axes.items() if size > 1 and _is_whole(times / size)]
+    return f"{text} ({' and '.join(f'mesh axis {name!r} has {size} devices' for name, size in axes)})" if axes else text
+
+
+def _is_whole(number: float) -> bool:
+    return abs(number - np.round(number)) < _CLOSE * abs(number)
 
 
 def _transposed(a: Matrix, n: Matrix, input: tuple[int, ...]) -> str | None:

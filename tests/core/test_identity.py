@@ -1,0 +1,327 @@
+"""Rows D2, D3, B8: which saved, returned or marked arrays are inputs or outputs, the same eagerly and staged.
+
+Operations that change nothing return their very operand where JAX evaluates them eagerly, and another tracer where it
+stages them, or the other way round. The rules here are not the derivative of the code, so that a saved array that is
+taken for an intermediate gives another number than one that is known as an input or an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.lax import stop_gradient
+
+import jaxfn
+from tests.support.marks import row, sampled
+from tests.support.programs import PROGRAMS
+
+X = jnp.array([0.3, 1.4, -0.7], jnp.float32)
+
+
+@jax.custom_jvp
+def identity_with_a_tangent(x):
+    return x
+
+
+identity_with_a_tangent.defjvp(lambda primals, tangents: (primals[0], 3 * tangents[0]))
+
+
+@jax.custom_vjp
+def identity_with_a_gradient(x):
+    return x
+
+
+identity_with_a_gradient.defvjp(lambda x: (x, None), lambda _, g: (3 * g,))
+
+
+class Same(jaxfn.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g
+
+
+# Eagerly these return their operand, and another tracer where they are staged.
+SAME_OBJECT: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda x: x,
+    "stop_gradient": stop_gradient,
+    "checkpoint_name": lambda x: checkpoint_name(x, "x"),
+    "device_put": jax.device_put,
+    "checkpoint": jax.checkpoint(lambda x: x),
+    "custom_jvp": identity_with_a_tangent,
+    "custom_vjp": identity_with_a_gradient,
+    "Function": Same.apply,
+    "astype": lambda x: x.astype(x.dtype),
+    "asarray": jnp.asarray,
+    "reshape": lambda x: x.reshape(x.shape),
+    "lax.reshape": lambda x: jax.lax.reshape(x, x.shape),
+    "transpose": lambda x: x.T,
+    "convert_element_type": lambda x: jax.lax.convert_element_type(x, x.dtype),
+    "two of them": lambda x: stop_gradient(checkpoint_name(x, "x")),
+}
+# Eagerly these return another array, and their very operand where they are staged.
+NEW_OBJECT: dict[str, Callable[[Any], Any]] = {
+    "ravel": jnp.ravel,
+    "flatten": lambda x: x.flatten(),
+    "real": jnp.real,
+    "squeeze": jnp.squeeze,
+    "positive": lambda x: +x,
+    "broadcast_to": lambda x: jnp.broadcast_to(x, x.shape),
+}
+# What each of these does in a program that stages is known by its eqns; these cells differ, as row D2 says.
+NEW_UNDER_VMAP = {"checkpoint": 1.0, "Function": 3.0}  # with the slope of the code
+USES = ("saved input", "saved output", "returned", "attribute", "named")
+
+
+def cube(no_op, use, rules):
+    """x³, with a rule that multiplies by what is saved: x, or the output."""
+
+    def forward(ctx, x):
+        y = x**3
+        kept = no_op(y) if use == "saved output" else y if use == "returned" else no_op(x)
+        if use == "attribute":
+            ctx.kept = [kept]
+        elif use == "named":
+            ctx.save_for_backward(kept=kept)
+        else:
+            ctx.save_for_backward(kept)
+        return no_op(y) if use == "returned" else y
+
+    def rule(ctx, g):
+        return g * (ctx.kept[0] if use == "attribute" else ctx.saved_tensors[0])
+
+    f = jaxfn.autograd_function(forward, rule)
+    if rules == "both":
+        f.jvp(rule)
+    return f
+
+
+def new_slope(no_op, program, is_staged):
+    """The slope of an operation whose result is another array in this program; `None` if it is the very array."""
+    if no_op in NEW_UNDER_VMAP:
+        return NEW_UNDER_VMAP[no_op] if program == "vmap" else None
+    is_new = no_op in NEW_OBJECT and no_op != "broadcast_to" and program in ("eager", "vmap") and not is_staged
+    return 1.0 if is_new else None
+
+
+def expected(use, order, new=None):
+    """Of sin(f(x)): cos(y) k, and its derivative where the slope of y is k; k is x, or y with the slope y.
+
+    Where k is a new array, it has the slope of the code that made it.
+    """
+    y = X**3
+    k, slope = (y, y) if use in ("saved output", "returned") else (X, 1.0)
+    if new is not None:
+        slope = {"saved output": 3 * X**2 * new, "returned": 3 * X**2}.get(use, new)
+    return jnp.cos(y) * k if order == 1 else -jnp.sin(y) * k * k + jnp.cos(y) * slope
+
+
+def reverse(f, around, outside):
+    first = jax.grad(lambda x: jnp.sum(jnp.sin(around(f)(x))))
+    second = jax.grad(lambda x: jnp.sum(first(x)))
+    return outside(first), outside(second), jax.grad(lambda x: jnp.sum(jax.jit(first)(x)))
+
+
+def forward(f, around, outside):
+    def tangent(g):
+        return lambda x: jax.jvp(g, (x,), (jnp.ones_like(x),))[1]
+
+    first = tangent(lambda x: jnp.sin(around(f)(x)))
+    return outside(first), outside(tangent(first)), tangent(jax.jit(first))
+
+
+MODES = {"reverse": ("backward", reverse), "reverse beside a jvp": ("both", reverse), "forward": ("both", forward)}
+
+
+def check(name, use, mode, program, outside):
+    rules, derivatives = MODES[mode]
+    f = cube({**SAME_OBJECT, **NEW_OBJECT}[name], use, rules)
+    new, new_in_jit = new_slope(name, program, outside is jax.jit), new_slope(name, program, True)
+    first, second, through_jit = derivatives(f, PROGRAMS[program], outside)
+    np.testing.assert_allclose(first(X), expected(use, 1), rtol=1e-5)
+    np.testing.assert_allclose(second(X), expected(use, 2, new), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(through_jit(X), expected(use, 2, new_in_jit), rtol=1e-5, atol=1e-6)
+
+
+EVERY_PROGRAM = pytest.mark.parametrize("program", PROGRAMS)
+JIT = pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["", "jit"])
+
+
+@row("D2", "D3")
+@sampled
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("no_op", SAME_OBJECT)
+@pytest.mark.parametrize("mode", MODES)
+@EVERY_PROGRAM
+@JIT
+def test_an_operation_that_changes_nothing_makes_no_new_array(outside, program, mode, no_op, use):
+    check(no_op, use, mode, program, outside)
+
+
+@row("D2", "D3")
+@sampled
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("no_op", NEW_OBJECT)
+@pytest.mark.parametrize("mode", MODES)
+@EVERY_PROGRAM
+@JIT
+def test_an_array_that_is_new_eagerly_alone_has_the_slope_of_its_code_there(outside, program, mode, no_op, use):
+    check(no_op, use, mode, program, outside)
+
+
+@row("D2")
+@pytest.mark.parametrize("no_op", [*SAME_OBJECT, *NEW_OBJECT])
+@pytest.mark.parametrize("use", ["saved input", "saved output", "returned"])
+@EVERY_PROGRAM
+def test_a_saved_array_is_its_caller_s_at_every_order(program, use, no_op):
+    """Whatever the expected number is, the eager one and the staged ones are one; or they differ, as documented."""
+    differs = new_slope(no_op, program, False) != new_slope(no_op, "eager", False)
+    differs = differs and (use != "saved input" or no_op == "Function")
+    no_op = {**SAME_OBJECT, **NEW_OBJECT}[no_op]
+    f = cube(no_op, use, "backward")
+
+    def third(around):
+        first = jax.grad(lambda x: jnp.sum(jnp.sin(around(f)(x))))
+        second = jax.grad(lambda x: jnp.sum(jnp.sin(first(x))))
+        return jax.grad(lambda x: jnp.sum(second(x)))
+
+    agree = np.allclose(third(PROGRAMS[program])(X), third(lambda f: f)(X), rtol=1e-4, atol=1e-5)
+    assert agree is not differs
+
+
+@row("B8")
+@sampled
+@pytest.mark.parametrize("no_op", [*SAME_OBJECT, *NEW_OBJECT])
+@pytest.mark.parametrize("marked", ["what is returned", "what is made of it", "what it is made of"])
+@pytest.mark.parametrize("rules", ["backward", "both"])
+@EVERY_PROGRAM
+@JIT
+@pytest.mark.filterwarnings("ignore:.*mark_non_differentiable")
+def test_marking_an_output_by_an_operation_that_changes_nothing(outside, program, rules, marked, no_op):
+    """The array is marked, eagerly and staged; or it is a new one, and the mark has no effect and is warned of."""
+    is_new = marked != "what is returned" and new_slope(no_op, program, outside is jax.jit) is not None
+    change_nothing = {**SAME_OBJECT, **NEW_OBJECT}[no_op]
+
+    def forward(ctx, x):
+        y, z = x**2, x**3
+        ctx.save_for_backward(x)
+        returned = change_nothing(z) if marked == "what it is made of" else z
+        ctx.mark_non_differentiable(change_nothing(z) if marked == "what is made of it" else z)
+        return y, returned if marked != "what is returned" else z
+
+    def backward(ctx, g, of_marked):
+        (x,) = ctx.saved_tensors
+        return 5 * g * x + 7 * of_marked * x
+
+    f = jaxfn.autograd_function(forward, backward)
+    if rules == "both":
+        f.jvp(lambda ctx, t: (5 * t * ctx.saved_tensors[0], 7 * t * ctx.saved_tensors[0]))
+
+    def loss(x):
+        y, z = PROGRAMS[program](f)(x)
+        return jnp.sum(jnp.sin(y) + jnp.cos(z))
+
+    first, second = jax.grad(loss), jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))
+    y, z = X**2, X**3
+    of_z = (-7 * jnp.sin(z) * X, -49 * jnp.cos(z) * X * X - 7 * jnp.sin(z)) if is_new else (0, 0)
+    with pytest.warns(UserWarning, match="mark_non_differentiable was given a value") if is_new else nullcontext():
+        np.testing.assert_allclose(outside(first)(X), 5 * jnp.cos(y) * X + of_z[0], rtol=1e-5)
+    expected = -jnp.sin(y) * 25 * X * X + 5 * jnp.cos(y) + of_z[1]
+    np.testing.assert_allclose(outside(second)(X), expected, rtol=1e-5, atol=1e-5)
+
+
+@row("D2", "B3")
+@EVERY_PROGRAM
+@JIT
+@pytest.mark.parametrize("saved", ["y", "copy"])
+def test_of_outputs_that_are_one_object_the_first_counts(outside, program, saved):
+    """A saved output that is returned twice has the derivative of the first."""
+
+    def forward(ctx, x):
+        y = x**3
+        ctx.save_for_backward(y if saved == "y" else stop_gradient(y))
+        return y, y
+
+    def backward(ctx, g, h):
+        return (2 * g + 5 * h) * ctx.saved_tensors[0]
+
+    f = jaxfn.autograd_function(forward, backward)
+
+    def loss(x):
+        first, second = PROGRAMS[program](f)(x)
+        return jnp.sum(first + jnp.sin(second))
+
+    # The gradient is (2 + 5 cos(y)) y. In it the second output has the slope 5y, the saved y that of the first, 2y.
+    y = X**3
+    np.testing.assert_allclose(outside(jax.grad(loss))(X), (2 + 5 * jnp.cos(y)) * y, rtol=1e-5)
+    second = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))
+    expected = (-5 * jnp.sin(y) * y) * 5 * y + (2 + 5 * jnp.cos(y)) * 2 * y
+    np.testing.assert_allclose(outside(second)(X), expected, rtol=1e-5, atol=1e-5)
+
+
+@row("D2")
+@JIT
+@pytest.mark.parametrize("same", [lambda x: x, stop_gradient], ids=["itself", "stop_gradient"])
+def test_one_array_at_two_vmaps_is_two_inputs(outside, same):
+    """Where every pair of an array's rows is mapped over, both have the same array underneath."""
+
+    def forward(ctx, a, b):
+        ctx.save_for_backward(same(a), same(b))
+        return a * b
+
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return g * b**2, g * a**3
+
+    f = jaxfn.autograd_function(forward, backward)
+    of_pair = jax.grad(lambda b, a: jax.grad(f)(a, b))
+    pairs = outside(lambda x: jax.vmap(lambda a: jax.vmap(lambda b: of_pair(b, a))(x))(x))(X)
+    np.testing.assert_allclose(pairs, jnp.broadcast_to(2 * X, (3, 3)), rtol=1e-5)
+
+
+@row("D3")
+@EVERY_PROGRAM
+@JIT
+def test_an_intermediate_that_is_saved_twice(outside, program):
+    """It has the derivative of the code of the first; the others keep theirs."""
+
+    def forward(ctx, x):
+        z, w = x**2, x**3
+        ctx.save_for_backward(z, stop_gradient(z), w)
+        return jnp.sin(x)
+
+    def backward(ctx, g):
+        z, same, w = ctx.saved_tensors
+        return g * (2 * z + 3 * same + 5 * w)
+
+    f = jaxfn.autograd_function(forward, backward)
+    second = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(PROGRAMS[program](f)(x)))(x)))
+    np.testing.assert_allclose(outside(second)(X), 10 * X + 15 * X**2, rtol=1e-5)
+
+
+@row("D2", "D3")
+@EVERY_PROGRAM
+@JIT
+@pytest.mark.parametrize("operation", [lambda x: x * 1, lambda x: x + 0, lambda x: jnp.copy(x)], ids=["*", "+", "copy"])
+def test_an_operation_that_computes_is_an_intermediate(outside, program, operation):
+    """Not every one that leaves the value alone: these are new arrays everywhere, with the derivative of the code."""
+
+    def forward(ctx, x):
+        y = x**3
+        ctx.save_for_backward(operation(y))
+        return y
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
+    first = jax.grad(lambda x: jnp.sum(PROGRAMS[program](f)(x)))
+    np.testing.assert_allclose(outside(first)(X), X**3, rtol=1e-5)
+    np.testing.assert_allclose(outside(jax.grad(lambda x: jnp.sum(first(x))))(X), 3 * X**2, rtol=1e-5)
