@@ -237,10 +237,10 @@ class UserMethods:
         location = location_without_return(function)
         if location is not None:
             consequence, fix = {
-                "forward": ("its only output is None", "Return the output, or write return None if there is none."),
+                "forward": ("its only output is None", "Return the output, or write return None where there is none."),
                 "backward": (
                     "its gradients are zero",
-                    "Return the gradients, or write return None if there are none.",
+                    "Return the gradients, or write return None where there are none.",
                 ),
             }[method]
             warnings.warn(
@@ -257,7 +257,7 @@ class UserMethods:
 
 
 _NO_FORWARD_MODE = (
-    "can't apply forward-mode autodiff (jvp) to a custom_vjp function. {name} has backward alone, and so no forward "
+    "can't apply forward-mode autodiff (jvp) to a custom_vjp function.\n{name} has backward alone, and so no forward "
     "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
 )
 # Values of these types hold no tracer.
