@@ -82,12 +82,39 @@ def is_differentiating_in_reverse() -> bool:
     return getattr(find_top_trace(()), "is_vjp", False)
 
 
-def is_staging() -> bool:
-    """Whether operations on constants are being traced: under `jit`, and not under `grad` alone (0.10.0 to 0.12.0)."""
+def staging_traces() -> list[Any]:
+    """Returns the traces that stage to jaxprs here, the innermost first: none outside `jit` (0.10.0 to 0.12.0)."""
+    found: list[Any] = []
     trace: Any = find_top_trace(())
-    while hasattr(trace, "parent_trace"):  # of a derivative or a vmap
-        trace = trace.parent_trace
-    return hasattr(trace, "frame")
+    while trace is not None:
+        if hasattr(trace, "frame"):
+            found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+class RefsMade:
+    """Tells whether code makes a `jax.Ref` while JAX traces it, by the eqns staged since this (0.10.0 to 0.12.0)."""
+
+    def __init__(self) -> None:
+        self._frames = [(frame, len(frame.tracing_eqns)) for frame in _frames()]
+
+    def __bool__(self) -> bool:
+        entries = [entry for frame, first in self._frames for entry in frame.tracing_eqns[first:]]
+        eqns: list[Any] = [
+            entry() if callable(entry) else entry for entry in entries
+        ]  # functions (0.10.0), weak references
+        effects = [effect for eqn in eqns if eqn is not None for effect in eqn.effects]
+        return any(type(effect).__name__ == "InternalMutableArrayEffect" for effect in effects)
+
+
+def _frames() -> Generator[Any]:
+    """Yields what the current traces stage eqns in, tangents of reverse mode too."""
+    trace: Any = find_top_trace(())
+    while trace is not None:
+        traces: list[Any] = [trace, getattr(trace, "tangent_trace", None)]
+        yield from (t.frame for t in traces if hasattr(t, "frame"))
+        trace = getattr(trace, "parent_trace", None)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import eval_jaxpr
 
 from jaxfn._boundary import (
     ForwardOutputs,
@@ -17,13 +20,14 @@ from jaxfn._boundary import (
     non_differentiable_outputs,
     output_tangents,
 )
-from jaxfn._compat import manual_axes_here
+from jaxfn._compat import RefsMade, is_staged, manual_axes_here, staging_traces
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, collect_saved, restore_ctx, use_saved_for_forward
 from jaxfn._hooks import Hooks, PackedResiduals, pack
 from jaxfn._jaxpr import ArrayIdentity, StagedFunction
 from jaxfn._mesh_types import match_cotangents
 from jaxfn._methods import UserMethods
 from jaxfn._observe import OBSERVATION, Label, Observation, emit_logs, label_arrays, label_present, leaf_names, observe
+from jaxfn._primitives import stop
 from jaxfn._signature import InputSpec
 from jaxfn._tree import ARRAY_SPEC, TreeSpec, as_array, flatten_saved, is_inexact, is_traced
 from jaxfn._vmap_method import forward_with_vmap
@@ -41,6 +45,10 @@ class CallSpec:
     def may_capture_tracers(self) -> bool:
         """Whether `forward` may use tracers besides the array leaves: in a closure, or in an object it is passed."""
         return self.inputs.has_objects or self.methods.may_capture_tracers
+
+    def captures_staged(self) -> bool:
+        """Whether methods or objects among the inputs lead to values of a jaxpr that is, or was, being traced."""
+        return self.methods.capture_staged() or any(tree.captures_arrays(is_staged) for tree in self.inputs.trees)
 
     def scope(self, method: str) -> Any:
         """Names the operations of a method in compiled programs and profiles."""
@@ -121,6 +129,8 @@ class ForwardPass:
       packed: What unpacks the residuals, under hooks.
       saved: What the ctx keeps.
       captures_arrays: Whether arrays are in closures or objects on ctx, where they have no derivative.
+      rule_captures: The tracers that `backward` and `jvp` capture. Their present values are the first residuals.
+      program: A weak reference to what stages the program of `forward`; `None` outside `jit`.
       outputs: The structure of the outputs.
       input_avals, output_avals: The types of the array leaves. (Arrays would leak their tracers into `backward`.)
     """
@@ -134,6 +144,8 @@ class ForwardPass:
     packed: PackedResiduals | None
     saved: SavedSpec
     captures_arrays: bool
+    rule_captures: Sequence[Any]
+    program: Any
     outputs: OutputSpec
     input_avals: Sequence[Any]
     output_avals: Sequence[Any]
@@ -149,19 +161,21 @@ class ForwardPass:
         return [i for i, aval in enumerate(self.output_avals) if is_inexact(aval.dtype) and i not in marked]
 
     def residuals(
-        self, inputs: Sequence[Any], outputs: Sequence[Any], intermediates: Sequence[Any]
+        self, inputs: Sequence[Any], outputs: Sequence[Any], intermediates: Sequence[Any], captured: Sequence[Any]
     ) -> tuple[ForwardPass, list[Any]]:
         """Returns the arrays to keep for `backward` and `jvp`, and the forward pass that can read them."""
         arrays = {"input": inputs, "output": outputs, "intermediate": intermediates}
         kept = [arrays[source.kind][source.place] for source in self.saved.sources]
         if self.hooks is None:
-            return self, kept
+            return self, [*captured, *kept]
         with self.spec.scope("forward"):
             packed, kept = pack(self.spec.name, self.hooks, [s.is_packed for s in self.saved.sources], kept)
-        return replace(self, packed=packed), kept
+        return replace(self, packed=packed), [*captured, *kept]
 
-    def _restore_ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx]:
-        """Returns the ctx as `forward` left it."""
+    def _restore_ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx, dict[int, Any]]:
+        """Returns the ctx as `forward` left it, and the present values of what the rules capture, by identity."""
+        captured = {id(x): value for x, value in zip(self.rule_captures, residuals, strict=False)}
+        residuals = residuals[len(captured) :]
         if self.packed is not None:
             residuals = self.packed.unpack(residuals)
         inputs = self.spec.inputs
@@ -169,7 +183,8 @@ class ForwardPass:
         state.num_outputs = len(self.outputs.trees)
         state.materialize_grads = self.materialize_grads
         arrays = iter([residuals[i] for i in self.saved.order])
-        return state, restore_ctx(state, self.saved.names, [tree.unflatten(arrays) for tree in self.saved.trees])
+        ctx = restore_ctx(state, self.saved.names, [tree.unflatten(arrays) for tree in self.saved.trees])
+        return state, ctx, captured
 
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
         """Calls the user's `backward`.
@@ -181,9 +196,7 @@ class ForwardPass:
         Returns:
           A cotangent for each array leaf of the inputs, `None` for zero.
         """
-        if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
-            return self._observed("backward", residuals, cotangents)
-        return self._backward(residuals, cotangents)
+        return self._call_rule("backward", residuals, cotangents)
 
     def _backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[jax.Array | None]:
         grad_outputs = self.outputs.grad_outputs(cotangents, self.output_avals, self.materialize_grads)
@@ -191,8 +204,8 @@ class ForwardPass:
             return [None] * len(self.input_avals)
         spec, methods = self.spec, self.spec.methods
         with spec.scope("backward"):
-            state, ctx = self._restore_ctx(residuals)
-            returned = methods.backward(ctx, grad_outputs)
+            state, ctx, captured = self._restore_ctx(residuals)
+            returned = methods.backward(ctx, grad_outputs, captured)
             try:
                 gradients = input_cotangents(spec.name, spec.inputs, returned, self.input_avals, self.perturbed)
                 if manual_axes_here() or self._is_on_mesh():
@@ -215,16 +228,15 @@ class ForwardPass:
         Returns:
           A tangent for each array leaf of the outputs, `None` for zero.
         """
-        if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
-            return self._observed("jvp", residuals, tangents)
-        return self._jvp(residuals, tangents)
+        return self._call_rule("jvp", residuals, tangents)
 
     def _jvp(self, residuals: Sequence[Any], tangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         spec, methods = self.spec, self.spec.methods
         with spec.scope("jvp"):
-            state, ctx = self._restore_ctx(residuals)
+            state, ctx, captured = self._restore_ctx(residuals)
             use_saved_for_forward(state)
-            returned = methods.jvp(ctx, input_tangents(tangents, spec.inputs, self.input_avals, self.materialize_grads))
+            given = input_tangents(tangents, spec.inputs, self.input_avals, self.materialize_grads)
+            returned = methods.jvp(ctx, given, captured)
             try:
                 results = output_tangents(spec.name, returned, self.outputs, self.output_avals)
             except (RuntimeError, TypeError) as error:
@@ -232,11 +244,53 @@ class ForwardPass:
                 raise
         return emit_logs(spec.name, "jvp", state.logged, results) if state.logged else results
 
+    def _call_rule(self, method: str, residuals: Sequence[Any], vectors: Sequence[Any]) -> list[jax.Array | None]:
+        """Calls `backward` or `jvp`, so that what it reads is labelled if a tool asks for that."""
+        rule = self._backward if method == "backward" else self._jvp
+        if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
+            rule = partial(self._observed, method)
+        return self.call_user_code(method, rule, list(residuals), list(vectors))
+
+    def call_user_code(self, method: str, code: Callable[..., list[Any]], *args: Any) -> list[Any]:
+        """Calls what calls a method; raises if that uses an array of a program that has ended.
+
+        JAX takes a tracer of such a program for a constant, and fails when it compiles that.
+        """
+        has_ended = self.program is not None and self.program() not in staging_traces()
+        try:
+            if not (has_ended and (self._ctx_captures(is_staged) or self.spec.captures_staged())):
+                return code(*args)
+            closed, shapes = jax.make_jaxpr(code, return_shape=True)(*args)
+        except jax.errors.UnexpectedTracerError as error:
+            raise self._escaped_tracer_error(method) from error
+        if any(map(is_staged, closed.consts)):
+            raise self._escaped_tracer_error(method)
+        results = map(as_array, eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(args)))
+        return [None if x is None else next(results) for x in shapes]
+
+    def _escaped_tracer_error(self, method: str) -> Exception:
+        is_on_ctx = method != "forward" and self._ctx_captures(is_traced)
+        return (
+            NotImplementedError(self.captured_by_ctx()) if is_on_ctx else self.spec.methods.escaped_tracer_error(method)
+        )
+
+    def captured_by_ctx(self) -> str:
+        """Returns the message for an array that ctx captures, needed in another program or differentiated."""
+        who = f"{self.spec.name} takes a jax.Ref and" if self.spec.inputs.has_refs else f"{self.spec.name}.forward"
+        return (
+            f"{who} keeps a JAX array inside a closure or an object on ctx, which has no derivative of its own. Save "
+            "the array itself: ctx.save_for_backward(array), or ctx.name = array."
+        )
+
+    def _ctx_captures(self, are_sought: Callable[[Any], bool]) -> bool:
+        return any(tree.captures_arrays(are_sought) for tree in self.saved.trees)
+
     def _observed(self, method: str, residuals: Sequence[Any], vectors: Sequence[Any]) -> list[jax.Array | None]:
         """Calls `backward` or `jvp` so that what it reads, and for `Observation.VALUES` all else, is labelled."""
         name = self.spec.name
         rule = self._backward if method == "backward" else self._jvp
-        residuals = label_arrays(residuals, self._residual_labels(method))
+        first = len(self.rule_captures)
+        residuals = [*residuals[:first], *label_arrays(residuals[first:], self._residual_labels(method))]
         if OBSERVATION.value is Observation.RESIDUALS:
             return rule(residuals, vectors)
         inputs, outputs = input_names(self.spec), self._output_names()
@@ -293,6 +347,7 @@ class ForwardResult(NamedTuple):
       outputs: The array leaves of the outputs.
       intermediates: The saved arrays that are neither inputs nor outputs.
       replay, consts: `forward` as a jaxpr, if it was staged, and the arrays that it captures.
+      captured: The values of the tracers that `backward` and `jvp` capture.
     """
 
     forward_pass: ForwardPass
@@ -300,6 +355,7 @@ class ForwardResult(NamedTuple):
     intermediates: Sequence[Any]
     replay: StagedFunction | None = None
     consts: Sequence[Any] = ()
+    captured: Sequence[Any] = ()
 
 
 def run_forward(
@@ -331,10 +387,14 @@ def run_forward(
 def _run_forward(
     spec: CallSpec, arrays: Sequence[Any], seen_flags: tuple[bool, ...], hooks: Hooks | None
 ) -> ForwardResult:
+    refs_made = RefsMade()
     with spec.scope("forward"):
         state, ctx, returned = call_forward(spec, arrays, seen_flags)
         if any(seen_flags):
             _check_python_numbers(spec, arrays, seen_flags, returned.spec)
+    outputs = returned.arrays
+    if refs_made and not spec.may_capture_tracers:
+        outputs = stop(outputs)  # to JAX, what is read from a reference has a derivative
     saved, intermediates = _save(ctx, arrays, returned.originals, hooks)
     forward_pass = ForwardPass(
         spec,
@@ -346,11 +406,13 @@ def _run_forward(
         None,
         saved,
         any(tree.captures_arrays() for tree in saved.trees),
+        spec.methods.rule_captures(),
+        next(map(weakref.ref, staging_traces()), None),
         returned.spec,
         [jax.typeof(x) for x in arrays],
         [jax.typeof(x) for x in returned.arrays],
     )
-    return ForwardResult(forward_pass, returned.arrays, intermediates)
+    return ForwardResult(forward_pass, outputs, intermediates)
 
 
 def call_forward(

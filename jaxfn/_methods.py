@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import is_
+from operator import is_, is_not
 from typing import Any, TypeVar
 
-import jax
 from jax.core import Tracer
 
 from jaxfn._boundary import ForwardOutputs, flatten_outputs, warn_of_dirty
+from jaxfn._compat import is_staged
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._diagnostics import (
     add_hint,
@@ -24,7 +25,7 @@ from jaxfn._diagnostics import (
     source_location,
 )
 from jaxfn._signature import ForwardSignature, InputSpec
-from jaxfn._tree import closure_values
+from jaxfn._tree import captures_arrays, closure_values
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _UNDEFINED = "_jaxfn_undefined"
@@ -109,18 +110,23 @@ class UserMethods:
         return any(map(_may_capture_tracers, methods))
 
     def forward_captures(self) -> list[Any]:
-        """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too, each once."""
-        found: dict[int, Any] = {}
-        for method in (self._forward, self._setup_context):
-            pending = _captured_values(method) if isinstance(method, types.FunctionType) else []
-            for value in pending:
-                if isinstance(value, Tracer):
-                    found[id(value)] = value
-                elif type(value) in (tuple, list):
-                    pending += value
-                elif type(value) is dict:
-                    pending += value.values()
-        return list(found.values())
+        """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too."""
+        return _captured_tracers((self._forward, self._setup_context), (tuple, list, dict))
+
+    def rule_captures(self) -> list[Any]:
+        """Returns the tracers in the closures and the defaults of `backward` and `jvp`, in tuples too.
+
+        A list or a dict may be a log, with tracers of programs that have ended.
+        """
+        return _captured_tracers(self._rules(), (tuple,))
+
+    def capture_staged(self) -> bool:
+        """Whether the methods lead to values of a jaxpr that is, or was, being traced."""
+        methods = [self._forward, self._setup_context, *self._rules()]
+        return any(captures_arrays(method, is_staged) for method in methods if _may_capture_tracers(method))
+
+    def _rules(self) -> Sequence[Any]:
+        return self._function.backward, self._function.vjp, self._function.jvp
 
     @property
     def no_forward_mode(self) -> str:
@@ -168,12 +174,13 @@ class UserMethods:
         self._call_rule("setup_context", self._setup_context, ctx, (inputs, outputs.value))
         return outputs
 
-    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any]) -> Any:
+    def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], captured: dict[int, Any]) -> Any:
         """Calls `backward`, or `vjp`, its other name.
 
         Args:
           ctx: The ctx as `forward` left it.
           grad_outputs: One for each output.
+          captured: The present values of tracers that it captures, by their identity.
         """
         if not self.has_backward:
             raise NotImplementedError(
@@ -185,7 +192,7 @@ class UserMethods:
                 f"{self.name}: implementing both 'backward' and 'vjp' for a custom Function is not allowed. You should "
                 "only implement one of them."
             )
-        backward = self._backward()
+        backward = _with_captured(self._backward(), captured)
         arguments = (list(grad_outputs),) if self._function.boxed_grads_call else grad_outputs
         returned = self._call_rule("backward", backward, ctx, arguments)
         self._warn_of_no_return("backward", backward, returned)
@@ -195,16 +202,14 @@ class UserMethods:
         """Returns `backward`, under whichever of its two names it was defined."""
         return self._function.vjp if _is_defined(self._function.vjp) else self._function.backward
 
-    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any]) -> Any:
+    def jvp(self, ctx: FunctionCtx, tangents: Sequence[Any], captured: dict[int, Any]) -> Any:
         """Calls `jvp`; see `backward`."""
-        return self._call_rule("jvp", self._function.jvp, ctx, tangents)
+        return self._call_rule("jvp", _with_captured(self._function.jvp, captured), ctx, tangents)
 
     def _call_rule(self, method: str, rule: Callable[..., Any], ctx: FunctionCtx, arguments: Sequence[Any]) -> Any:
         """Calls a method that takes the ctx; adds a hint to its errors."""
         try:
             return rule(ctx, *arguments)
-        except jax.errors.UnexpectedTracerError as error:
-            raise self.escaped_tracer_error(method) from error
         except Exception as error:
             if isinstance(error, TypeError) and is_call_error(error, rule, (ctx, *arguments)):
                 raise signature_error(self.name, method, rule, ctx, len(arguments)) from None
@@ -214,10 +219,9 @@ class UserMethods:
     def escaped_tracer_error(self, method: str) -> Exception:
         """Returns the error for a method that uses a tracer of another program."""
         return NotImplementedError(
-            f"{self.name}.{method} uses an array that JAX traced in another program than the one in which {method} is "
-            f"called, as under jit, vmap, scan and checkpoint: {method} captured it (in a closure, an object or a "
-            f"global), or it was kept outside of ctx. Pass it to {self.name} as an argument, and save it on ctx "
-            "(ctx.save_for_backward(array), or ctx.name = array)."
+            f"{self.name}.{method} closes over a value that JAX traces in another program than the one that {method} "
+            "is called in, as it is in jit, vmap, scan and checkpoint, or it was kept outside of ctx. Pass that value "
+            f"to {self.name} as an argument, and save it on ctx where backward needs it."
         )
 
     def add_location(self, method: str, error: Exception) -> None:
@@ -275,3 +279,63 @@ def _captured_values(function: types.FunctionType) -> list[Any]:
     if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
         return []
     return [*closure_values(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> list[Any]:
+    """Returns the tracers that functions, and functions in their closures, capture; in containers too, each once."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    pending = list(functions)
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tracer):
+            found[id(value)] = value
+        elif isinstance(value, types.FunctionType):
+            pending += _captured_values(value)
+        elif isinstance(value, functools.partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif type(value) in containers:
+            pending += value.values() if isinstance(value, dict) else value
+    return list(found.values())
+
+
+def _with_captured(value: Any, captured: dict[int, Any]) -> Any:
+    """Returns a function that has other values in place of tracers that it captures.
+
+    Variables without such a value stay shared with the original function, which may assign to them.
+
+    Args:
+      value: The function, or what it captures.
+      captured: The other values, by the identity of the tracers; holds what was returned for functions afterwards.
+    """
+    if id(value) in captured or not captured:
+        return captured.get(id(value), value)
+    if type(value) is tuple:
+        items = tuple(_with_captured(x, captured) for x in value)
+        return items if any(map(is_not, items, value)) else value
+    if isinstance(value, functools.partial):
+        keywords = {name: _with_captured(x, captured) for name, x in value.keywords.items()}
+        parts = _with_captured((value.func, *value.args), captured)
+        return functools.partial(*parts, **keywords)
+    if not isinstance(value, types.FunctionType):
+        return value
+    captured[id(value)] = value  # meanwhile, for one that captures itself
+    cells = tuple(_cell_with_captured(cell, captured) for cell in value.__closure__ or ())
+    defaults = _with_captured(value.__defaults__, captured)
+    keyword_defaults = {name: _with_captured(x, captured) for name, x in (value.__kwdefaults__ or {}).items()}
+    function = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+    function.__kwdefaults__ = keyword_defaults
+    vars(function).update(vars(value))
+    captured[id(value)] = function
+    return function
+
+
+def _cell_with_captured(cell: Any, captured: dict[int, Any]) -> Any:
+    try:
+        value = _with_captured(cell.cell_contents, captured)
+    except ValueError:  # no value yet
+        return cell
+    return cell if value is cell.cell_contents else types.CellType(value)

@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
-from itertools import compress
+from dataclasses import replace
+from itertools import compress, islice
 from operator import attrgetter
 from typing import Any
 
@@ -55,6 +56,7 @@ from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced, values
 def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -> Any:
     """Calls `forward` on arrays of which some are traced; returns its outputs with the Function's rule."""
     result = _run_stopped(spec, arrays, spec.inputs.unperturbed, hooks)
+    result = result._replace(captured=result.forward_pass.rule_captures)
     outputs = _with_rule(result, spec.inputs.without_refs(arrays))
     return result.forward_pass.outputs.unflatten(outputs)
 
@@ -95,9 +97,14 @@ def _run_stopped(
     """
     orders = list(map(derivative_order, arrays))
     flags = tuple(a or b > 0 for a, b in zip(perturbed, orders, strict=True))
+    values = spec.inputs.without_refs(arrays)
     if spec.inputs.has_refs:
         spec.check_no_perturbed_refs(flags)
-    stopped = list(map(as_array, stop(spec.inputs.without_refs(arrays))))
+        refs = [x for x, is_ref in zip(arrays, spec.inputs.are_refs, strict=True) if is_ref]
+        values = (
+            attach(values, (), [ref[...] for ref in refs], _RefGuard(spec)) if any(map(is_traced, refs)) else values
+        )
+    stopped = list(map(as_array, stop(values)))
     # What is saved is known by identity: at a higher order the same array, captured or passed twice, is another one.
     if max(orders, default=0) + any(perturbed) > 1 or len(set(map(id, stopped))) < len(stopped):
         stopped = [x if is_traced(x) else jnp.array(x, copy=True) for x in stopped]
@@ -107,9 +114,23 @@ def _run_stopped(
     if not spec.may_capture_tracers:
         with outside_derivatives() if is_differentiating() else nullcontext():
             return run_forward(spec, stopped, flags, hooks)
-    if any(map(is_staged, stopped)) and not spec.inputs.has_refs and spec.methods.forward_captures():
+    if not spec.inputs.has_refs and spec.methods.forward_captures():
         return _run_staged(spec, stopped, flags, hooks)
     return run_forward(spec, stopped, flags, hooks)
+
+
+class _RefGuard(Rule):
+    """Raises where a staged program is differentiated by what references hold, which are the inputs of the rule."""
+
+    def __init__(self, spec: CallSpec) -> None:
+        self._spec = spec
+
+    def __call__(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        flags = iter([t is not None for t in tangents])
+        self._spec.check_no_perturbed_refs([is_ref and next(flags) for is_ref in self._spec.inputs.are_refs])
+        raise AssertionError("an attached rule is called where an input has a tangent")
 
 
 def _run_staged(spec: CallSpec, arrays: Sequence[Any], flags: tuple[bool, ...], hooks: Hooks | None) -> ForwardResult:
@@ -247,15 +268,17 @@ class _FunctionRule(Rule):
 
     def kept(self, result: ForwardResult) -> list[Any]:
         """Returns what the rule needs besides the differentiable outputs and the inputs."""
-        return [*(result.outputs[i] for i in self._constants), *result.intermediates, *result.consts]
+        return [*(result.outputs[i] for i in self._constants), *result.intermediates, *result.captured, *result.consts]
 
     def _result(self, outputs: Sequence[Any], kept: Sequence[Any]) -> ForwardResult:
         """Returns the forward pass that has these operands; outputs that are not needed are `None`."""
         found: list[Any] = [None] * len(self.forward_pass.output_avals)
         for i, y in [*zip(self.differentiable, outputs, strict=True), *zip(self._constants, kept, strict=False)]:
             found[i] = y
-        first, last = len(self._constants), len(self._constants) + len(self._intermediate_avals)
-        return ForwardResult(self.forward_pass, found, kept[first:last], self._replay, kept[last:])
+        remaining = iter(kept[len(self._constants) :])
+        intermediates = list(islice(remaining, len(self._intermediate_avals)))
+        captured = list(islice(remaining, len(self.forward_pass.rule_captures)))
+        return ForwardResult(self.forward_pass, found, intermediates, self._replay, list(remaining), captured)
 
     def __call__(
         self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
@@ -291,7 +314,7 @@ class _FunctionRule(Rule):
             for i, y in zip(self.differentiable, outputs, strict=True):
                 all_outputs[i] = y
         guards = inputs if forward_pass.captures_arrays and is_differentiated_again else ()
-        forward_pass, residuals = forward_pass.residuals(leaves, all_outputs, intermediates)
+        forward_pass, residuals = forward_pass.residuals(leaves, all_outputs, intermediates, result.captured)
         linear_map = _ForwardPassMap(forward_pass, flags, self.differentiable, len(guards))
         return outputs, linear_map, [*guards, *residuals]
 
@@ -330,7 +353,9 @@ class _FunctionRule(Rule):
             arrays = {kind: list(values) for kind, values in known.items()}
             for (kind, place), value in zip(names, missing, strict=True):
                 arrays[kind][place] = value
-            own, residuals = forward_pass.residuals(arrays["input"], arrays["output"], arrays["intermediate"])
+            own, residuals = forward_pass.residuals(
+                arrays["input"], arrays["output"], arrays["intermediate"], result.captured
+            )
             return _ForwardPassMap(own, flags, self.differentiable, 0).transpose(residuals, cotangents)
 
         def pull_nonzero(*arrays: Any) -> list[Any]:
@@ -367,7 +392,7 @@ class _FunctionRule(Rule):
             outputs, kept, inputs = (rest[sum(sizes[:i]) :][: sizes[i]] for i in range(3))
             result = self._result(outputs, kept)
             own, residuals = forward_pass.with_perturbed(flags).residuals(
-                spec.inputs.with_refs(inputs, None), result.outputs, result.intermediates
+                spec.inputs.with_refs(inputs, None), result.outputs, result.intermediates, result.captured
             )
             pulled = _ForwardPassMap(own, flags, self.differentiable, 0).all_cotangents(residuals, cotangents)
             return [ct for ct in pulled if ct is not None]
@@ -414,7 +439,8 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
             f"{f'it was {flags[1]}' if any(forward_pass.seen_flags) else 'nothing was differentiated'}. What forward "
             "returns, and marks as non-differentiable, must not depend on ctx.needs_input_grad."
         )
-    return again._replace(forward_pass=again.forward_pass.with_perturbed(union))
+    rerun = replace(again.forward_pass, perturbed=union, rule_captures=forward_pass.rule_captures)
+    return again._replace(forward_pass=rerun, captured=result.captured)
 
 
 class _ForwardPassMap(LinearMap):
@@ -474,7 +500,7 @@ class _ForwardPassMap(LinearMap):
         guards = residuals[: self._num_guards]
         indices = [i for i, x in enumerate(results) if x is not None]
         if guards and indices:
-            error = DeferredError(NotImplementedError, _CAPTURED_BY_CTX.format(name=self))
+            error = DeferredError(NotImplementedError, self._forward_pass.captured_by_ctx())
             for i, x in zip(indices, attach([results[i] for i in indices], (), guards, error), strict=True):
                 results[i] = x
         return results
@@ -625,7 +651,7 @@ class _IntermediatesMap(LinearMap):
             if self._replay is not None:
                 again = self._replay.evaluate_second(consts, arrays)
                 return [again[i] for i in self._indices]
-            return self._run_again(arrays, intermediates)
+            return self._forward_pass.call_user_code("forward", self._run_again, arrays, list(intermediates))
 
         return function, [inputs[i] for i in self._perturbed]
 

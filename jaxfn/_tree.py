@@ -136,18 +136,23 @@ class Opaque:
 _SEARCH_LIMIT = 2000
 
 
-def captures_arrays(value: Any) -> bool:
-    """Whether an object leads to JAX arrays by its attributes, items or closure, or is too large to tell."""
+def captures_arrays(value: Any, are_sought: Callable[[Any], bool] = lambda _: True) -> bool:
+    """Whether an object leads to JAX arrays by its attributes, items or closure, or is too large to tell.
+
+    Args:
+      value: The object.
+      are_sought: Whether an array is of the kind that counts.
+    """
     seen: set[int] = set()
     pending = [value]
     while pending:
         part = pending.pop()
         if type(part) in _SCALARS or id(part) in seen:
             continue
-        if is_jax_type(type(part)) or len(seen) > _SEARCH_LIMIT:
+        if len(seen) > _SEARCH_LIMIT or (is_jax_type(type(part)) and are_sought(part)):
             return True
         seen.add(id(part))
-        if not isinstance(part, (type, types.ModuleType, np.ndarray, NoArrays)):
+        if not isinstance(part, (type, types.ModuleType, np.ndarray, jax.Array, NoArrays)):
             pending += _parts(part)
     return False
 
@@ -298,9 +303,9 @@ class TreeSpec:
             isinstance(leaf, (_ArrayMarker, type)) or type(leaf) in _SCALARS for leaf in self.leaves
         )
 
-    def captures_arrays(self) -> bool:
-        """Whether a static leaf, such as a closure or an object, holds JAX arrays."""
-        return self is not ARRAY_SPEC and any(map(captures_arrays, self.leaves))
+    def captures_arrays(self, are_sought: Callable[[Any], bool] = lambda _: True) -> bool:
+        """Whether a static leaf, such as a closure or an object, holds JAX arrays, of a kind that is sought."""
+        return self is not ARRAY_SPEC and any(captures_arrays(leaf, are_sought) for leaf in self.leaves)
 
     def key(self) -> tuple[object, ...] | None:
         """Returns a hashable value that stands for this spec; `None` if some part is not compared by value."""

@@ -29,10 +29,10 @@ from jaxfn._compat import (
     eqn_scope,
     eval_eqn,
     is_plain_jit,
-    is_staging,
     jit_options,
     manual_axes,
     platforms_of_branches,
+    staging_traces,
 )
 from jaxfn._jaxpr import SubJaxpr, any_eqn, eval_jaxpr_with, subjaxprs, unhandled_subjaxprs
 from jaxfn._primitives import DeferredError, attach
@@ -110,7 +110,7 @@ def _eval_unchanged(eqn: Any, inner: list[SubJaxpr], operands: list[Any]) -> Seq
 
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function compiled: eagerly, JAX rejects a custom_vjp inside a `shard_map` (0.10.0 to 0.12.0)."""
-    return run if is_staging() else jax.jit(run)
+    return run if staging_traces() else jax.jit(run)
 
 
 def harvest_subjaxprs(
@@ -142,7 +142,7 @@ class _Inside:
         return tuple(results), harvested
 
     def jit(self) -> tuple[Sequence[Any], Harvest]:
-        if is_plain_jit(self.eqn) and not is_staging():  # it would be compiled anew at every call
+        if is_plain_jit(self.eqn) and not staging_traces():  # it would be compiled anew at every call
             return self.results_of_first(*self.operands)
 
         def run(*operands: Any) -> tuple[Sequence[Any], Harvest]:
