@@ -183,7 +183,7 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     if asks_for_value or text.startswith("Shapes must be 1D sequences of concrete values"):
         return _ASKS_FOR_VALUE
     if isinstance(error, jax.errors.TracerArrayConversionError):
-        return "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
+        return _ASKS_FOR_ARRAY
     if isinstance(error, NotImplementedError) and "array.view()" in text:
         return _hint_for_view(error)
     if isinstance(error, TypeError):
@@ -197,6 +197,7 @@ _ASKS_FOR_VALUE = (
     "the value of an array is asked for (by if, while, float(...), .item() or an index), and it has none while JAX "
     "traces. Compute with jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is static"
 )
+_ASKS_FOR_ARRAY = "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
 
 
 def add_numpy_hint(error: Exception, function_name: str, names: InputNames, inputs: Sequence[object]) -> None:

@@ -482,9 +482,9 @@ def _check_python_numbers(
 
 
 _PYTHON_NUMBER = (
-    "{name}.forward returned a Python number as {places}, and computes it, or seems to, from the values of an input "
-    "that is being differentiated. A Python number has no derivative. Return the array, without float(...) or .item(); "
-    "if it is to have no derivative, mark it with ctx.mark_non_differentiable(...)."
+    "{name}.forward returned a Python number as {places}, which it seems to compute from an input that is being "
+    "differentiated. A Python number has no derivative. Return the array, without float(...) or .item(); if it is to "
+    "have no derivative, mark it with ctx.mark_non_differentiable(...)."
 )
 
 

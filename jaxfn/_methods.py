@@ -261,7 +261,7 @@ class UserMethods:
 
 
 _NO_FORWARD_MODE = (
-    "can't apply forward-mode autodiff (jvp) to a custom_vjp function. {name} has backward alone, and so no forward "
+    "can't apply forward-mode autodiff (jvp) to a custom_vjp function.\n{name} has backward alone, and so no forward "
     "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
 )
 # Values of these types hold no tracer.

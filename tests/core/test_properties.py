@@ -56,6 +56,7 @@ class Scale(jaxfn.Function):
     @staticmethod
     def forward(ctx, *inputs, **named):
         everything = (*inputs, *named.values())
+        ctx.names = list(named)
         Scale.statics = [x for x in flat(everything) if not is_array(x)]
         ctx.structures = [jax.tree.structure(x, is_leaf=lambda x: x is None) for x in everything]
         ctx.masks = [[is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in flat(tree)] for tree in everything]
@@ -72,7 +73,10 @@ class Scale(jaxfn.Function):
                 pieces.append(next(remaining) * position if differentiable else None)
                 position += 1
             result.append(jax.tree.unflatten(structure, pieces))
-        return tuple(result)
+        if len(ctx.names) < 2:
+            return tuple(result)
+        num_inputs = len(result) - len(ctx.names)  # keywords have no order
+        return {"inputs": result[:num_inputs]} | dict(zip(ctx.names, result[num_inputs:], strict=True))
 
 
 def times(x: jax.Array, factor: int) -> jax.Array:

@@ -131,67 +131,80 @@ def test_a_module_as_an_argument(nested, wrap):
     np.testing.assert_allclose(gradients.bias, 2 * wanted.bias, rtol=1e-5)
 
 
-def by_name(mlp):
-    """The gradients of a module's parameters, by its attributes' names."""
-    return {"layers": tuple({"weight": layer.weight, "bias": layer.bias} for layer in mlp.layers)}
-
-
-class Gradients(eqx.Module):
-    """Gradients by name in a module of its own."""
-
-    layers: tuple
-
-
-GRADIENTS = {
-    "a filtered module": lambda gradient: gradient,
-    "a module of arrays alone": lambda gradient: eqx.filter(gradient, eqx.is_array),
-    "a dict": by_name,
-    "another module": lambda gradient: Gradients(**by_name(gradient)),
-    "a dict without some": lambda gradient: {"layers": (None, {"bias": gradient.layers[1].bias})},
+# How a backward may return the gradient of a module, of the module of gradients that equinox returns.
+GRADIENTS_OF_MODULES = {
+    "module of gradients": lambda gradients: gradients,
+    "dict by attribute": lambda gradients: {"weight": gradients.weight, "bias": gradients.bias},
+    "dict of some": lambda gradients: {"weight": gradients.weight},
+    "filtered": lambda gradients: eqx.filter(gradients, eqx.is_inexact_array),
 }
 
 
 @row("L4", "C6")
-@pytest.mark.parametrize("returned", GRADIENTS)
+@pytest.mark.parametrize("kind", GRADIENTS_OF_MODULES)
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-def test_the_gradient_of_a_module(returned, wrap):
-    """It may be what equinox gives for one. What is left out has none."""
+def test_the_gradient_of_a_module_may_be_what_equinox_returns(wrap, kind):
+    """Three times too large."""
 
-    class Calls(CallsModule):
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.given = x, module
+            return module(x)
+
         @staticmethod
         def backward(ctx, grad_output):
-            of_x, of_module = CallsModule.backward(ctx, grad_output)
-            return of_x, GRADIENTS[returned](of_module)
+            x, module = ctx.given
+            gradients = eqx.filter_grad(lambda m: 3 * jnp.sum(m(x) * grad_output))(module)
+            return None, GRADIENTS_OF_MODULES[kind](gradients)
 
-    mlp = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
-    got = by_name(wrap(eqx.filter_grad(lambda m: loss_of(Calls.apply(INPUTS[0], m))))(mlp))["layers"]
-    wanted = by_name(eqx.filter_grad(lambda m: loss_of(m(INPUTS[0])))(mlp))["layers"]
-    for index, (of_layer, wanted_of_layer) in enumerate(zip(got, wanted, strict=True)):
-        for name, gradient in of_layer.items():
-            is_left_out = returned == "a dict without some" and (index, name) != (1, "bias")
-            np.testing.assert_allclose(gradient, 0 if is_left_out else 2 * wanted_of_layer[name], rtol=1e-5)
+    linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    gradients = wrap(eqx.filter_grad(lambda m, x: loss_of(Calls.apply(x, m))))(linear, INPUTS[0])
+    wanted = eqx.filter_grad(lambda m, x: loss_of(m(x)))(linear, INPUTS[0])
+    np.testing.assert_allclose(gradients.weight, 3 * wanted.weight, rtol=1e-5)
+    np.testing.assert_allclose(
+        gradients.bias, 0 * wanted.bias if kind == "dict of some" else 3 * wanted.bias, rtol=1e-5
+    )
 
 
 @row("L4", "C6")
-@pytest.mark.parametrize(
-    ("gradient", "problem"),
-    [
-        (lambda g: {"layer": (g,)}, r"there is nothing at \['layer'\]\[0\]"),
-        (lambda g: {"layers": ({"weights": g}, None)}, r"there is nothing at \.layers\[0\]\['weights'\]"),
-        (lambda g: {"layers": ({"weight": g},)}, r"nothing was returned for \.layers\[1\]\.weight"),
-        (lambda g: eqx.nn.Linear(4, 5, key=jax.random.key(0)), r"there is nothing at \.weight"),
-    ],
-    ids=["name", "inner name", "index", "module"],
-)
-def test_a_gradient_of_a_module_with_other_names(gradient, problem):
-    class Calls(CallsModule):
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+def test_the_gradient_of_nested_modules_by_attribute_names(wrap):
+    class Pair(eqx.Module):
+        first: eqx.nn.Linear
+        rest: list[eqx.nn.Linear]
+        scale: float = 0.5
+
+        def __call__(self, x):
+            for layer in (self.first, *self.rest):
+                x = jnp.tanh(layer(x))
+            return self.scale * x
+
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.given = x, module
+            return module(x)
+
         @staticmethod
         def backward(ctx, grad_output):
-            return None, gradient(jnp.ones((5, 4)))
+            x, module = ctx.given
+            g = eqx.filter_grad(lambda m: 3 * jnp.sum(m(x) * grad_output))(module)
+            return None, {
+                "first": {"weight": g.first.weight, "bias": None},
+                "rest": [g.rest[0], {"bias": g.rest[1].bias}],
+            }
 
-    mlp = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
-    with pytest.raises(RuntimeError, match=rf"Calls\.backward .*input 1 \('module'\).*{problem}"):
-        eqx.filter_grad(lambda m: loss_of(Calls.apply(INPUTS[0], m)))(mlp)
+    keys = jax.random.split(jax.random.key(0), 3)
+    pair = Pair(eqx.nn.Linear(4, 4, key=keys[0]), [eqx.nn.Linear(4, 4, key=key) for key in keys[1:]])
+    got = wrap(eqx.filter_grad(lambda m, x: loss_of(Calls.apply(x, m))))(pair, INPUTS[0])
+    wanted = eqx.filter_grad(lambda m, x: loss_of(m(x)))(pair, INPUTS[0])
+    for name, factor in (("weight", 3), ("bias", 0)):
+        np.testing.assert_allclose(getattr(got.first, name), factor * getattr(wanted.first, name), rtol=1e-5)
+    for layer, factors in ((0, (3, 3)), (1, (0, 3))):
+        for name, factor in zip(("weight", "bias"), factors, strict=True):
+            ours, theirs = getattr(got.rest[layer], name), getattr(wanted.rest[layer], name)
+            np.testing.assert_allclose(ours, factor * theirs, rtol=1e-5, atol=1e-6)
 
 
 @row("L4")
@@ -221,3 +234,25 @@ def test_state_is_returned():
     np.testing.assert_allclose(outputs, wanted, rtol=1e-5, atol=1e-6)
     for got, expected in zip(jax.tree.leaves(new_state), jax.tree.leaves(wanted_state), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize(
+    ("gradient", "problem"),
+    [
+        (lambda g: {"layer": (g,)}, r"there is nothing at \['layer'\]\[0\]"),
+        (lambda g: {"layers": ({"weights": g}, None)}, r"there is nothing at \.layers\[0\]\['weights'\]"),
+        (lambda g: {"layers": ({"weight": g},)}, r"nothing was returned for \.layers\[1\]\.weight"),
+        (lambda g: eqx.nn.Linear(4, 5, key=jax.random.key(0)), r"there is nothing at \.weight"),
+    ],
+    ids=["name", "inner name", "index", "module"],
+)
+def test_a_gradient_of_a_module_with_other_names(gradient, problem):
+    class Calls(CallsModule):
+        @staticmethod
+        def backward(ctx, grad_output):
+            return None, gradient(jnp.ones((5, 4)))
+
+    mlp = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
+    with pytest.raises(RuntimeError, match=rf"Calls\.backward .*input 1 \('module'\).*{problem}"):
+        eqx.filter_grad(lambda m: loss_of(Calls.apply(INPUTS[0], m)))(mlp)

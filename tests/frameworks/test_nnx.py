@@ -181,108 +181,102 @@ def test_a_module_as_an_argument(wrapping):
         np.testing.assert_allclose(of_module[name][...], 2 * wanted_of_module[name][...], rtol=1e-5)
 
 
-class Block(nnx.Module):
-    """A module with lists, dicts, statistics and Python values."""
+class Tower(nnx.Module):
+    """A module of modules, and a number that is no parameter."""
 
     def __init__(self, rngs):
-        self.first = nnx.Linear(4, 4, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
-        self.factors = nnx.Dict(a=nnx.Param(jnp.arange(4.0)), b=nnx.Param(jnp.float32(2)))
-        self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
-        self.power = 2
+        self.first = nnx.Linear(4, 3, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 2, use_bias=False, rngs=rngs)])
+        self.scale = 0.5
 
     def __call__(self, x):
-        for layer in [self.first, *self.layers]:
+        for layer in (self.first, *self.layers):
             x = jnp.tanh(layer(x))
-        return self.norm(self.factors.b * x + self.factors.a) ** self.power
+        return self.scale * x
 
 
-def pulled(module, x, grad_output):
-    """Returns the gradients of x and of the module's parameters, an `nnx.State`."""
-    graph, parameters, others = nnx.split(module, nnx.Param, ...)
-    _, pull = jax.vjp(lambda x, parameters: nnx.merge(graph, parameters, others)(x), x, parameters)
-    return pull(grad_output)
-
-
-def without(names, *, of):
-    """Returns a nested dict without one entry, and otherwise the same."""
-    name, *rest = names
-    return {k: without(rest, of=v) if k == name else v for k, v in of.items() if rest or k != name}
-
-
-GRADIENTS = {
-    "the state of the parameters": lambda gradient: gradient,
-    "a pure dict": nnx.to_pure_dict,
-    "a dict of dicts and states": dict,
-    "a module of such gradients": lambda gradient: nnx.merge(nnx.graphdef(Block(nnx.Rngs(0))), gradient, STATISTICS),
-    "a dict, some of it None": lambda gradient: nnx.to_pure_dict(gradient) | {"norm": None},
-    "a dict without a module": lambda gradient: without(["norm"], of=nnx.to_pure_dict(gradient)),
-    "a dict without a parameter": lambda gradient: without(["norm", "bias"], of=nnx.to_pure_dict(gradient)),
-    "a dict without an item": lambda gradient: without(["layers", 1], of=nnx.to_pure_dict(gradient)),
-}
-STATISTICS = nnx.state(Block(nnx.Rngs(0)), nnx.BatchStat)
-LEFT_OUT = {
-    "a dict, some of it None": [("norm", "scale"), ("norm", "bias")],
-    "a dict without a module": [("norm", "scale"), ("norm", "bias")],
-    "a dict without a parameter": [("norm", "bias")],
-    "a dict without an item": [("layers", 1, "kernel"), ("layers", 1, "bias")],
+# How a backward may return the gradient of a module, of the State that nnx.grad returns.
+GRADIENTS_OF_MODULES = {
+    "state": lambda module, state: state,
+    "state under jit": lambda module, state: jax.jit(lambda s: jax.tree.map(lambda g: 1 * g, s))(state),
+    "module": lambda module, state: nnx.merge(nnx.graphdef(module), state),
+    "pure dict": lambda module, state: nnx.to_pure_dict(state),
+    "dict of variables": lambda module, state: dict(state),
 }
 
 
-@row("L4", "C6")
-@pytest.mark.parametrize("returned", GRADIENTS)
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"block": [m]}], ids=["bare", "in a dict"])
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_the_gradient_of_a_module(returned, wrap, wrapping):
-    """It may be what nnx gives for one. What is left out has none."""
+def with_gradient_as(kind):
+    """A Function of x and a module, whose gradients are twice the true ones."""
 
-    class Calls(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x, tree):
-            ctx.save_for_backward(x)
-            (ctx.module,) = jax.tree.leaves(tree, is_leaf=lambda part: isinstance(part, Block))
-            return ctx.module(x)
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            of_x, of_parameters = pulled(ctx.module, *ctx.saved_tensors, grad_output)
-            return of_x, wrap(GRADIENTS[returned](jax.tree.map(lambda g: 3 * g, of_parameters)))
-
-    block = Block(nnx.Rngs(0))
-    differentiate = WRAPPINGS[wrapping](nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, wrap(m)))))
-    wanted = dict(nnx.to_flat_state(nnx.grad(lambda m: loss_of(m(INPUTS)))(block)))
-    got = dict(nnx.to_flat_state(differentiate(block)))
-    assert got.keys() == wanted.keys()
-    for path, gradient in got.items():
-        factor = 0 if path in LEFT_OUT.get(returned, ()) else 3
-        np.testing.assert_allclose(gradient[...], factor * wanted[path][...], rtol=1e-3, atol=1e-3, err_msg=str(path))
-        assert np.abs(wanted[path][...]).max() > 0.1
-
-
-@row("L4", "C6")
-@pytest.mark.parametrize(
-    ("gradient", "problem"),
-    [
-        (lambda g: {"first": {"kernels": g}}, r"there is nothing at \.first\['kernels'\]"),
-        (lambda g: {"layers": {2: {"kernel": g}}}, r"there is nothing at \.layers\[2\]\['kernel'\]"),
-        (lambda g: {"first": g}, r"one value was returned at \.first, where several leaves belong"),
-        (lambda g: nnx.State({"first": {"kernel": {"w": g}}}), r"nothing was returned for \.first\.kernel"),
-        (lambda g: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), r"there is nothing at \.bias"),
-    ],
-    ids=["name", "index", "array", "subtree", "module"],
-)
-def test_a_gradient_of_a_module_with_other_names(gradient, problem):
     class Calls(jaxfn.Function):
         @staticmethod
         def forward(ctx, x, module):
+            ctx.save_for_backward(x)
+            ctx.module = module
             return module(x)
 
         @staticmethod
         def backward(ctx, grad_output):
-            return None, gradient(jnp.ones((4, 4)))
+            (x,) = ctx.saved_tensors
+            of_module, of_x = nnx.grad(lambda m, x: 2 * jnp.sum(m(x) * grad_output), argnums=(0, 1))(ctx.module, x)
+            return of_x, GRADIENTS_OF_MODULES[kind](ctx.module, of_module)
 
-    with pytest.raises(RuntimeError, match=rf"Calls\.backward .*input 1 \('module'\).*{problem}"):
-        nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, m)))(Block(nnx.Rngs(0)))
+    return Calls.apply
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize("kind", GRADIENTS_OF_MODULES)
+@pytest.mark.parametrize("make", [lambda rngs: nnx.Linear(4, 3, rngs=rngs), Tower], ids=["linear", "tower"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_the_gradient_of_a_module_may_be_what_flax_returns(wrapping, make, kind):
+    module = make(nnx.Rngs(0))
+    apply = with_gradient_as(kind)
+    differentiate = WRAPPINGS[wrapping](nnx.grad(lambda m, x: loss_of(apply(x, m)), argnums=(0, 1)))
+    of_module, of_x = differentiate(module, INPUTS)
+    wanted_of_module, wanted_of_x = nnx.grad(lambda m, x: loss_of(m(x)), argnums=(0, 1))(module, INPUTS)
+    np.testing.assert_allclose(of_x, 2 * wanted_of_x, rtol=1e-5)
+    for ours, wanted in zip(*map(jax.tree.leaves, (of_module, wanted_of_module)), strict=True):
+        np.testing.assert_allclose(ours, 2 * wanted, rtol=1e-5, atol=1e-6)
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize("missing", ["kernel", "bias"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_gradient_of_a_module_by_attribute_names_may_leave_some_out(wrapping, missing):
+    present = "bias" if missing == "kernel" else "kernel"
+
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, linear):
+            ctx.save_for_backward(x)
+            return linear(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            (x,) = ctx.saved_tensors
+            return None, {present: 3 * (x.T @ grad_output if present == "kernel" else grad_output.sum(0))}
+
+    linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    got = WRAPPINGS[wrapping](nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, m))))(linear)
+    wanted = nnx.grad(lambda m: loss_of(m(INPUTS)))(linear)
+    np.testing.assert_allclose(got[present][...], 3 * wanted[present][...], rtol=1e-5)
+    np.testing.assert_array_equal(got[missing][...], 0 * wanted[missing][...])
+
+
+@row("L4", "C6")
+def test_a_gradient_of_a_module_by_a_name_that_it_does_not_have_is_refused():
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, linear):
+            return linear(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return None, {"weight": grad_output.sum(0)}
+
+    linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(RuntimeError, match=r"Calls\.backward[\s\S]*input 1 \('linear'\)[\s\S]*weight"):
+        nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, m)))(linear)
 
 
 def batch_norm():
@@ -434,3 +428,107 @@ def test_state_that_a_forward_with_a_batching_rule_changes_is_refused(surroundin
     norm = batch_norm()
     with pytest.raises(NotImplementedError, match=r"Same\.forward changed input 1 \('tree'\)"):
         surrounding(lambda x: Same.apply(x, norm).sum())(INPUTS)
+
+
+class Block(nnx.Module):
+    """A module with lists, dicts, statistics and Python values."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 4, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+        self.factors = nnx.Dict(a=nnx.Param(jnp.arange(4.0)), b=nnx.Param(jnp.float32(2)))
+        self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+        self.power = 2
+
+    def __call__(self, x):
+        for layer in [self.first, *self.layers]:
+            x = jnp.tanh(layer(x))
+        return self.norm(self.factors.b * x + self.factors.a) ** self.power
+
+
+def pulled(module, x, grad_output):
+    """Returns the gradients of x and of the module's parameters, an `nnx.State`."""
+    graph, parameters, others = nnx.split(module, nnx.Param, ...)
+    _, pull = jax.vjp(lambda x, parameters: nnx.merge(graph, parameters, others)(x), x, parameters)
+    return pull(grad_output)
+
+
+def without(names, *, of):
+    """Returns a nested dict without one entry, and otherwise the same."""
+    name, *rest = names
+    return {k: without(rest, of=v) if k == name else v for k, v in of.items() if rest or k != name}
+
+
+GRADIENTS = {
+    "the state of the parameters": lambda gradient: gradient,
+    "a pure dict": nnx.to_pure_dict,
+    "a dict of dicts and states": dict,
+    "a module of such gradients": lambda gradient: nnx.merge(nnx.graphdef(Block(nnx.Rngs(0))), gradient, STATISTICS),
+    "a dict, some of it None": lambda gradient: nnx.to_pure_dict(gradient) | {"norm": None},
+    "a dict without a module": lambda gradient: without(["norm"], of=nnx.to_pure_dict(gradient)),
+    "a dict without a parameter": lambda gradient: without(["norm", "bias"], of=nnx.to_pure_dict(gradient)),
+    "a dict without an item": lambda gradient: without(["layers", 1], of=nnx.to_pure_dict(gradient)),
+}
+STATISTICS = nnx.state(Block(nnx.Rngs(0)), nnx.BatchStat)
+LEFT_OUT = {
+    "a dict, some of it None": [("norm", "scale"), ("norm", "bias")],
+    "a dict without a module": [("norm", "scale"), ("norm", "bias")],
+    "a dict without a parameter": [("norm", "bias")],
+    "a dict without an item": [("layers", 1, "kernel"), ("layers", 1, "bias")],
+}
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize("returned", GRADIENTS)
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"block": [m]}], ids=["bare", "in a dict"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_the_gradient_of_a_module_with_lists_dicts_and_statistics(returned, wrap, wrapping):
+    """It may be what nnx gives for one. What is left out has none."""
+
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, tree):
+            ctx.save_for_backward(x)
+            (ctx.module,) = jax.tree.leaves(tree, is_leaf=lambda part: isinstance(part, Block))
+            return ctx.module(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            of_x, of_parameters = pulled(ctx.module, *ctx.saved_tensors, grad_output)
+            return of_x, wrap(GRADIENTS[returned](jax.tree.map(lambda g: 3 * g, of_parameters)))
+
+    block = Block(nnx.Rngs(0))
+    differentiate = WRAPPINGS[wrapping](nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, wrap(m)))))
+    wanted = dict(nnx.to_flat_state(nnx.grad(lambda m: loss_of(m(INPUTS)))(block)))
+    got = dict(nnx.to_flat_state(differentiate(block)))
+    assert got.keys() == wanted.keys()
+    for path, gradient in got.items():
+        factor = 0 if path in LEFT_OUT.get(returned, ()) else 3
+        np.testing.assert_allclose(gradient[...], factor * wanted[path][...], rtol=1e-3, atol=1e-3, err_msg=str(path))
+        assert np.abs(wanted[path][...]).max() > 0.1
+
+
+@row("L4", "C6")
+@pytest.mark.parametrize(
+    ("gradient", "problem"),
+    [
+        (lambda g: {"first": {"kernels": g}}, r"there is nothing at \.first\['kernels'\]"),
+        (lambda g: {"layers": {2: {"kernel": g}}}, r"there is nothing at \.layers\[2\]\['kernel'\]"),
+        (lambda g: {"first": g}, r"one value was returned at \.first, where several leaves belong"),
+        (lambda g: nnx.State({"first": {"kernel": {"w": g}}}), r"nothing was returned for \.first\.kernel"),
+        (lambda g: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), r"there is nothing at \.bias"),
+    ],
+    ids=["name", "index", "array", "subtree", "module"],
+)
+def test_a_gradient_of_a_module_with_other_names(gradient, problem):
+    class Calls(jaxfn.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            return module(x)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return None, gradient(jnp.ones((4, 4)))
+
+    with pytest.raises(RuntimeError, match=rf"Calls\.backward .*input 1 \('module'\).*{problem}"):
+        nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, m)))(Block(nnx.Rngs(0)))
