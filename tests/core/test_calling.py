@@ -361,14 +361,22 @@ def counting_product_of_a_dict(calls):
     return [lambda x, w, f=f: f({"x": x, "pair": (w, None)}) for f in (Product.apply, by_hand)]
 
 
+def by_both_arguments(f):
+    return jax.grad(f, (0, 1))
+
+
+DIFFERENTIATED_AT_THE_CALL = (jax.grad, by_both_arguments)
+
+
 @row("A7")
 @pytest.mark.parametrize("products", [counting_product, counting_product_of_a_dict])
 @pytest.mark.parametrize(
     "derivative",
-    [jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(f, (0, 1)), jax.checkpoint, jax.vmap],
+    [jax.grad, lambda f: jax.grad(jax.jit(f)), by_both_arguments, jax.checkpoint, jax.vmap],
     ids=["grad", "grad of jit", "both arguments", "checkpoint", "vmap"],
 )
 def test_user_code_is_traced_as_often_as_by_hand(derivative, products):
+    """Where JAX stages a call before it differentiates, a hand-written primal and its `fwd` are two traces, ours one."""
     calls = []
     counts = []
     for f in products(calls):
@@ -383,8 +391,9 @@ def test_user_code_is_traced_as_often_as_by_hand(derivative, products):
         for _ in range(2):  # what is traced again must not grow
             jax.jit(derivative(lambda x, w, chain=chain: chain(x, w))).trace(x, x)
         counts.append((calls.count("forward"), calls.count("backward")))
-    assert counts[0] == counts[1]
-    assert counts[0][0] > 0
+    ours, (forward_by_hand, backward_by_hand) = counts
+    assert ours == (16, backward_by_hand)
+    assert forward_by_hand == (32 if backward_by_hand and derivative not in DIFFERENTIATED_AT_THE_CALL else 16)
 
 
 @row("A7")
@@ -393,8 +402,7 @@ def test_jax_names_the_users_function_and_parameters():
         jax.errors.TracerBoolConversionError, match=rf"function Branching at {re.escape(__file__)}:\d+"
     ) as e:
         jax.jit(Branching.apply)(jnp.ones(()), 3.0)
-    # Today's custom_vjp does not say which argument.
-    assert ("argument threshold" if COMING else "argument unknown") in str(e.value)
+    assert "arguments x and threshold" in str(e.value)
 
 
 class Branching(jaxfn.Function):
