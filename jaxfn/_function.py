@@ -183,8 +183,8 @@ def show_signature(apply: Callable[..., Any]) -> None:
             vars(apply)["__signature__"] = methods.signature.signature
             forward = dispatcher.searchable_parts()[0]
             if isinstance(forward, types.FunctionType):
-                code, closure = forward.__code__, forward.__closure__
-                vars(apply)["__wrapped__"] = types.FunctionType(code, forward.__globals__, apply.__name__, None, closure)
+                code, scope, closure = forward.__code__, forward.__globals__, forward.__closure__
+                vars(apply)["__wrapped__"] = types.FunctionType(code, scope, apply.__name__, None, closure)
 
 
 class _Dispatcher(Opaque):

@@ -120,10 +120,9 @@ class UserMethods:
         """
         return _captured_tracers(self._rules(), (tuple,))
 
-    def capture_staged(self) -> bool:
-        """Whether the methods lead to values of a jaxpr that is, or was, being traced."""
-        methods = [self._forward, self._setup_context, *self._rules()]
-        return any(captures_arrays(method, is_staged) for method in methods if _may_capture_tracers(method))
+    def rules_capture_staged(self) -> bool:
+        """Whether `backward` or `jvp` leads to values of a jaxpr that is, or was, being traced."""
+        return any(captures_arrays(rule, is_staged) for rule in self._rules() if _may_capture_tracers(rule))
 
     def _rules(self) -> Sequence[Any]:
         return self._function.backward, self._function.vjp, self._function.jvp
