@@ -682,7 +682,10 @@ class _IntermediatesMap(LinearMap):
         if forward_pass.program is not None:
             is_same = staged.constants(consts) <= constant_keys(forward_pass.constants)
         else:
-            values = staged.evaluate_second(consts, stop(inputs))
+            try:
+                values = staged.evaluate_second(consts, stop(inputs))
+            except jax.errors.UnexpectedTracerError as error:
+                raise forward_pass.spec.methods.escaped_tracer_error("forward") from error
             is_same = all(map(_are_close, stop(intermediates), values))
         if not is_same:
             raise changed
