@@ -17,7 +17,7 @@ from tests.fuzz.program import TRACED, Argument, Block, Call, Measure, Operation
 from tests.fuzz.report import Disagreement, Report, fuzz
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import write_alone
-from tests.support.marks import COMING, lane_cases, row, thorough
+from tests.support.marks import lane_cases, row, thorough
 
 SQUARE = FunctionSpec("square", "input")
 DROPS = FunctionSpec("drops by numpy", "intermediate")
@@ -96,7 +96,8 @@ def test_a_forward_that_runs_twice_is_found_shrunk_and_printed(monkeypatch):
     from tests.fuzz import measures, source
 
     write_function = source.write_function
-    helper = "\ndef drawn_thrice(shape):\n    drawn_by_numpy(shape)\n    drawn_by_numpy(shape)\n    return drawn_by_numpy(shape)\n"
+    draws = "    drawn_by_numpy(shape)\n" * 2
+    helper = f"\ndef drawn_thrice(shape):\n{draws}    return drawn_by_numpy(shape)\n"
     monkeypatch.setattr(source, "write_function", twice)
     monkeypatch.setitem(measures.HELPERS, "drawn_thrice", helper)
     found = shrunk(long_program(DROPS, stateful=True))
