@@ -376,7 +376,7 @@ DIFFERENTIATED_AT_THE_CALL = (jax.grad, by_both_arguments)
     ids=["grad", "grad of jit", "both arguments", "checkpoint", "vmap"],
 )
 def test_user_code_is_traced_at_most_as_often_as_by_hand(derivative, products):
-    """Where JAX stages a call before it differentiates, a hand-written primal and its `fwd` are two traces, ours one."""
+    """Where JAX stages a call before it differentiates, by hand there are two traces: the primal, and its `fwd`."""
     calls = []
     counts = []
     for f in products(calls):
