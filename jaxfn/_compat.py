@@ -99,26 +99,29 @@ class StagedEqns:
     def __init__(self) -> None:
         self._frames = [(frame, len(frame.tracing_eqns)) for frame in _frames()]
 
-    def _present(self) -> Iterator[tuple[Any, Any]]:
-        for frame, first in self._frames:
-            for entry in frame.tracing_eqns[first:]:
-                eqn: Any = entry() if callable(entry) else entry  # functions (0.10.0), weak references
-                if eqn is not None:
-                    yield frame, eqn
+    def _present(self, frame: Any, first: int) -> list[Any]:
+        entries = frame.tracing_eqns[first:]
+        eqns: list[Any] = [entry() if callable(entry) else entry for entry in entries]  # functions, weak references
+        return [eqn for eqn in eqns if eqn is not None]
 
     def make_refs(self) -> bool:
         """Whether one of them makes a `jax.Ref`."""
-        effects = [effect for _, eqn in self._present() for effect in eqn.effects]
+        effects = [effect for frame in self._frames for eqn in self._present(*frame) for effect in eqn.effects]
         return any(type(effect).__name__ == "InternalMutableArrayEffect" for effect in effects)
 
     def operands(self) -> list[Any]:
         """Returns their operands, constants by their values and others by their variables, and the jaxprs they run."""
         found: list[Any] = []
-        for frame, eqn in self._present():
-            atoms = [under_tracers(tracer) for tracer in eqn.in_tracers]
-            found += [under_tracers(frame.constvar_to_val.get(x, x) if isinstance(x, Var) else x) for x in atoms]
-            params = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
-            found += [x for x in params if getattr(x, "eqns", None)]
+        for frame, first in self._frames:
+            consts = frame.constvar_to_val
+            for eqn in self._present(frame, first):
+                for tracer in eqn.in_tracers:
+                    atom = tracer.val
+                    value = consts.get(atom, atom) if isinstance(atom, Var) else atom
+                    found.append(under_tracers(value) if isinstance(value, Tracer) else value)
+                for value in eqn.params.values():
+                    values = value if isinstance(value, tuple) else (value,)
+                    found += [x for x in values if hasattr(x, "eqns")]
         return found
 
 
