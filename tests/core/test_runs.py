@@ -22,7 +22,7 @@ from jax.experimental import io_callback
 from jax.extend.random import define_prng_impl
 
 import jaxfn
-from tests.support.marks import COMING, RUNS_PRIMAL_TOO, row, sampled
+from tests.support.marks import COMING, row, sampled
 
 
 def _mixed(key, numbers):
@@ -536,7 +536,6 @@ def test_a_single_call_under_jit_runs_once_or_is_refused(name):
 
 
 @row("A8")
-@RUNS_PRIMAL_TOO
 @pytest.mark.parametrize("kept", ["array", "closure"])
 def test_an_object_that_holds_a_traced_array_and_what_is_kept_of_it(kept):
     """Neither changes the object: forward runs once, whether or not anything is differentiated."""

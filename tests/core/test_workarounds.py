@@ -3,11 +3,16 @@
 Then the workaround that the test names can go, as soon as the oldest supported JAX has it mended too.
 """
 
+import gc
+import weakref
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from tests.support.marks import COMING
@@ -66,3 +71,21 @@ def test_the_cotangent_of_an_output_without_the_batch_is_per_element():
     weights = jnp.arange(1.0, 4.0)
     gradient = jax.grad(lambda x: (jax.vmap(constant, (0, None))(x, 2.0) * weights).sum())(jnp.asarray(X))
     np.testing.assert_allclose(gradient, weights)
+
+
+@pytest.mark.xfail(strict=True, reason="JAX 0.10.0 to 0.12.0")
+def test_the_params_of_an_eqn_are_freed_with_it():
+    """Otherwise `_compat._OwningPrimitive` adds an empty jaxpr to the params, with which JAX drops them."""
+
+    class Param:
+        """Hashed by its identity."""
+
+    primitive = Primitive("identity")
+    primitive.def_impl(lambda x, param: x)
+    primitive.def_abstract_eval(lambda x, param: x)
+    param = Param()
+    watched = weakref.ref(param)
+    jax.make_jaxpr(partial(primitive.bind, param=param))(1.0)
+    del param
+    gc.collect()
+    assert watched() is None
