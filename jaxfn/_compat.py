@@ -93,19 +93,43 @@ def staging_traces() -> list[Any]:
     return found
 
 
-class RefsMade:
-    """Tells whether code makes a `jax.Ref` while JAX traces it, by the eqns staged since this (0.10.0 to 0.12.0)."""
+class StagedEqns:
+    """The eqns that JAX stages from now on (0.10.0 to 0.12.0)."""
 
     def __init__(self) -> None:
         self._frames = [(frame, len(frame.tracing_eqns)) for frame in _frames()]
 
-    def __bool__(self) -> bool:
-        entries = [entry for frame, first in self._frames for entry in frame.tracing_eqns[first:]]
-        eqns: list[Any] = [
-            entry() if callable(entry) else entry for entry in entries
-        ]  # functions (0.10.0), weak references
-        effects = [effect for eqn in eqns if eqn is not None for effect in eqn.effects]
+    def _present(self, frame: Any, first: int) -> list[Any]:
+        entries = frame.tracing_eqns[first:]
+        eqns: list[Any] = [entry() if callable(entry) else entry for entry in entries]  # functions, weak references
+        return [eqn for eqn in eqns if eqn is not None]
+
+    def make_refs(self) -> bool:
+        """Whether one of them makes a `jax.Ref`."""
+        effects = [effect for frame in self._frames for eqn in self._present(*frame) for effect in eqn.effects]
         return any(type(effect).__name__ == "InternalMutableArrayEffect" for effect in effects)
+
+    def operands(self) -> list[Any]:
+        """Returns their operands, constants by their values and others by their variables, and the jaxprs they run."""
+        found: list[Any] = []
+        for frame, first in self._frames:
+            consts = frame.constvar_to_val
+            for eqn in self._present(frame, first):
+                for tracer in eqn.in_tracers:
+                    atom = tracer.val
+                    value = consts.get(atom, atom) if isinstance(atom, Var) else atom
+                    found.append(under_tracers(value) if isinstance(value, Tracer) else value)
+                for value in eqn.params.values():
+                    values = value if isinstance(value, tuple) else (value,)
+                    found += [x for x in values if hasattr(x, "eqns")]
+        return found
+
+
+def under_tracers(array: Any) -> Any:
+    """Returns the array under tracers of derivatives and vmaps, the variable of a staged one (0.10.0 to 0.12.0)."""
+    while isinstance(array, Tracer):
+        array = getattr(array, "primal", getattr(array, "val", None))
+    return getattr(array, "val", array)  # of a literal
 
 
 def _frames() -> Generator[Any]:

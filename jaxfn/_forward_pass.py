@@ -20,7 +20,7 @@ from jaxfn._boundary import (
     non_differentiable_outputs,
     output_tangents,
 )
-from jaxfn._compat import RefsMade, is_staged, manual_axes_here, staging_traces
+from jaxfn._compat import StagedEqns, is_staged, manual_axes_here, staging_traces
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, collect_saved, restore_ctx, use_saved_for_forward
 from jaxfn._hooks import Hooks, PackedResiduals, pack
 from jaxfn._jaxpr import ArrayIdentity, StagedFunction
@@ -45,10 +45,6 @@ class CallSpec:
     def may_capture_tracers(self) -> bool:
         """Whether `forward` may use tracers besides the array leaves: in a closure, or in an object it is passed."""
         return self.inputs.has_objects or self.methods.may_capture_tracers
-
-    def captures_staged(self) -> bool:
-        """Whether methods or objects among the inputs lead to values of a jaxpr that is, or was, being traced."""
-        return self.methods.capture_staged() or any(tree.captures_arrays(is_staged) for tree in self.inputs.trees)
 
     def scope(self, method: str) -> Any:
         """Names the operations of a method in compiled programs and profiles."""
@@ -131,6 +127,7 @@ class ForwardPass:
       captures_arrays: Whether arrays are in closures or objects on ctx, where they have no derivative.
       rule_captures: The tracers that `backward` and `jvp` capture. Their present values are the first residuals.
       program: A weak reference to what stages the program of `forward`; `None` outside `jit`.
+      constants: The operands of `forward`'s eqns there, if `forward` may have to run again.
       outputs: The structure of the outputs.
       input_avals, output_avals: The types of the array leaves. (Arrays would leak their tracers into `backward`.)
     """
@@ -146,6 +143,7 @@ class ForwardPass:
     captures_arrays: bool
     rule_captures: Sequence[Any]
     program: Any
+    constants: Sequence[Any]
     outputs: OutputSpec
     input_avals: Sequence[Any]
     output_avals: Sequence[Any]
@@ -251,28 +249,32 @@ class ForwardPass:
         return emit_logs(spec.name, "jvp", state.logged, results) if state.logged else results
 
     def _call_rule(self, method: str, residuals: Sequence[Any], vectors: Sequence[Any]) -> list[jax.Array | None]:
-        """Calls `backward` or `jvp`, so that what it reads is labelled if a tool asks for that."""
+        """Calls `backward` or `jvp`; raises if it uses an array of a program that has ended."""
         rule = self._backward if method == "backward" else self._jvp
         if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
             rule = partial(self._observed, method)
-        return self.call_user_code(method, rule, list(residuals), list(vectors))
+        try:
+            if not (self._has_ended() and (self._ctx_captures(is_staged) or self.spec.methods.rules_capture_staged())):
+                return rule(residuals, vectors)
+            args = list(residuals), list(vectors)
+            closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*args)
+        except jax.errors.UnexpectedTracerError as error:
+            raise self._escaped_tracer_error(method) from error
+        self.check_program(method, closed.consts)
+        results = map(as_array, eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(args)))
+        return [None if x is None else next(results) for x in shapes]
 
-    def call_user_code(self, method: str, code: Callable[..., list[Any]], *args: Any) -> list[Any]:
-        """Calls what calls a method; raises if that uses an array of a program that has ended.
+    def _has_ended(self) -> bool:
+        """Whether the program of `forward` has been traced to its end."""
+        return self.program is not None and self.program() not in staging_traces()
+
+    def check_program(self, method: str, consts: Sequence[Any]) -> None:
+        """Raises if one of the arrays that a method used is of a program that has ended.
 
         JAX takes a tracer of such a program for a constant, and fails when it compiles that.
         """
-        has_ended = self.program is not None and self.program() not in staging_traces()
-        try:
-            if not (has_ended and (self._ctx_captures(is_staged) or self.spec.captures_staged())):
-                return code(*args)
-            closed, shapes = jax.make_jaxpr(code, return_shape=True)(*args)
-        except jax.errors.UnexpectedTracerError as error:
-            raise self._escaped_tracer_error(method) from error
-        if any(map(is_staged, closed.consts)):
+        if self._has_ended() and any(map(is_staged, consts)):
             raise self._escaped_tracer_error(method)
-        results = map(as_array, eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(args)))
-        return [None if x is None else next(results) for x in shapes]
 
     def _escaped_tracer_error(self, method: str) -> Exception:
         is_on_ctx = method != "forward" and self._ctx_captures(is_traced)
@@ -393,13 +395,13 @@ def run_forward(
 def _run_forward(
     spec: CallSpec, arrays: Sequence[Any], seen_flags: tuple[bool, ...], hooks: Hooks | None
 ) -> ForwardResult:
-    refs_made = RefsMade()
+    eqns = StagedEqns()
     with spec.scope("forward"):
         state, ctx, returned = call_forward(spec, arrays, seen_flags)
         if any(seen_flags):
             _check_python_numbers(spec, arrays, seen_flags, returned.spec)
     outputs = returned.arrays
-    if refs_made and not spec.may_capture_tracers:
+    if eqns.make_refs() and not spec.may_capture_tracers:
         outputs = stop(outputs)  # to JAX, what is read from a reference has a derivative
     saved, intermediates = _save(ctx, arrays, returned.originals, hooks)
     forward_pass = ForwardPass(
@@ -414,6 +416,7 @@ def _run_forward(
         any(tree.captures_arrays() for tree in saved.trees),
         spec.methods.rule_captures(),
         next(map(weakref.ref, staging_traces()), None),
+        eqns.operands() if intermediates or state.read_needs_input_grad else (),
         returned.spec,
         [jax.typeof(x) for x in arrays],
         [jax.typeof(x) for x in returned.arrays],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -174,12 +175,16 @@ def _make_apply(function: type[Function], dispatcher: _Dispatcher) -> Callable[.
 
 
 def show_signature(apply: Callable[..., Any]) -> None:
-    """Lets `inspect.signature` show what a Function's `apply` takes: what `forward` takes now, without the ctx."""
+    """Lets `inspect.signature` show what a Function's `apply` takes, and JAX's messages say where `forward` is."""
     dispatcher: _Dispatcher | None = getattr(apply, "_jaxfn_dispatcher", None)
     if dispatcher is not None:  # None for an `apply` that the user wrote
         with suppress(RuntimeError, TypeError, ValueError):  # no forward yet, or one that a call will reject
             methods, _ = dispatcher.methods_and_cache()
             vars(apply)["__signature__"] = methods.signature.signature
+            forward = dispatcher.searchable_parts()[0]
+            if isinstance(forward, types.FunctionType):
+                code, scope, closure = forward.__code__, forward.__globals__, forward.__closure__
+                vars(apply)["__wrapped__"] = types.FunctionType(code, scope, apply.__name__, None, closure)
 
 
 class _Dispatcher(Opaque):

@@ -8,13 +8,14 @@
     StagedFunction      a function as a jaxpr, which is evaluated without running its Python code again
     needed_eqns         the eqns and the variables that outputs depend on; dependent_eqns: that depend on variables
     unchanged_operand   the operand that an eqn returns unchanged; ArrayIdentity: which arrays are one by such eqns
+    constant_keys       what tells whether code that runs twice has the same constants
 
 Tables hold a primitive by its identity, or by its name where no public module of JAX has it (0.10.0 to 0.12.0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import eval_jaxpr
 
 from jaxfn._compat import (
@@ -40,6 +42,7 @@ from jaxfn._compat import (
     remat_p,
     scan_sizes,
     traced_eqns,
+    under_tracers,
     value_under_vmaps,
     while_sizes,
 )
@@ -286,6 +289,10 @@ class StagedFunction:
         self._jaxpr = jaxpr
         self._num_first = num_first
 
+    def constants(self, consts: Sequence[Any]) -> set[Hashable]:
+        """Returns `constant_keys` of the function."""
+        return constant_keys([self._jaxpr, *consts])
+
     def evaluate(self, consts: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns both lists."""
         results = self._eval(self._jaxpr, consts, arrays)
@@ -362,6 +369,24 @@ def unchanged_operand(eqn: Any, result: int) -> int | None:
             return None
         atom = inner_eqn.invars[operand]
     return next((i for i, v in enumerate(jaxpr.invars) if v is atom), None)
+
+
+def constant_keys(values: Iterable[Any]) -> set[Hashable]:
+    """Returns what identifies arrays, variables, and the constants in jaxprs: bytes, or the variable itself."""
+    keys: set[Hashable] = set()
+    for value in map(under_tracers, values):
+        if hasattr(value, "eqns"):
+            jaxpr, consts = open_jaxpr(value)
+            literals = [v for eqn in jaxpr.eqns for v in eqn.invars if not is_variable(v)]
+            keys |= constant_keys([*consts, *literals, *(x for eqn in jaxpr.eqns for x in jaxprs_in_params(eqn))])
+        elif isinstance(value, Var):
+            keys.add(value)
+        else:
+            with jax.ensure_compile_time_eval():
+                is_key = jnp.issubdtype(jax.dtypes.result_type(value), jax.dtypes.extended)
+                array = np.asarray(jax.random.key_data(value) if is_key else value)
+            keys.add((array.dtype, array.tobytes()))
+    return keys
 
 
 class ArrayIdentity:

@@ -81,6 +81,8 @@ class UserMethods:
         self._method_key = _method_key(function)
         self._forward = function.forward
         self._setup_context = function.setup_context
+        rules = (function.backward, function.vjp, function.jvp)
+        self._closures = [rule for rule in rules if not isinstance(rule, types.FunctionType) or _captures_any(rule)]
         self._is_separate = _is_defined(self._setup_context)
         self._warned: set[str] = set()
         if not _is_defined(self._forward):
@@ -118,15 +120,11 @@ class UserMethods:
 
         A list or a dict may be a log, with tracers of programs that have ended.
         """
-        return _captured_tracers(self._rules(), (tuple,))
+        return _captured_tracers(self._closures, (tuple,)) if self._closures else []
 
-    def capture_staged(self) -> bool:
-        """Whether the methods lead to values of a jaxpr that is, or was, being traced."""
-        methods = [self._forward, self._setup_context, *self._rules()]
-        return any(captures_arrays(method, is_staged) for method in methods if _may_capture_tracers(method))
-
-    def _rules(self) -> Sequence[Any]:
-        return self._function.backward, self._function.vjp, self._function.jvp
+    def rules_capture_staged(self) -> bool:
+        """Whether `backward` or `jvp` leads to values of a jaxpr that is, or was, being traced."""
+        return any(captures_arrays(rule, is_staged) for rule in self._closures)
 
     @property
     def no_forward_mode(self) -> str:
@@ -274,9 +272,13 @@ def _may_capture_tracers(function: Any) -> bool:
     return any(not isinstance(value, _HOLD_NOTHING) for value in _captured_values(function))
 
 
+def _captures_any(function: types.FunctionType) -> bool:
+    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+
+
 def _captured_values(function: types.FunctionType) -> list[Any]:
     """Returns the values in a function's closure and defaults."""
-    if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+    if not _captures_any(function):
         return []
     return [*closure_values(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 

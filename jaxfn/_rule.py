@@ -43,15 +43,16 @@ from jaxfn._compat import (
     is_staged,
     outside_derivatives,
     shape_struct,
+    under_tracers,
     zeros_of,
 )
 from jaxfn._diagnostics import hide_own_frames
 from jaxfn._forward_pass import CallSpec, ForwardPass, ForwardResult, call_forward, run_forward
 from jaxfn._hooks import Hooks
-from jaxfn._jaxpr import StagedFunction, stage
+from jaxfn._jaxpr import StagedFunction, constant_keys, stage
 from jaxfn._linearity import describe_nonlinearity, is_linear
 from jaxfn._primitives import DeferredError, LinearMap, Rule, attach, bind_linear_map, stop
-from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced, values_close
+from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced
 
 
 def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -> Any:
@@ -658,33 +659,61 @@ class _IntermediatesMap(LinearMap):
         """Returns the intermediates as a function of the perturbed inputs, and those inputs."""
         inputs, others = residuals[: self._num_inputs], residuals[self._num_inputs :]
         intermediates, consts = others[: len(self._indices)], others[len(self._indices) :]
+        replay, indices = self._replay, self._indices
+        if replay is None:
+            replay, consts = self._run_again(inputs, intermediates)
+            indices = range(len(intermediates))
 
         def function(*values: Any) -> list[Any]:
             arrays = list(inputs)
             for i, value in zip(self._perturbed, values, strict=True):
                 arrays[i] = value
-            if self._replay is not None:
-                again = self._replay.evaluate_second(consts, arrays)
-                return [again[i] for i in self._indices]
-            return self._forward_pass.call_user_code("forward", self._run_again, arrays, list(intermediates))
+            again = replay.evaluate_second(consts, arrays)
+            return [again[i] for i in indices]
 
         return function, [inputs[i] for i in self._perturbed]
 
-    def _run_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> list[Any]:
+    def _run_again(self, inputs: Sequence[Any], intermediates: Sequence[Any]) -> tuple[StagedFunction, Sequence[Any]]:
+        """Stages the intermediates as a function of the inputs; raises if `forward` computes something else now.
+
+        Eagerly that shows in the values, and in a program in the constants: a number that was drawn is one.
+        """
         forward_pass = self._forward_pass
-        result = run_forward(forward_pass.spec, arrays, forward_pass.seen_flags, forward_pass.hooks)
-        before, saved = forward_pass.saved, result.forward_pass.saved
-        is_same = len(before.order) == len(saved.order)
-        again: list[Any] = []
-        if is_same:  # by leaf: which of them are one array may differ where they are traced otherwise
+        changed = NotImplementedError(_CHANGED.format(name=forward_pass.spec.name))
+
+        def again(*arrays: Any) -> tuple[list[Any], list[Any]]:
+            result = run_forward(forward_pass.spec, arrays, forward_pass.seen_flags, forward_pass.hooks)
+            before, saved = forward_pass.saved, result.forward_pass.saved
+            if len(before.order) != len(saved.order):
+                raise changed
+            # By leaf: which of them are one array may differ where they are traced otherwise.
             found = {"input": arrays, "output": result.outputs, "intermediate": result.intermediates}
             leaves = [before.leaf_of("intermediate", i) for i in self._indices]
-            again = [found[source.kind][source.place] for source in (saved.sources[saved.order[i]] for i in leaves)]
-        pairs = zip(stop(intermediates), stop(again) if again else (), strict=False)
-        concrete = [(a, b) for a, b in pairs if not (is_traced(a) or is_traced(b))]
-        if not (is_same and all(values_close(a, b) for a, b in concrete)):
-            raise NotImplementedError(_CHANGED.format(name=forward_pass.spec.name))
-        return again
+            sources = [saved.sources[saved.order[i]] for i in leaves]
+            return [], [found[source.kind][source.place] for source in sources]
+
+        staged, consts = stage(again, inputs)
+        forward_pass.check_program("forward", consts)
+        if forward_pass.program is not None:
+            is_same = staged.constants(consts) <= constant_keys(forward_pass.constants)
+        else:
+            try:
+                values = staged.evaluate_second(consts, stop(inputs))
+            except jax.errors.UnexpectedTracerError as error:
+                raise forward_pass.spec.methods.escaped_tracer_error("forward") from error
+            is_same = all(map(_are_close, stop(intermediates), values))
+        if not is_same:
+            raise changed
+        return staged, consts
+
+
+def _are_close(a: Any, b: Any) -> bool:
+    """Whether the elements of two arrays are the same up to rounding, as far as they have values."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5
+    close = under_tracers(jnp.isclose(b, a, tolerance, 0.0, equal_nan=True))
+    return not isinstance(close, jax.Array) or bool(close.all())
 
 
 _CHANGED = (

@@ -104,22 +104,6 @@ def is_none(value: object) -> bool:
     return value is None
 
 
-def values_close(a: Any, b: Any) -> bool:
-    """Whether two concrete arrays are the same up to rounding."""
-    if jax.typeof(a) != jax.typeof(b):
-        return False
-    if is_key(a):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
-    if not is_inexact(a.dtype):
-        return bool(np.array_equal(np.asarray(a), np.asarray(b)))
-    # Under differentiation JAX compiles the same operations into other programs, which round differently.
-    tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5
-    a, b = (np.asarray(x).astype(double(a.dtype)) for x in (a, b))
-    finite = a[np.isfinite(a)]
-    largest = float(np.abs(finite).max(initial=0.0))
-    return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True))
-
-
 class NoArrays:
     """Base class of jaxfn's own objects that hold no JAX arrays, so that none is searched for in them."""
 

@@ -471,18 +471,52 @@ def test_refs_are_written_in_place(mode):
     assert ref[...] == 4.0
 
 
+AROUND_REFS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0],
+    "cond": lambda f: lambda x: jax.lax.cond(x > 0, f, lambda x: x, x),
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+}
+
+
 @row("B10")
-def test_refs_made_inside_the_differentiated_function_are_refused():
+@pytest.mark.parametrize("around", AROUND_REFS)
+@pytest.mark.parametrize("uses_output", [True, False], ids=["output", "reference alone"])
+def test_refs_made_inside_the_differentiated_function_are_refused(around, uses_output):
     write = jaxfn.autograd_function(
         lambda ctx, x, ref: ref.__setitem__(..., 3 * x) or 2 * x, lambda ctx, g: (2 * g, None)
     )
 
     def loss(x):
         ref = jax.new_ref(x)
-        return write(x, ref) + ref[...]
+        y = write(x, ref)
+        return y + ref[...] if uses_output else ref[...]
 
+    x = jnp.float32(1.0)
+    assert AROUND_REFS[around](loss)(x) == (5.0 if uses_output else 3.0)
     with pytest.raises(NotImplementedError, match=r"input 1 \('ref'\) is a jax.Ref that was made inside"):
-        jax.grad(loss)(1.0)
+        jax.grad(AROUND_REFS[around](loss))(x)
+
+
+@row("B10")
+@pytest.mark.parametrize("around", AROUND_REFS)
+@pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["", "jit of all"])
+def test_a_ref_that_forward_makes_for_itself(outside, around):
+    """To JAX, what is read from it has a derivative, where the program is differentiated."""
+
+    @jaxfn.function
+    def triple(ctx, x):
+        ref = jax.new_ref(x)
+        ref[...] = 3 * ref[...]
+        return ref[...]
+
+    triple.backward(lambda ctx, g: 5 * g)
+    square = AROUND_REFS[around](lambda x: triple(x) ** 2)
+    x = jnp.float32(2.0)
+    assert outside(jax.grad(square))(x) == 60.0
+    assert outside(jax.grad(jax.grad(square)))(x) == 50.0
 
 
 @row("B10")

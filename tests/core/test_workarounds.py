@@ -5,6 +5,7 @@ Then the workaround that the test names can go, as soon as the oldest supported 
 
 import gc
 import weakref
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -74,19 +75,17 @@ def test_the_cotangent_of_an_output_without_the_batch_is_per_element():
 
 @pytest.mark.xfail(strict=True, reason="JAX 0.10.0 to 0.12.0")
 def test_the_params_of_an_eqn_are_freed_with_it():
-    """Otherwise `_compat._with_owner` puts an empty jaxpr among them."""
+    """Otherwise `_compat._OwningPrimitive` adds an empty jaxpr to the params, with which JAX drops them."""
 
-    class Rule:
-        pass
+    class Param:
+        """Hashed by its identity."""
 
-    identity_p = Primitive("identity")
-    identity_p.def_abstract_eval(lambda x, rule: x)
-
-    def traced():
-        rule = Rule()
-        jax.make_jaxpr(lambda x: identity_p.bind(x, rule=rule))(X)
-        return weakref.ref(rule)
-
-    rule = traced()
+    primitive = Primitive("identity")
+    primitive.def_impl(lambda x, param: x)
+    primitive.def_abstract_eval(lambda x, param: x)
+    param = Param()
+    watched = weakref.ref(param)
+    jax.make_jaxpr(partial(primitive.bind, param=param))(1.0)
+    del param
     gc.collect()
-    assert rule() is None
+    assert watched() is None
