@@ -123,7 +123,9 @@ def test_of_a_linear_rule_the_output_is_computed_again(within, rule):
 @pytest.mark.parametrize("rule", NOT_LINEAR)
 @pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["", "jit"])
 @pytest.mark.parametrize(
-    "attributes", [{}, {"generate_jvp_rule": True}, {"jvp": staticmethod(lambda ctx, t: 7 * t)}], ids=str
+    "attributes",
+    [{}, {"generate_jvp_rule": True}, {"jvp": staticmethod(lambda ctx, t: 7 * t)}],
+    ids=["no forward mode", "generated", "jvp"],
 )
 def test_of_a_rule_that_is_not_linear_the_output_is_kept(attributes, within, rule):
     ours = within(tanh_with(NOT_LINEAR[rule], **attributes))
