@@ -14,7 +14,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,20 +109,30 @@ class StagedEqns:
         effects = [effect for frame in self._frames for eqn in self._present(*frame) for effect in eqn.effects]
         return any(type(effect).__name__ == "InternalMutableArrayEffect" for effect in effects)
 
-    def operands(self) -> list[Any]:
-        """Returns their operands, constants by their values and others by their variables, and the jaxprs they run."""
-        found: list[Any] = []
+    def operations(self) -> Operations:
+        """Returns what they do. Operands are constants by their values, and others by their variables."""
+        parts: list[Any] = []
         for frame, first in self._frames:
             consts = frame.constvar_to_val
             for eqn in self._present(frame, first):
-                for tracer in eqn.in_tracers:
+                parts.append(eqn.primitive)
+                for tracer in operands_of(eqn):
                     atom = tracer.val
-                    value = consts.get(atom, atom) if isinstance(atom, Var) else atom
-                    found.append(under_tracers(value) if isinstance(value, Tracer) else value)
+                    parts.append(consts.get(atom, atom) if isinstance(atom, Var) else atom)
                 for value in eqn.params.values():
                     values = value if isinstance(value, tuple) else (value,)
-                    found += [x for x in values if hasattr(x, "eqns")]
-        return found
+                    parts += [x for x in values if hasattr(x, "eqns")]
+        trace: Any = find_top_trace(())
+        while not (hasattr(trace, "frame") or hasattr(trace, "to_batch_info")) and hasattr(trace, "parent_trace"):
+            trace = trace.parent_trace
+        return Operations(parts, hasattr(trace, "to_batch_info"))
+
+
+class Operations(NamedTuple):
+    """Primitives, jaxprs and operands of eqns that were staged."""
+
+    parts: Sequence[Any]
+    are_batched: bool
 
 
 def under_tracers(array: Any) -> Any:
@@ -166,15 +176,67 @@ def traced_eqns() -> Iterator[Any]:
 
     The operands of most of them are tracers.
     """
-    trace: Any = find_top_trace(())
-    while hasattr(trace, "parent_trace") and not hasattr(trace, "frame"):  # of a derivative or a vmap
-        trace = trace.parent_trace
-    entries: Sequence[Any] = trace.frame.tracing_eqns if hasattr(trace, "frame") else ()
+    return next(traced_eqns_of_each(), iter(()))
+
+
+def traced_eqns_of_each() -> Iterator[Iterator[Any]]:
+    """Yields the eqns of each jaxpr that is being traced, from the innermost one (0.10.0 to 0.12.0)."""
+    return (_eqns_backwards(trace.frame) for trace in staging_traces())
+
+
+def _eqns_backwards(frame: Any) -> Iterator[Any]:
+    entries = frame.tracing_eqns
     for index in range(len(entries) - 1, -1, -1):
         entry = entries[index]
         eqn = entry() if callable(entry) else entry  # 0.10.0 has functions here; both versions weak references, too
         if eqn is not None:
             yield eqn
+
+
+def operands_of(eqn: Any) -> Sequence[Any]:
+    """Returns the tracers of an eqn of a jaxpr that is being traced, where it has them (0.10.0 to 0.12.0)."""
+    return getattr(eqn, "in_tracers", ())
+
+
+def constant_of(array: Any) -> Any:
+    """Returns the value of a staged array that is a const of its jaxpr, `None` for others (0.10.0 to 0.12.0)."""
+    value = array.full_lower()
+    return None if value is array else value
+
+
+def has_escaped(array: Any) -> bool:
+    """Whether an array is a tracer of a jaxpr that is surely not being traced any more (0.10.0 to 0.12.0)."""
+    variable = staged_atom(array)
+    if not is_staged(array) or not isinstance(variable, Var):
+        return False
+    trace: Any = find_top_trace(())
+    while trace is not None:
+        for frame in (getattr(own, "frame", None) for own in (trace, getattr(trace, "tangent_trace", None))):
+            if frame is not None:
+                if any(v is variable for v in (*frame.constvar_to_val, *frame.invars)):
+                    return False
+                if any(v is variable for eqn in _eqns_backwards(frame) for v in eqn.outvars):
+                    return False
+        if not hasattr(trace, "parent_trace"):
+            return True
+        trace = trace.parent_trace
+    return False  # in `shard_map` a trace does not tell the one around it
+
+
+def staged_under(array: Any) -> Any:
+    """Returns the array under the tracers of derivatives and of `jax.vmap` (0.10.0 to 0.12.0)."""
+    while isinstance(array, Tracer) and not is_staged(array):
+        tracer: Any = array
+        under = tracer.primal if has_tangent(tracer) else getattr(tracer, "val", None)
+        if under is None:
+            break
+        array = under
+    return array
+
+
+def staged_atom(array: Any) -> Any:
+    """Returns the variable or literal of a staged array, and anything else as it is (0.10.0 to 0.12.0)."""
+    return array.val if is_staged(array) else array
 
 
 def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -189,7 +251,7 @@ def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
             array, dim = trace.to_batch_info(array)
             dims.append(dim)
         trace = trace.parent_trace
-    return (array.val if is_staged(array) else array), tuple(dims)
+    return staged_atom(array), tuple(dims)
 
 
 def has_tangent(array: object) -> bool:
@@ -511,6 +573,11 @@ def describe_functions(*functions: Callable[..., Any]) -> None:
     for function in functions:
         vars(function)["__signature__"] = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
         vars(function)["__fun_debug_info__"] = _DEBUG_INFO
+
+
+def copy_array(array: Any) -> jax.Array:
+    """Returns a copy, in half of the time of `jnp.array(array, copy=True)` (0.10.0 to 0.12.0)."""
+    return jax.lax.copy_p.bind(array)
 
 
 def has_transpose(primitive: Primitive) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from jaxfn._boundary import (
     non_differentiable_outputs,
     output_tangents,
 )
-from jaxfn._compat import StagedEqns, is_staged, manual_axes_here, staging_traces
+from jaxfn._compat import Operations, StagedEqns, Var, is_staged, manual_axes_here, staging_traces, under_tracers
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, collect_saved, restore_ctx, use_saved_for_forward
 from jaxfn._hooks import Hooks, PackedResiduals, pack
 from jaxfn._jaxpr import ArrayIdentity, StagedFunction
@@ -127,9 +127,11 @@ class ForwardPass:
       captures_arrays: Whether arrays are in closures or objects on ctx, where they have no derivative.
       rule_captures: The tracers that `backward` and `jvp` capture. Their present values are the first residuals.
       program: A weak reference to what stages the program of `forward`; `None` outside `jit`.
-      constants: The operands of `forward`'s eqns there, if `forward` may have to run again.
+      operations: What `forward` staged there, if it may have to run again.
       outputs: The structure of the outputs.
       input_avals, output_avals: The types of the array leaves. (Arrays would leak their tracers into `backward`.)
+      stopped: The variables of the stopped inputs, in the jaxpr that `forward` was staged in.
+      watched: Concrete arrays of `forward`, where nested derivatives are taken eagerly.
     """
 
     spec: CallSpec
@@ -143,10 +145,12 @@ class ForwardPass:
     captures_arrays: bool
     rule_captures: Sequence[Any]
     program: Any
-    constants: Sequence[Any]
+    operations: Operations | None
     outputs: OutputSpec
     input_avals: Sequence[Any]
     output_avals: Sequence[Any]
+    stopped: Collection[Any]
+    watched: Sequence[weakref.ref[Any]] = ()
 
     def with_perturbed(self, perturbed: tuple[bool, ...]) -> ForwardPass:
         """Returns the forward pass for derivatives with respect to these array leaves."""
@@ -396,6 +400,7 @@ def _run_forward(
     spec: CallSpec, arrays: Sequence[Any], seen_flags: tuple[bool, ...], hooks: Hooks | None
 ) -> ForwardResult:
     eqns = StagedEqns()
+    captured_before = set(map(id, spec.methods.rule_captures()))
     with spec.scope("forward"):
         state, ctx, returned = call_forward(spec, arrays, seen_flags)
         if any(seen_flags):
@@ -414,12 +419,13 @@ def _run_forward(
         None,
         saved,
         any(tree.captures_arrays() for tree in saved.trees),
-        spec.methods.rule_captures(),
+        [x for x in spec.methods.rule_captures() if id(x) in captured_before],  # others were kept outside of ctx
         next(map(weakref.ref, staging_traces()), None),
-        eqns.operands() if intermediates or state.read_needs_input_grad else (),
+        eqns.operations() if intermediates else None,
         returned.spec,
         [jax.typeof(x) for x in arrays],
         [jax.typeof(x) for x in returned.arrays],
+        {v for v in map(under_tracers, arrays) if isinstance(v, Var)},
     )
     return ForwardResult(forward_pass, outputs, intermediates)
 

@@ -8,13 +8,13 @@
     StagedFunction      a function as a jaxpr, which is evaluated without running its Python code again
     needed_eqns         the eqns and the variables that outputs depend on; dependent_eqns: that depend on variables
     unchanged_operand   the operand that an eqn returns unchanged; ArrayIdentity: which arrays are one by such eqns
-    constant_keys       what tells whether code that runs twice has the same constants
 
 Tables hold a primitive by its identity, or by its name where no public module of JAX has it (0.10.0 to 0.12.0).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -28,6 +28,7 @@ from jax.core import eval_jaxpr
 
 from jaxfn._compat import (
     AbstractRef,
+    Operations,
     Primitive,
     Var,
     call_p,
@@ -289,9 +290,17 @@ class StagedFunction:
         self._jaxpr = jaxpr
         self._num_first = num_first
 
-    def constants(self, consts: Sequence[Any]) -> set[Hashable]:
-        """Returns `constant_keys` of the function."""
-        return constant_keys([self._jaxpr, *consts])
+    def has_operations_among(self, operations: Operations, consts: Sequence[Any]) -> bool:
+        """Whether all operations and constants are among those that were staged before."""
+        known, used = Counter(_operation_keys(operations.parts)), Counter(_operation_keys([self._jaxpr, *consts]))
+        for key, count in used.items():
+            if isinstance(key, Primitive):
+                # Batching rules replace other operations.
+                if known[key] < count and (not operations.are_batched or key in _ELEMENTWISE):
+                    return False
+            elif key not in known:
+                return False
+        return True
 
     def evaluate(self, consts: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns both lists."""
@@ -303,6 +312,13 @@ class StagedFunction:
         outputs = self._jaxpr.outvars[self._num_first :]
         eqns, _ = needed_eqns(self._jaxpr, outputs)
         return self._eval(self._jaxpr.replace(eqns=eqns, outvars=outputs), consts, arrays)
+
+    def used_constants(self, consts: Sequence[Any]) -> list[Any]:
+        """Returns the consts and the literals that the outputs depend on."""
+        eqns, needed = needed_eqns(self._jaxpr, self._jaxpr.outvars)
+        atoms = [atom for eqn in eqns for atom in eqn.invars] + list(self._jaxpr.outvars)
+        literals = [atom.val for atom in atoms if not is_variable(atom)]
+        return [x for v, x in zip(self._jaxpr.constvars, consts, strict=True) if v in needed] + literals
 
     def _eval(self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         results = eval_jaxpr(jaxpr, consts, *arrays)
@@ -371,22 +387,27 @@ def unchanged_operand(eqn: Any, result: int) -> int | None:
     return next((i for i, v in enumerate(jaxpr.invars) if v is atom), None)
 
 
-def constant_keys(values: Iterable[Any]) -> set[Hashable]:
-    """Returns what identifies arrays, variables, and the constants in jaxprs: bytes, or the variable itself."""
-    keys: set[Hashable] = set()
-    for value in map(under_tracers, values):
-        if hasattr(value, "eqns"):
-            jaxpr, consts = open_jaxpr(value)
+def _operation_keys(parts: Iterable[Any]) -> Iterator[Hashable]:
+    """Yields the primitives in jaxprs, and what identifies constants and operands: bytes, or the variable itself."""
+    for part in map(under_tracers, parts):
+        if isinstance(part, (Primitive, Var)):
+            yield part
+        elif hasattr(part, "eqns"):
+            jaxpr, consts = open_jaxpr(part)
             literals = [v for eqn in jaxpr.eqns for v in eqn.invars if not is_variable(v)]
-            keys |= constant_keys([*consts, *literals, *(x for eqn in jaxpr.eqns for x in jaxprs_in_params(eqn))])
-        elif isinstance(value, Var):
-            keys.add(value)
+            yield from _operation_keys([*consts, *literals, *(eqn.primitive for eqn in jaxpr.eqns)])
+            yield from _operation_keys(x for eqn in jaxpr.eqns for x in jaxprs_in_params(eqn))
         else:
             with jax.ensure_compile_time_eval():
-                is_key = jnp.issubdtype(jax.dtypes.result_type(value), jax.dtypes.extended)
-                array = np.asarray(jax.random.key_data(value) if is_key else value)
-            keys.add((array.dtype, array.tobytes()))
-    return keys
+                is_key = jnp.issubdtype(jax.dtypes.result_type(part), jax.dtypes.extended)
+                array = np.asarray(jax.random.key_data(part) if is_key else part)
+            yield array.dtype, array.tobytes()
+
+
+_ELEMENTWISE = primitives("""
+abs acos acosh add asin asinh atan atan2 atanh bessel_i0e cbrt ceil cos cosh digamma div erf erf_inv erfc exp exp2 expm1
+floor integer_pow lgamma log log1p logistic max min mul neg pow rem round rsqrt sign sin sinh sqrt square sub tan tanh
+""")
 
 
 class ArrayIdentity:

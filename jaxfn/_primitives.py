@@ -359,10 +359,15 @@ def _batch_attach(
 
 
 def _transpose_attach(cotangents: Sequence[Any], *operands: Any, spec: _AttachSpec) -> list[Any]:
-    """Transposes the rule, not the operations of `forward`: these get no cotangent."""
+    """Transposes the rule, not the operations of `forward`: these get no cotangent. An error has no such rule."""
     _, kept, inputs = spec.split(operands)
     if isinstance(spec.rule, DeferredError):
-        spec.rule.throw()
+        if any(x is None for x in inputs):
+            spec.rule.throw()
+        places = [i for i, ct in enumerate(cotangents) if ct is not None]
+        guarded = attach([cotangents[i] for i in places], (), inputs, spec.rule)
+        pulled = dict(zip(places, guarded, strict=True))
+        return [pulled.get(i) for i in range(spec.num_outs)] + [None] * (spec.num_kept + len(inputs))
     return [None] * (spec.num_outs + spec.num_kept) + list(spec.rule.transpose(cotangents, kept, inputs))
 
 

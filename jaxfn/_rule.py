@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import compress, islice
 from operator import and_, attrgetter
 from typing import Any
@@ -35,6 +36,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._compat import (
+    copy_array,
     derivative_order,
     describe_functions,
     has_tangent,
@@ -43,14 +45,16 @@ from jaxfn._compat import (
     is_staged,
     outside_derivatives,
     shape_struct,
+    staged_under,
     under_tracers,
     zeros_of,
 )
 from jaxfn._diagnostics import hide_own_frames
 from jaxfn._forward_pass import CallSpec, ForwardPass, ForwardResult, call_forward, run_forward
 from jaxfn._hooks import Hooks
-from jaxfn._jaxpr import StagedFunction, constant_keys, stage
+from jaxfn._jaxpr import StagedFunction, stage
 from jaxfn._linearity import describe_nonlinearity, is_linear
+from jaxfn._outside import LiveArrays, find_outside, run_watched
 from jaxfn._primitives import DeferredError, LinearMap, Rule, attach, bind_linear_map, stop
 from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced
 
@@ -98,6 +102,7 @@ def _run_stopped(
       hooks: The saved-tensor hooks that were active at the call.
     """
     orders = list(map(derivative_order, arrays))
+    is_higher_order = max(orders, default=0) + any(perturbed) > 1
     flags = tuple(a or b > 0 for a, b in zip(perturbed, orders, strict=True))
     values = spec.inputs.without_refs(arrays)
     if spec.inputs.has_refs:
@@ -108,17 +113,28 @@ def _run_stopped(
         )
     stopped = list(map(as_array, stop(values)))
     # What is saved is known by identity: at a higher order the same array, captured or passed twice, is another one.
-    if max(orders, default=0) + any(perturbed) > 1 or len(set(map(id, stopped))) < len(stopped):
-        stopped = [x if is_traced(x) else jnp.array(x, copy=True) for x in stopped]
+    if is_higher_order or len(set(map(id, stopped))) < len(stopped):
+        stopped = [x if is_traced(x) else copy_array(x) for x in stopped]
     if spec.inputs.has_refs:
         remaining = iter(stopped)
         stopped = [x if is_ref else next(remaining) for x, is_ref in zip(arrays, spec.inputs.are_refs, strict=True)]
+    is_watched = is_higher_order and not spec.inputs.has_refs and not any(map(is_staged, map(staged_under, stopped)))
+    before = LiveArrays() if is_watched else None
     if not spec.may_capture_tracers:
         with outside_derivatives() if is_differentiating() else nullcontext():
-            return run_forward(spec, stopped, flags, hooks)
-    if not spec.inputs.has_refs and spec.methods.forward_captures():
-        return _run_staged(spec, stopped, flags, hooks)
-    return run_forward(spec, stopped, flags, hooks)
+            result = run_forward(spec, stopped, flags, hooks)
+    elif not spec.inputs.has_refs and spec.methods.forward_captures():
+        result = _run_staged(spec, stopped, flags, hooks)
+    else:
+        result = run_forward(spec, stopped, flags, hooks)
+    if before is None:
+        return result
+    watched = before.new(stopped)
+    return result._replace(
+        forward_pass=replace(result.forward_pass, watched=watched),
+        outputs=[copy_array(x) for x in result.outputs],
+        intermediates=[copy_array(x) for x in result.intermediates],
+    )
 
 
 class _RefGuard(Rule):
@@ -301,6 +317,7 @@ class _FunctionRule(Rule):
         result = _with_flags(self._result(outputs, kept), leaves, flags)
         forward_pass, intermediates = result.forward_pass, result.intermediates
         all_outputs = list(result.outputs)
+        outputs = [all_outputs[i] for i in self.differentiable]  # if `forward` ran again, those of that run
         is_differentiated_again = any(map(is_traced, (*inputs, *outputs)))
         if is_differentiated_again:
             # An output that is not used may be one that forward, run with other flags, saved.
@@ -312,10 +329,8 @@ class _FunctionRule(Rule):
             for i, y in zip(rule.differentiable, attached, strict=True):
                 all_outputs[i] = y
             intermediates = _attach_intermediates(result, inputs)
-        else:
-            for i, y in zip(self.differentiable, outputs, strict=True):
-                all_outputs[i] = y
-        guards = inputs if forward_pass.captures_arrays and is_differentiated_again else ()
+        needs_guards = forward_pass.captures_arrays and is_differentiated_again
+        guards = inputs if needs_guards or any(map(derivative_order, inputs)) else ()
         forward_pass, residuals = forward_pass.residuals(leaves, all_outputs, intermediates, result.captured)
         linear_map = _ForwardPassMap(forward_pass, flags, self.differentiable, len(guards))
         return outputs, linear_map, [*guards, *residuals]
@@ -483,8 +498,8 @@ class _ForwardPassMap(LinearMap):
         input_tangents: list[Any] = [None] * len(self._forward_pass.input_avals)
         for i, tangent in zip(self._perturbed, tangents, strict=True):
             input_tangents[i] = tangent
-        output_tangents = self._forward_pass.jvp(residuals[self._num_guards :], input_tangents)
-        results = self._guarded(residuals, [output_tangents[i] for i in self._differentiable])
+        output_tangents = self._run("jvp", self._forward_pass.jvp, residuals, input_tangents)
+        results = [output_tangents[i] for i in self._differentiable]
         return [zeros_of(aval) if t is None else t for t, aval in zip(results, self.avals, strict=True)]
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]) -> list[jax.Array | None]:
@@ -501,19 +516,35 @@ class _ForwardPassMap(LinearMap):
         output_cotangents: list[Any] = [None] * len(self._forward_pass.output_avals)
         for i, cotangent in zip(self._differentiable, cotangents, strict=True):
             output_cotangents[i] = cotangent
-        pulled = self._forward_pass.backward(residuals[self._num_guards :], output_cotangents)
-        return self._guarded(residuals, pulled)
+        return self._run("backward", self._forward_pass.backward, residuals, output_cotangents)
 
     def without_refs(self, cotangents: Sequence[Any]) -> Sequence[Any]:
         """Selects the cotangents of the array leaves that are not references."""
         return self._forward_pass.spec.inputs.without_refs(cotangents)
 
-    def _guarded(self, residuals: Sequence[Any], results: list[Any]) -> list[Any]:
-        """Makes a derivative raise that may go by an array in a closure or an object on ctx."""
-        guards = residuals[: self._num_guards]
+    def _run(
+        self,
+        method: str,
+        rule: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+        residuals: Sequence[Any],
+        vectors: Sequence[Any],
+    ) -> list[Any]:
+        """Runs a rule; makes a derivative raise that would go by an array in an object on ctx, or outside of ctx."""
+        forward_pass, guards = self._forward_pass, list(residuals[: self._num_guards])
+        watched = forward_pass.watched if guards else ()  # otherwise nothing differentiates what it returns
+        results, is_kept = run_watched(rule, residuals[self._num_guards :], vectors, watched)
+        num_captured = len(forward_pass.rule_captures)
+        given = [*residuals[self._num_guards + num_captured :], *vectors]
+        outside = find_outside(forward_pass.stopped, given, results)
+        kept = NotImplementedError(_KEPT_OUTSIDE.format(name=self, method=method))
+        if outside.has_escaped:
+            methods = forward_pass.spec.methods
+            raise methods.escaped_tracer_error(method) if methods.rules_capture_staged() else kept
+        guards += outside.inputs
         indices = [i for i, x in enumerate(results) if x is not None]
-        if guards and indices:
-            error = DeferredError(NotImplementedError, self._forward_pass.captured_by_ctx())
+        if (is_kept or outside.inputs or forward_pass.captures_arrays) and guards and indices:
+            message = forward_pass.captured_by_ctx() if forward_pass.captures_arrays else str(kept)
+            error = DeferredError(NotImplementedError, message)
             for i, x in zip(indices, attach([results[i] for i in indices], (), guards, error), strict=True):
                 results[i] = x
         return results
@@ -525,7 +556,11 @@ class _ForwardPassMap(LinearMap):
             pulled = self.transpose(residuals, cotangents)
             return [zeros_of(aval) if ct is None else ct for ct, aval in zip(pulled, self._input_avals(), strict=True)]
 
-        return list(_transposed(pull, self.avals, f"{self}.backward", "generate_jvp_rule", "gradients")(list(tangents)))
+        try:
+            transposed = _transposed(pull, self.avals, f"{self}.backward", "generate_jvp_rule", "gradients")
+        except jax.errors.UnexpectedTracerError as error:
+            raise self._forward_pass.spec.methods.escaped_tracer_error("backward") from error
+        return list(transposed(list(tangents)))
 
     def _vjp_by_transposition(
         self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]
@@ -542,9 +577,9 @@ class _ForwardPassMap(LinearMap):
         return [self._forward_pass.input_avals[i].to_tangent_aval() for i in self._perturbed]
 
 
-_CAPTURED_BY_CTX = (
-    "{name}.forward keeps a JAX array inside a closure or an object on ctx, which has no derivative of its own. Save "
-    "the array itself: ctx.save_for_backward(array), or ctx.name = array."
+_KEPT_OUTSIDE = (
+    "{method} of {name} uses an array that forward kept outside of ctx, where it has no derivative; write ctx.name = "
+    "array."
 )
 
 
@@ -558,7 +593,14 @@ def _transposed(
     )
     if not is_linear(function, avals):
         raise RuntimeError(f"{problem} What is not linear is {describe_nonlinearity(function, avals)}.")
-    transpose = jax.linear_transpose(function, *map(shape_struct, avals))
+    like = list(map(shape_struct, avals))
+    # JAX's partial evaluation, by which it transposes, has no eqns by which to find what was kept outside of ctx.
+    staged, consts = stage(lambda *arrays: (function(*arrays), ()), like)
+
+    def staged_function(*arrays: Any) -> list[Any]:
+        return staged.evaluate(consts, arrays)[0]
+
+    transpose = jax.linear_transpose(staged_function, *like)
 
     def apply(values: Any) -> Any:
         try:
@@ -657,63 +699,81 @@ class _IntermediatesMap(LinearMap):
 
     def _function(self, residuals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
         """Returns the intermediates as a function of the perturbed inputs, and those inputs."""
-        inputs, others = residuals[: self._num_inputs], residuals[self._num_inputs :]
+        inputs, others = list(residuals[: self._num_inputs]), residuals[self._num_inputs :]
         intermediates, consts = others[: len(self._indices)], others[len(self._indices) :]
-        replay, indices = self._replay, self._indices
-        if replay is None:
-            replay, consts = self._run_again(inputs, intermediates)
-            indices = range(len(intermediates))
+        replay = self._replay
+        if replay is not None:
+
+            def compute(*arrays: Any) -> list[Any]:
+                again = replay.evaluate_second(consts, arrays)
+                return [again[i] for i in self._indices]
+
+        elif self._forward_pass.program is not None:
+            compute = self._run_staged_again(inputs)
+        else:
+
+            def compute(*arrays: Any) -> list[Any]:
+                return self._run_eagerly_again(arrays, stop(intermediates))
 
         def function(*values: Any) -> list[Any]:
             arrays = list(inputs)
             for i, value in zip(self._perturbed, values, strict=True):
                 arrays[i] = value
-            again = replay.evaluate_second(consts, arrays)
-            return [again[i] for i in indices]
+            return compute(*arrays)
 
         return function, [inputs[i] for i in self._perturbed]
 
-    def _run_again(self, inputs: Sequence[Any], intermediates: Sequence[Any]) -> tuple[StagedFunction, Sequence[Any]]:
-        """Stages the intermediates as a function of the inputs; raises if `forward` computes something else now.
-
-        Eagerly that shows in the values, and in a program in the constants: a number that was drawn is one.
-        """
+    def _run_again(self, *arrays: Any) -> list[Any]:
         forward_pass = self._forward_pass
-        changed = NotImplementedError(_CHANGED.format(name=forward_pass.spec.name))
+        result = run_forward(forward_pass.spec, arrays, forward_pass.seen_flags, forward_pass.hooks)
+        before, saved = forward_pass.saved, result.forward_pass.saved
+        if len(before.order) != len(saved.order):
+            raise self._changed()
+        # By leaf: which of them are one array may differ where they are traced otherwise.
+        found = {"input": arrays, "output": result.outputs, "intermediate": result.intermediates}
+        leaves = [before.leaf_of("intermediate", i) for i in self._indices]
+        return [found[source.kind][source.place] for source in (saved.sources[saved.order[i]] for i in leaves)]
 
-        def again(*arrays: Any) -> tuple[list[Any], list[Any]]:
-            result = run_forward(forward_pass.spec, arrays, forward_pass.seen_flags, forward_pass.hooks)
-            before, saved = forward_pass.saved, result.forward_pass.saved
-            if len(before.order) != len(saved.order):
-                raise changed
-            # By leaf: which of them are one array may differ where they are traced otherwise.
-            found = {"input": arrays, "output": result.outputs, "intermediate": result.intermediates}
-            leaves = [before.leaf_of("intermediate", i) for i in self._indices]
-            sources = [saved.sources[saved.order[i]] for i in leaves]
-            return [], [found[source.kind][source.place] for source in sources]
+    def _run_staged_again(self, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+        """Stages the second run; raises if it has other operations, or other constants, such as numbers drawn."""
+        staged, consts = stage(lambda *arrays: ([], self._run_again(*arrays)), inputs)
+        self._forward_pass.check_program("forward", consts)
+        if not staged.has_operations_among(self._forward_pass.operations, consts):
+            raise self._changed()
+        return lambda *arrays: staged.evaluate_second(consts, arrays)
 
-        staged, consts = stage(again, inputs)
-        forward_pass.check_program("forward", consts)
-        if forward_pass.program is not None:
-            is_same = staged.constants(consts) <= constant_keys(forward_pass.constants)
-        else:
-            try:
-                values = staged.evaluate_second(consts, stop(inputs))
-            except jax.errors.UnexpectedTracerError as error:
-                raise forward_pass.spec.methods.escaped_tracer_error("forward") from error
-            is_same = all(map(_are_close, stop(intermediates), values))
-        if not is_same:
-            raise changed
-        return staged, consts
+    def _run_eagerly_again(self, arrays: Sequence[Any], intermediates: Sequence[Any]) -> list[Any]:
+        """Returns the intermediates of a second run; raises if they have other values."""
+        again = self._run_again(*arrays)
+        values = stop(again)
+        if not all(map(_are_close, intermediates, values)):
+            # Rounding differs under a derivative, and may have much effect on small elements. It repeats itself.
+            is_pure = all(map(_are_equal, values, stop(self._run_again(*arrays))))
+            if not (is_pure and all(map(partial(_are_close, by_largest=True), intermediates, values))):
+                raise self._changed()
+        return again
+
+    def _changed(self) -> Exception:
+        return NotImplementedError(_CHANGED.format(name=self._forward_pass.spec.name))
 
 
-def _are_close(a: Any, b: Any) -> bool:
-    """Whether the elements of two arrays are the same up to rounding, as far as they have values."""
+def _are_close(a: Any, b: Any, by_largest: bool = False) -> bool:
+    """Whether arrays are the same up to rounding of each element, or of the largest, as far as they have values."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5
-    close = under_tracers(jnp.isclose(b, a, tolerance, 0.0, equal_nan=True))
-    return not isinstance(close, jax.Array) or bool(close.all())
+    largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(a), a, 0.0)), initial=0.0) if by_largest else 0.0
+    return _is_true(jnp.isclose(b, a, tolerance, tolerance * largest, equal_nan=True))
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    return _is_true((a == b) | (jnp.isnan(a) & jnp.isnan(b)))
+
+
+def _is_true(flags: jax.Array) -> bool:
+    """Whether all flags are true, those under `jax.vmap` too; those that have no value are taken for true."""
+    values = under_tracers(flags)
+    return not isinstance(values, jax.Array) or bool(values.all())
 
 
 _CHANGED = (

@@ -1,0 +1,133 @@
+"""Arrays that `forward` kept outside of ctx, in a global or an object, and that `backward` or `jvp` read there.
+
+Such an array is not a residual: it is the stopped input, or was computed from it, and so has no derivative. A rule
+that depends on one is right at first order and in the program that `forward` ran in, and nowhere else.
+
+# Note: found by dependence, not by a search
+
+    inputs --stop--> forward keeps x or cos(x) somewhere
+    residuals, cotangents --> backward --> results
+
+From the results the eqns are followed back, by values that can have a derivative, up to residuals and cotangents. What
+else leads to the `stop` of this call was kept; what belongs to a jaxpr that is finished was kept, or captured.
+
+Where both run eagerly there are no eqns. There, for nested derivatives alone, arrays of forward are watched by weak
+references, and the rule gets copies. Where one is alive when the rule runs, that is staged: what it reads are consts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import jax
+
+from jaxfn._compat import (
+    Var,
+    constant_of,
+    has_escaped,
+    is_staged,
+    operands_of,
+    staged_atom,
+    staged_under,
+    traced_eqns_of_each,
+)
+from jaxfn._jaxpr import stage
+from jaxfn._primitives import stop_p
+from jaxfn._tree import is_inexact, is_traced
+
+
+class Outside(NamedTuple):
+    """By which inputs results depend on what was kept outside of ctx, or whether by an array of a finished jaxpr."""
+
+    inputs: Sequence[Any] = ()
+    has_escaped: bool = False
+
+
+def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequence[Any]) -> Outside:
+    """Follows results of a rule back to arrays that were kept outside of ctx.
+
+    Args:
+      stopped: The variables of the stopped inputs.
+      given: The residuals and the cotangents or tangents.
+      results: What the rule returned, `None` for zero.
+    """
+    known = {staged_atom(x) for x in map(staged_under, given) if is_staged(x) and isinstance(staged_atom(x), Var)}
+    pending: dict[Any, Any] = {}
+    outer: list[Any] = [x for x in map(staged_under, results) if is_staged(x)]
+
+    def add(arrays: Sequence[Any]) -> None:
+        for x in arrays:
+            if isinstance(v := staged_atom(x), Var) and v not in known and is_inexact(x.dtype):
+                if (const := constant_of(x)) is None:
+                    pending[v] = x
+                elif is_traced(const):
+                    outer.append(staged_under(const))  # in the jaxpr around, consts are values
+
+    for eqns in traced_eqns_of_each():
+        new, outer = outer, []
+        add([x for x in new if is_staged(x)])
+        while pending and (eqn := next(eqns, None)) is not None:
+            if eqn.primitive is stop_p and any(v in stopped for v in eqn.outvars):
+                operands = zip(eqn.outvars, operands_of(eqn), strict=True)
+                return Outside([x for v, x in operands if v in pending and is_inexact(x.dtype)])
+            if [pending.pop(v) for v in eqn.outvars if v in pending]:
+                add(operands_of(eqn))
+        outer += pending.values()
+        pending.clear()
+        if not outer:  # as nearly always
+            break
+        if any(map(has_escaped, outer)):
+            return Outside(has_escaped=True)
+    return Outside()
+
+
+class LiveArrays:
+    """The concrete arrays that exist now."""
+
+    def __init__(self) -> None:
+        self._before = jax.live_arrays()  # the arrays themselves, so that no `id` is given again
+
+    def new(self, inputs: Sequence[Any]) -> tuple[ReferenceType[Any], ...]:
+        """Returns weak references to the arrays that exist now and did not then, and to those under the inputs."""
+        before = set(map(id, self._before))
+        new = [x for x in jax.live_arrays() if id(x) not in before]
+        return tuple(ref(x) for x in (*new, *map(staged_under, inputs)) if is_inexact(x.dtype) and not is_traced(x))
+
+
+def run_watched(
+    rule: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    residuals: Sequence[Any],
+    vectors: Sequence[Any],
+    watched: Sequence[ReferenceType[Any]],
+) -> tuple[list[Any], bool]:
+    """Runs `backward` or `jvp`; returns its results, and whether they depend on an array that is watched."""
+    alive = [x for x in (own() for own in watched) if x is not None]
+    if not alive:
+        return rule(residuals, vectors), False
+    is_nonzero: list[list[bool]] = []
+    given = [x for x in vectors if x is not None]
+
+    def flat(*arrays: Any) -> tuple[list[Any], tuple[()]]:
+        values = iter(arrays[len(residuals) :])
+        results = rule(arrays[: len(residuals)], [None if x is None else next(values) for x in vectors])
+        is_nonzero.append([x is not None for x in results])
+        return [x for x in results if x is not None], ()
+
+    try:
+        staged, consts = stage(flat, [*residuals, *given])
+    except _NEEDS_VALUES:  # what a rule keeps that branches on values is not found
+        return rule(residuals, vectors), False
+    results = iter(staged.evaluate(consts, [*residuals, *given])[0])
+    used = map(staged_under, staged.used_constants(consts))
+    is_kept = any(x is y for x in used for y in alive)
+    return [next(results) if flag else None for flag in is_nonzero[0]], is_kept
+
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)

@@ -1,0 +1,143 @@
+"""Row A8: a forward that draws or counts, saves an intermediate and is differentiated twice."""
+
+import random
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.marks import row
+
+X = jnp.array([0.3, 1.4, -0.7], jnp.float32)
+COUNT = {"draws": 0}
+RNG = np.random.default_rng(0)
+PYTHON_RNG = random.Random(0)
+
+
+def drawing(kind, runs):
+    """m * sin(x) with the slope m * cos(x), of one draw m."""
+    holder = types.SimpleNamespace(value=0)
+    counter = 0
+
+    def forward(ctx, x):
+        runs.append(1)
+        if kind == "global numpy":
+            m = np.random.uniform(0.5, 1.5, size=3).astype(np.float32)
+        elif kind == "generator":
+            m = RNG.uniform(0.5, 1.5, size=3).astype(np.float32)
+        elif kind == "python":
+            m = 0.5 + random.random()
+        elif kind == "python object":
+            m = 0.5 + PYTHON_RNG.random()
+        elif kind == "dict":
+            COUNT["draws"] += 1
+            m = 1 + 0.1 * COUNT["draws"]
+        elif kind == "attribute":
+            holder.value += 1
+            m = 1 + 0.1 * holder.value
+        else:
+            nonlocal counter
+            counter += 1
+            m = 1 + 0.1 * counter
+        ctx.c = m * jnp.cos(x)
+        return m * jnp.sin(x)
+
+    return jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
+
+
+KINDS = ["global numpy", "generator", "python", "python object", "dict", "attribute", "variable"]
+
+
+def all_orders(f):
+    """Value, slope and curvature of one call."""
+
+    def slope(x):
+        y, pull = jax.vjp(f, x)
+        return pull(jnp.ones_like(y))[0], y
+
+    def all_three(x):
+        first, pull, y = jax.vjp(slope, x, has_aux=True)
+        return y, first, pull(jnp.ones_like(first))[0]
+
+    return all_three
+
+
+def check(y, slope, curvature, x=X):
+    np.testing.assert_allclose(slope * jnp.sin(x), y * jnp.cos(x), rtol=1e-4)
+    np.testing.assert_allclose(curvature, -y, rtol=1e-4)
+
+
+PROGRAMS = {
+    "eager": all_orders,
+    "vmap": lambda f: lambda x: jax.vmap(all_orders(f))(x[None]),
+    "jit of all": lambda f: jax.jit(all_orders(f)),
+    "jit of the function": lambda f: all_orders(jax.jit(f)),
+    "checkpoint": lambda f: all_orders(jax.checkpoint(lambda x: f(x))),
+    "cond": lambda f: all_orders(lambda x: jax.lax.cond(x[0] > 0, f, lambda x: x, x)),
+    "vmap of jit": lambda f: lambda x: jax.vmap(jax.jit(all_orders(f)))(x[None]),
+    "jit of vmap": lambda f: jax.jit(lambda x: jax.vmap(all_orders(f))(x[None])),
+}
+
+
+@row("A8")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_second_run_that_draws_again_is_refused(program, kind):
+    with pytest.raises(NotImplementedError, match="returned different values"):
+        PROGRAMS[program](drawing(kind, []))(X)
+
+
+@row("A8")
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("reads_flags", [False, True])
+def test_a_forward_that_counts_its_runs_alone_is_right(around, reads_flags):
+    runs = []
+
+    def forward(ctx, x):
+        runs.append(1)
+        if reads_flags:
+            ctx.flag = ctx.needs_input_grad[0]
+        ctx.c = jnp.cos(x)
+        return jnp.sin(x)
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
+    check(*around(all_orders(f))(X))
+    check(*all_orders(around(f))(X))
+
+
+@row("A8")
+def test_what_forward_captures_has_its_part_in_the_third_derivative():
+    """Where forward does not run again, what it used besides its inputs is kept, and is differentiated too."""
+
+    def outer(w):
+        scale = w**2  # traced here, by jit and by the derivative
+
+        def forward(ctx, x):
+            ctx.c = jax.lax.stop_gradient(scale) * x**2
+            return x
+
+        f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
+        return jax.grad(lambda x: jax.grad(f)(x))(3.0)
+
+    np.testing.assert_allclose(jax.jit(outer)(2.0), 24.0, rtol=1e-6)
+    np.testing.assert_allclose(outer(2.0), 24.0, rtol=1e-6)
+
+
+@row("A8")
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_effects_and_references_inside_forward(around, capfd):
+    def forward(ctx, x):
+        total = jax.new_ref(jnp.zeros_like(x))
+        total[...] += x**2
+        jax.debug.print("forward {} {}", x, 2)
+        ctx.c = total[...] * jnp.cos(x)
+        return jnp.sin(x)
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
+    second = around(jax.grad(lambda x: jax.grad(f)(x)))(0.5)
+    jax.effects_barrier()
+    np.testing.assert_allclose(second, jax.grad(lambda x: x**2 * jnp.cos(x))(0.5), rtol=1e-5)
+    assert capfd.readouterr().out.count("forward") in (1, 2)
