@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -191,6 +191,24 @@ def _eqns_backwards(frame: Any) -> Iterator[Any]:
         eqn = entry() if callable(entry) else entry  # 0.10.0 has functions here; both versions weak references, too
         if eqn is not None:
             yield eqn
+
+
+def depend_on_only(results: Sequence[Any], known: Collection[Any]) -> bool:
+    """Whether staged results surely depend on these variables and on concrete constants only (0.10.0 to 0.12.0)."""
+    pending = {v for x in results if isinstance(v := x.val, Var) and v not in known}
+    traces = staging_traces() if pending else ()
+    for trace in traces[:1]:
+        consts = trace.frame.constvar_to_val
+        for eqn in _eqns_backwards(trace.frame):
+            if not pending.isdisjoint(eqn.outvars):
+                pending.difference_update(eqn.outvars)
+                for x in operands_of(eqn):
+                    v = x.val
+                    if isinstance(v, Var) and v not in known and (v not in consts or isinstance(consts[v], Tracer)):
+                        pending.add(v)
+                if not pending:
+                    break
+    return not pending
 
 
 def operands_of(eqn: Any) -> Sequence[Any]:

@@ -26,6 +26,7 @@ import jax
 from jaxfn._compat import (
     Var,
     constant_of,
+    depend_on_only,
     has_escaped,
     is_staged,
     operands_of,
@@ -53,9 +54,11 @@ def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequen
       given: The residuals and the cotangents or tangents.
       results: What the rule returned, `None` for zero.
     """
-    known = {staged_atom(x) for x in map(staged_under, given) if is_staged(x) and isinstance(staged_atom(x), Var)}
-    pending: dict[Any, Any] = {}
     outer: list[Any] = [x for x in map(staged_under, results) if is_staged(x)]
+    known = {v for v in map(staged_atom, map(staged_under, given)) if isinstance(v, Var)} if outer else ()
+    if depend_on_only(outer, known):  # as nearly always
+        return Outside()
+    pending: dict[Any, Any] = {}
 
     def add(arrays: Sequence[Any]) -> None:
         for x in arrays:
@@ -76,8 +79,6 @@ def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequen
                 add(operands_of(eqn))
         outer += pending.values()
         pending.clear()
-        if not outer:  # as nearly always
-            break
         if any(map(has_escaped, outer)):
             return Outside(has_escaped=True)
     return Outside()

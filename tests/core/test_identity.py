@@ -79,7 +79,7 @@ NEW_OBJECT: dict[str, Callable[[Any], Any]] = {
     "broadcast_to": lambda x: jnp.broadcast_to(x, x.shape),
 }
 # What each of these does in a program that stages is known by its eqns; these cells differ, as row D2 says.
-NEW_UNDER_VMAP = ("checkpoint", "Function")
+NEW_UNDER_VMAP = {"checkpoint": 1.0, "Function": 3.0}  # with the slope of the code
 USES = ("saved input", "saved output", "returned", "attribute", "named")
 
 
@@ -106,19 +106,12 @@ def cube(no_op, use, rules):
     return f
 
 
-def is_new(no_op, program, is_staged):
-    """Whether the result of an operation is another array in this program."""
-    if no_op in NEW_UNDER_VMAP:
-        return program == "vmap"
-    return no_op in NEW_OBJECT and no_op != "broadcast_to" and program in ("eager", "vmap") and not is_staged
-
-
 def new_slope(no_op, program, is_staged):
-    """The slope of an operation whose result is another array in this program; `None` if it is the very array.
-
-    A saved one is what `forward` saves when it runs again, staged: there a Function returns the very array.
-    """
-    return 1.0 if is_new(no_op, program, is_staged) and no_op != "Function" else None
+    """The slope of an operation whose result is another array in this program; `None` if it is the very array."""
+    if no_op in NEW_UNDER_VMAP:
+        return NEW_UNDER_VMAP[no_op] if program == "vmap" else None
+    is_new = no_op in NEW_OBJECT and no_op != "broadcast_to" and program in ("eager", "vmap") and not is_staged
+    return 1.0 if is_new else None
 
 
 def expected(use, order, new=None):
@@ -193,7 +186,7 @@ def test_an_array_that_is_new_eagerly_alone_has_the_slope_of_its_code_there(outs
 def test_a_saved_array_is_its_caller_s_at_every_order(program, use, no_op):
     """Whatever the expected number is, the eager one and the staged ones are one; or they differ, as documented."""
     differs = new_slope(no_op, program, False) != new_slope(no_op, "eager", False)
-    differs = differs and use != "saved input"
+    differs = differs and (use != "saved input" or no_op == "Function")
     no_op = {**SAME_OBJECT, **NEW_OBJECT}[no_op]
     f = cube(no_op, use, "backward")
 
@@ -216,7 +209,7 @@ def test_a_saved_array_is_its_caller_s_at_every_order(program, use, no_op):
 @pytest.mark.filterwarnings("ignore:.*mark_non_differentiable")
 def test_marking_an_output_by_an_operation_that_changes_nothing(outside, program, rules, marked, no_op):
     """The array is marked, eagerly and staged; or it is a new one, and the mark has no effect and is warned of."""
-    has_no_mark = marked != "what is returned" and is_new(no_op, program, outside is jax.jit)
+    is_new = marked != "what is returned" and new_slope(no_op, program, outside is jax.jit) is not None
     change_nothing = {**SAME_OBJECT, **NEW_OBJECT}[no_op]
 
     def forward(ctx, x):
@@ -240,8 +233,8 @@ def test_marking_an_output_by_an_operation_that_changes_nothing(outside, program
 
     first, second = jax.grad(loss), jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))
     y, z = X**2, X**3
-    of_z = (-7 * jnp.sin(z) * X, -49 * jnp.cos(z) * X * X - 7 * jnp.sin(z)) if has_no_mark else (0, 0)
-    with pytest.warns(UserWarning, match="mark_non_differentiable was given a value") if has_no_mark else nullcontext():
+    of_z = (-7 * jnp.sin(z) * X, -49 * jnp.cos(z) * X * X - 7 * jnp.sin(z)) if is_new else (0, 0)
+    with pytest.warns(UserWarning, match="mark_non_differentiable was given a value") if is_new else nullcontext():
         np.testing.assert_allclose(outside(first)(X), 5 * jnp.cos(y) * X + of_z[0], rtol=1e-5)
     expected = -jnp.sin(y) * 25 * X * X + 5 * jnp.cos(y) + of_z[1]
     np.testing.assert_allclose(outside(second)(X), expected, rtol=1e-5, atol=1e-5)
