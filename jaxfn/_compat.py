@@ -12,8 +12,9 @@ import functools
 import inspect
 import math
 import os
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,7 +98,17 @@ class StagedEqns:
     """The eqns that JAX stages from now on (0.10.0 to 0.12.0)."""
 
     def __init__(self) -> None:
-        self._frames = [(frame, len(frame.tracing_eqns)) for frame in _frames()]
+        self._frames: list[tuple[Any, int]] = []
+        self.program: weakref.ref[Any] | None = None  # what stages the innermost of them
+        trace: Any = find_top_trace(())
+        while trace is not None:
+            for own in (trace, getattr(trace, "tangent_trace", None)):  # tangents of reverse mode too
+                frame = getattr(own, "frame", None)
+                if frame is not None:
+                    self._frames.append((frame, len(frame.tracing_eqns)))
+                    if own is trace and self.program is None:
+                        self.program = weakref.ref(trace)
+            trace = getattr(trace, "parent_trace", None)
 
     def _present(self, frame: Any, first: int) -> list[Any]:
         entries = frame.tracing_eqns[first:]
@@ -106,8 +117,11 @@ class StagedEqns:
 
     def make_refs(self) -> bool:
         """Whether one of them makes a `jax.Ref`."""
-        effects = [effect for frame in self._frames for eqn in self._present(*frame) for effect in eqn.effects]
-        return any(type(effect).__name__ == "InternalMutableArrayEffect" for effect in effects)
+        for frame in self._frames:
+            for eqn in self._present(*frame):
+                if eqn.effects and any(type(x).__name__ == "InternalMutableArrayEffect" for x in eqn.effects):
+                    return True
+        return False
 
     def operations(self) -> Operations:
         """Returns what they do. Operands are constants by their values, and others by their variables."""
@@ -135,20 +149,14 @@ class Operations(NamedTuple):
     are_batched: bool
 
 
+NO_OPERATIONS = Operations((), False)
+
+
 def under_tracers(array: Any) -> Any:
     """Returns the array under tracers of derivatives and vmaps, the variable of a staged one (0.10.0 to 0.12.0)."""
     while isinstance(array, Tracer):
         array = getattr(array, "primal", getattr(array, "val", None))
     return getattr(array, "val", array)  # of a literal
-
-
-def _frames() -> Generator[Any]:
-    """Yields what the current traces stage eqns in, tangents of reverse mode too."""
-    trace: Any = find_top_trace(())
-    while trace is not None:
-        traces: list[Any] = [trace, getattr(trace, "tangent_trace", None)]
-        yield from (t.frame for t in traces if hasattr(t, "frame"))
-        trace = getattr(trace, "parent_trace", None)
 
 
 @contextlib.contextmanager
@@ -193,22 +201,34 @@ def _eqns_backwards(frame: Any) -> Iterator[Any]:
             yield eqn
 
 
-def depend_on_only(results: Sequence[Any], known: Collection[Any]) -> bool:
-    """Whether staged results surely depend on these variables and on concrete constants only (0.10.0 to 0.12.0)."""
-    pending = {v for x in results if isinstance(v := x.val, Var) and v not in known}
-    traces = staging_traces() if pending else ()
-    for trace in traces[:1]:
-        consts = trace.frame.constvar_to_val
-        for eqn in _eqns_backwards(trace.frame):
-            if not pending.isdisjoint(eqn.outvars):
-                pending.difference_update(eqn.outvars)
-                for x in operands_of(eqn):
-                    v = x.val
-                    if isinstance(v, Var) and v not in known and (v not in consts or isinstance(consts[v], Tracer)):
-                        pending.add(v)
-                if not pending:
-                    break
+def depend_on_only(results: Sequence[Any], arrays: Sequence[Any]) -> bool:
+    """Whether results surely depend on these arrays and on concrete constants only (0.10.0 to 0.12.0)."""
+    pending = _variables(results)
+    if not pending:
+        return True
+    known = _variables(arrays)
+    pending -= known
+    trace: Any = find_top_trace(())
+    while not hasattr(trace, "frame"):
+        trace = getattr(trace, "parent_trace", None)
+        if trace is None:
+            return False
+    consts = trace.frame.constvar_to_val
+    for entry in reversed(trace.frame.tracing_eqns):
+        if not pending:
+            break
+        eqn: Any = entry() if callable(entry) else entry
+        if eqn is not None and not pending.isdisjoint(eqn.outvars):
+            pending.difference_update(eqn.outvars)
+            operands = {x.val for x in operands_of(eqn) if type(x.val) is Var} - known
+            pending |= {v for v in operands if v not in consts or isinstance(consts[v], Tracer)}
     return not pending
+
+
+def _variables(arrays: Sequence[Any]) -> set[Var]:
+    kind = partial_eval.DynamicJaxprTracer
+    staged = [x if type(x) is kind else staged_under(x) for x in arrays]
+    return {x.val for x in staged if type(x) is kind and type(x.val) is Var}
 
 
 def operands_of(eqn: Any) -> Sequence[Any]:
@@ -274,7 +294,12 @@ def value_under_vmaps(array: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def has_tangent(array: object) -> bool:
     """Whether an array is a tracer of a derivative, the innermost of what traces it (0.10.0 to 0.12.0)."""
-    return isinstance(array, Tracer) and hasattr(array, "tangent")
+    return _is_derivative_tracer(type(array))
+
+
+@functools.lru_cache
+def _is_derivative_tracer(kind: type) -> bool:
+    return issubclass(kind, Tracer) and hasattr(kind, "tangent")
 
 
 def without_tangent(array: Any) -> Any:
@@ -291,13 +316,18 @@ def derivative_order(array: Any) -> int:
     """Returns how many derivatives are being taken by an array, under `jax.vmap` too (0.10.0 to 0.12.0)."""
     order = 0
     while isinstance(array, Tracer):
-        if has_tangent(array):
+        if _is_derivative_tracer(type(array)):
             tracer: Any = array
-            order += not isinstance(tracer.tangent, ad.Zero) and jnp.issubdtype(tracer.dtype, jnp.inexact)
+            order += not isinstance(tracer.tangent, ad.Zero) and _is_inexact(tracer.dtype)
             array = tracer.primal
         else:
             array = getattr(array, "val", None)  # a tracer of vmap; that of a jaxpr has a variable there
     return order
+
+
+@functools.lru_cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def is_ref(value: Any) -> bool:

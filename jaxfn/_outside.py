@@ -54,10 +54,10 @@ def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequen
       given: The residuals and the cotangents or tangents.
       results: What the rule returned, `None` for zero.
     """
-    outer: list[Any] = [x for x in map(staged_under, results) if is_staged(x)]
-    known = {v for v in map(staged_atom, map(staged_under, given)) if isinstance(v, Var)} if outer else ()
-    if depend_on_only(outer, known):  # as nearly always
+    if depend_on_only(results, given):  # as nearly always
         return Outside()
+    outer: list[Any] = [x for x in map(staged_under, results) if is_staged(x)]
+    known = {v for v in map(staged_atom, map(staged_under, given)) if isinstance(v, Var)}
     pending: dict[Any, Any] = {}
 
     def add(arrays: Sequence[Any]) -> None:

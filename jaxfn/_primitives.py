@@ -425,13 +425,12 @@ attach_p = make_primitive(
 
 
 class LinearMap:
-    """A linear function of tangents that depends on residuals, and its transpose.
+    """A linear function of tangents that depends on residuals, and its transpose."""
 
-    Attributes:
-      avals: The types of its results.
-    """
-
-    avals: Sequence[Any]
+    @property
+    def avals(self) -> Sequence[Any]:
+        """The types of its results."""
+        raise NotImplementedError
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         """Returns tangents of the outputs for tangents of the inputs."""
@@ -451,7 +450,11 @@ class _BatchedLinearMap(LinearMap):
         self._linear_map = linear_map
         self._axis = axis
         self._in_axes = (list(residual_dims), out_axis)
-        self.avals = linear_map.avals if out_axis is None else list(map(axis.batched_aval, linear_map.avals))
+
+    @property
+    def avals(self) -> Sequence[Any]:
+        avals = self._linear_map.avals
+        return avals if self._in_axes[1] is None else list(map(self._axis.batched_aval, avals))
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         return self._axis.vmap(self._linear_map.apply, self._in_axes)(list(residuals), list(tangents))

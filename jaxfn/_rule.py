@@ -111,22 +111,21 @@ def _run_stopped(
         values = (
             attach(values, (), [ref[...] for ref in refs], _RefGuard(spec)) if any(map(is_traced, refs)) else values
         )
-    stopped = list(map(as_array, stop(values)))
-    # What is saved is known by identity: at a higher order the same array, captured or passed twice, is another one.
-    if is_higher_order or len(set(map(id, stopped))) < len(stopped):
-        stopped = [x if is_traced(x) else copy_array(x) for x in stopped]
-    if spec.inputs.has_refs:
-        remaining = iter(stopped)
-        stopped = [x if is_ref else next(remaining) for x, is_ref in zip(arrays, spec.inputs.are_refs, strict=True)]
-    is_watched = is_higher_order and not spec.inputs.has_refs and not any(map(is_staged, map(staged_under, stopped)))
-    before = LiveArrays() if is_watched else None
-    if not spec.may_capture_tracers:
-        with outside_derivatives() if is_differentiating() else nullcontext():
+    is_outside = is_differentiating() and not spec.may_capture_tracers
+    with outside_derivatives() if is_outside else nullcontext():
+        stopped = list(map(as_array, stop(values)))
+        # What is saved is known by identity: at a higher order one array, captured or passed twice, is two.
+        if is_higher_order or len(set(map(id, stopped))) < len(stopped):
+            stopped = [x if is_traced(x) else copy_array(x) for x in stopped]
+        before = LiveArrays() if is_higher_order and not any(map(is_staged, map(staged_under, stopped))) else None
+        if spec.inputs.has_refs:
+            remaining, before = iter(stopped), None
+            stopped = [x if is_ref else next(remaining) for x, is_ref in zip(arrays, spec.inputs.are_refs, strict=True)]
             result = run_forward(spec, stopped, flags, hooks)
-    elif not spec.inputs.has_refs and spec.methods.forward_captures():
-        result = _run_staged(spec, stopped, flags, hooks)
-    else:
-        result = run_forward(spec, stopped, flags, hooks)
+        elif spec.may_capture_tracers and spec.methods.forward_captures():
+            result = _run_staged(spec, stopped, flags, hooks)
+        else:
+            result = run_forward(spec, stopped, flags, hooks)
     if before is None:
         return result
     watched = before.new(stopped)
@@ -185,33 +184,45 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
     outputs = list(result.outputs)
     for i in forward_pass.outputs.non_differentiable:
         outputs[i] = jax.lax.stop_gradient(outputs[i])
-    operands = [outputs[i] for i in rule.differentiable], rule.kept(result), list(inputs)
+    call = _RuledCall(rule, result, [outputs[i] for i in rule.differentiable])
     if (
         rule.is_reverse_only
         and is_differentiating_in_reverse()
         and any(map(has_tangent, inputs))
         and not any(map(has_tangent, result.outputs))
     ):
-        attached = _outputs_with_rule(rule, *operands)
+        attached = _outputs_with_rule(call, list(inputs))
     else:
-        attached = attach(*operands, rule, captured_error(forward_pass.spec)) if operands[0] else []
+        attached = _outputs(call, inputs) if call.outputs else []
     for i, y in zip(rule.differentiable, attached, strict=True):
         outputs[i] = y
     return outputs
 
 
-def _outputs(rule: _FunctionRule, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-    """Returns the outputs. Called where JAX differentiates at the call, and does not trace it to a jaxpr first.
+@jax.tree_util.register_static
+class _RuledCall:
+    """A forward pass and its rule; the arrays have no tangents."""
 
-    JAX calls the rule of a custom_vjp directly there, and linearizes any other primitive by tracing its rule again.
+    def __init__(self, rule: _FunctionRule, result: ForwardResult, outputs: Sequence[Any]) -> None:
+        self.rule = rule
+        self.result = result
+        self.outputs = outputs
+
+
+def _outputs(call: _RuledCall, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Returns the outputs.
+
+    Where JAX differentiates at the call, and does not trace it to a jaxpr first, it calls the rule of a custom_vjp
+    directly, and linearizes any other primitive by tracing its rule again.
     """
-    return attach(outputs, kept, inputs, rule, captured_error(rule.forward_pass.spec))
+    captured = captured_error(call.rule.forward_pass.spec)
+    return attach(call.outputs, call.rule.kept(call.result), inputs, call.rule, captured)
 
 
-def _fwd(rule: _FunctionRule, outputs: Any, kept: Any, inputs: Any) -> tuple[Sequence[Any], _Residuals]:
-    perturbed = [x.perturbed and is_inexact(jax.typeof(x.value).dtype) for x in inputs]
-    outputs, kept, inputs = ([as_array(x.value) for x in operands] for operands in (outputs, kept, inputs))
-    outputs, linear_map, residuals = rule.linearize(outputs, kept, inputs, perturbed)
+def _fwd(call: _RuledCall, inputs: Any) -> tuple[Sequence[Any], _Residuals]:
+    arrays = [as_array(x.value) for x in inputs]
+    perturbed = [x.perturbed and is_inexact(array.dtype) for x, array in zip(inputs, arrays, strict=True)]
+    outputs, linear_map, residuals = call.rule.linearize(call.result, arrays, perturbed)
     return list(outputs), _Residuals(linear_map, residuals)
 
 
@@ -222,7 +233,7 @@ def _bwd(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
     except Exception as error:
         hide_own_frames(error)
         raise
-    return None, None, None, residuals.linear_map.without_refs(pulled)  # to JAX, each `None` is a zero
+    return None, residuals.linear_map.without_refs(pulled)  # to JAX, each `None` is a zero
 
 
 describe_functions(_outputs, _fwd, _bwd)
@@ -261,7 +272,6 @@ _CAPTURED = (
 )
 
 
-@jax.tree_util.register_static
 class _FunctionRule(Rule):
     """The rule of a forward pass. Its operands are the differentiable outputs, `kept`, and the inputs without Refs.
 
@@ -301,20 +311,19 @@ class _FunctionRule(Rule):
     def __call__(
         self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        outputs, kept, inputs = (
-            list(map(as_array, xs)) for xs in (outputs, kept, inputs)
-        )  # JAX passes its own numbers
-        attached, linear_map, residuals = self.linearize(outputs, kept, inputs, [t is not None for t in tangents])
+        outputs, kept, inputs = (list(map(as_array, xs)) for xs in (outputs, kept, inputs))  # JAX's own numbers
+        result = self._result(outputs, kept)
+        attached, linear_map, residuals = self.linearize(result, inputs, [t is not None for t in tangents])
         return attached, bind_linear_map(linear_map, residuals, [t for t in tangents if t is not None])
 
     def linearize(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
+        self, result: ForwardResult, inputs: Sequence[Any], perturbed: Sequence[bool]
     ) -> tuple[Sequence[Any], _ForwardPassMap, Sequence[Any]]:
         """Returns the outputs, attached for an enclosing differentiation, their derivative, and its residuals."""
         spec = self.forward_pass.spec
         leaves = spec.inputs.with_refs(inputs, None)
         flags = tuple(spec.inputs.with_refs(perturbed, False))
-        result = _with_flags(self._result(outputs, kept), leaves, flags)
+        result = _with_flags(result, leaves, flags)
         forward_pass, intermediates = result.forward_pass, result.intermediates
         all_outputs = list(result.outputs)
         outputs = [all_outputs[i] for i in self.differentiable]  # if `forward` ran again, those of that run
@@ -329,8 +338,8 @@ class _FunctionRule(Rule):
             for i, y in zip(rule.differentiable, attached, strict=True):
                 all_outputs[i] = y
             intermediates = _attach_intermediates(result, inputs)
-        needs_guards = forward_pass.captures_arrays and is_differentiated_again
-        guards = inputs if needs_guards or any(map(derivative_order, inputs)) else ()
+        is_guarded = is_differentiated_again and (forward_pass.captures_arrays or any(map(derivative_order, inputs)))
+        guards = inputs if is_guarded else ()
         forward_pass, residuals = forward_pass.residuals(leaves, all_outputs, intermediates, result.captured)
         linear_map = _ForwardPassMap(forward_pass, flags, self.differentiable, len(guards))
         return outputs, linear_map, [*guards, *residuals]
@@ -484,7 +493,11 @@ class _ForwardPassMap(LinearMap):
         self._perturbed = [i for i, flag in enumerate(perturbed) if flag]
         self._differentiable = differentiable
         self._num_guards = num_guards
-        self.avals = [forward_pass.output_avals[i].to_tangent_aval() for i in differentiable]
+
+    @property
+    def avals(self) -> list[Any]:
+        """The types of the results."""
+        return [self._forward_pass.output_avals[i].to_tangent_aval() for i in self._differentiable]
 
     def __repr__(self) -> str:
         return self._forward_pass.spec.name
@@ -682,7 +695,11 @@ class _IntermediatesMap(LinearMap):
         self._indices = indices
         self._perturbed = perturbed
         self._num_inputs = num_inputs
-        self.avals = [jax.typeof(x).to_tangent_aval() for x in intermediates]
+        self._avals = [jax.typeof(x).to_tangent_aval() for x in intermediates]
+
+    @property
+    def avals(self) -> Sequence[Any]:
+        return self._avals
 
     def __repr__(self) -> str:
         return self._forward_pass.spec.name
