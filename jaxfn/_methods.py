@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from jax.core import Tracer
 
-from jaxfn._boundary import ForwardOutputs, flatten_outputs, warn_of_dirty
+from jaxfn._boundary import ForwardOutputs, flatten_outputs
 from jaxfn._compat import is_staged
 from jaxfn._context import FunctionCtx, ctx_state
 from jaxfn._diagnostics import (
@@ -25,7 +25,7 @@ from jaxfn._diagnostics import (
     source_location,
 )
 from jaxfn._signature import ForwardSignature, InputSpec
-from jaxfn._tree import captures_arrays, closure_values
+from jaxfn._tree import captured_values, captures_arrays
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _UNDEFINED = "_jaxfn_undefined"
@@ -62,9 +62,6 @@ def _similar_attribute(function: Any, method: str) -> str:
 
 class UserMethods:
     """The methods of one Function class.
-
-    Args:
-      function: The class.
 
     Attributes:
       name: The name of the class.
@@ -151,19 +148,17 @@ class UserMethods:
         """Calls `forward`, and `setup_context` if there is one."""
         if self._is_separate:
             return self.set_up(ctx, inputs, self.forward_alone(spec, inputs))
-        return self._call_forward(spec, (ctx,), inputs)
+        return self.forward_alone(spec, inputs, (ctx,))
 
-    def forward_alone(self, spec: InputSpec, inputs: Sequence[Any]) -> ForwardOutputs:
-        """Calls a `forward` that takes no ctx."""
-        return self._call_forward(spec, (), inputs)
-
-    def _call_forward(self, spec: InputSpec, leading: tuple[Any, ...], inputs: Sequence[Any]) -> ForwardOutputs:
+    def forward_alone(self, spec: InputSpec, inputs: Sequence[Any], ctx: tuple[Any, ...] = ()) -> ForwardOutputs:
+        """Calls `forward`, with the ctx if it takes one."""
         try:
-            outputs = flatten_outputs(spec.names.call(self._forward, leading, inputs))
+            outputs = flatten_outputs(spec.names.call(self._forward, ctx, inputs))
         except Exception as error:
-            add_hint(error, self.name, "forward", self._forward, *leading)
+            add_hint(error, self.name, "forward", self._forward, *ctx)
             raise
-        self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
+        if outputs.value is None and not spec.has_refs:
+            self._warn_of_no_return("forward", self._forward)
         return outputs
 
     def set_up(self, ctx: FunctionCtx, inputs: tuple[Any, ...], outputs: ForwardOutputs) -> ForwardOutputs:
@@ -173,13 +168,7 @@ class UserMethods:
         return outputs
 
     def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], captured: dict[int, Any]) -> Any:
-        """Calls `backward`, or `vjp`, its other name.
-
-        Args:
-          ctx: The ctx as `forward` left it.
-          grad_outputs: One for each output.
-          captured: The present values of tracers that it captures, by their identity.
-        """
+        """Calls `backward`, or `vjp`, its other name; `captured` is what `_with_captured` takes."""
         if not self.has_backward:
             raise NotImplementedError(
                 f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
@@ -193,7 +182,8 @@ class UserMethods:
         backward = _with_captured(self._backward(), captured)
         arguments = (list(grad_outputs),) if self._function.boxed_grads_call else grad_outputs
         returned = self._call_rule("backward", backward, ctx, arguments)
-        self._warn_of_no_return("backward", backward, returned)
+        if returned is None:
+            self._warn_of_no_return("backward", backward)
         return returned
 
     def _backward(self) -> Callable[..., Any]:
@@ -229,22 +219,12 @@ class UserMethods:
         if location is not None:
             add_to_message(error, f"{self.name}.{method} is at {location}.")
 
-    def _warn_of_no_return(
-        self, method: str, function: Callable[..., Any], returned: Any, may_return_none: bool = False
-    ) -> None:
-        """Warns, once, if a method returned `None` because it has no return statement."""
-        if returned is not None or may_return_none or method in self._warned:
-            return
+    def _warn_of_no_return(self, method: str, function: Callable[..., Any]) -> None:
+        """Warns, once, if a method that returned `None` has no return statement."""
+        location = None if method in self._warned else location_without_return(function)
         self._warned.add(method)
-        location = location_without_return(function)
         if location is not None:
-            consequence, fix = {
-                "forward": ("its only output is None", "Return the output, or write return None where there is none."),
-                "backward": (
-                    "its gradients are zero",
-                    "Return the gradients, or write return None where there are none.",
-                ),
-            }[method]
+            consequence, fix = _NO_RETURN[method]
             warnings.warn(
                 f"{self.name}.{method} returned nothing, so {consequence}: there is no return statement in it "
                 f"({location}). {fix}",
@@ -255,9 +235,17 @@ class UserMethods:
         """Warns, once, that `mark_dirty` does not change the caller's array."""
         if "dirty" not in self._warned:
             self._warned.add("dirty")
-            warn_of_dirty(self.name)
+            warnings.warn(
+                f"{self.name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To "
+                "write in place, pass a jax.Ref.",
+                stacklevel=2,
+            )
 
 
+_NO_RETURN = {
+    "forward": ("its only output is None", "Return the output, or write return None where there is none."),
+    "backward": ("its gradients are zero", "Return the gradients, or write return None where there are none."),
+}
 _NO_FORWARD_MODE = (
     "can't apply forward-mode autodiff (jvp) to a custom_vjp function.\n{name} has backward alone, and so no forward "
     "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
@@ -269,18 +257,11 @@ _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.
 def _may_capture_tracers(function: Any) -> bool:
     if not isinstance(function, types.FunctionType):
         return True
-    return any(not isinstance(value, _HOLD_NOTHING) for value in _captured_values(function))
+    return _captures_any(function) and not all(isinstance(x, _HOLD_NOTHING) for x in captured_values(function))
 
 
 def _captures_any(function: types.FunctionType) -> bool:
     return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
-
-
-def _captured_values(function: types.FunctionType) -> list[Any]:
-    """Returns the values in a function's closure and defaults."""
-    if not _captures_any(function):
-        return []
-    return [*closure_values(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> list[Any]:
@@ -296,7 +277,7 @@ def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> l
         if isinstance(value, Tracer):
             found[id(value)] = value
         elif isinstance(value, types.FunctionType):
-            pending += _captured_values(value)
+            pending += captured_values(value)
         elif isinstance(value, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif type(value) in containers:
@@ -305,13 +286,9 @@ def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> l
 
 
 def _with_captured(value: Any, captured: dict[int, Any]) -> Any:
-    """Returns a function that has other values in place of tracers that it captures.
+    """Returns a function, or what it captures, with `captured` in place of tracers, by whose identity it is.
 
     Variables without such a value stay shared with the original function, which may assign to them.
-
-    Args:
-      value: The function, or what it captures.
-      captured: The other values, by the identity of the tracers; holds what was returned for functions afterwards.
     """
     if id(value) in captured or not captured:
         return captured.get(id(value), value)

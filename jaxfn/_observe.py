@@ -10,8 +10,7 @@ Two contexts serve two needs, and key JAX's caches differently:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -59,13 +58,12 @@ class Observation(Enum):
 OBSERVATION: Any = jax.make_user_context(default_value=None)
 """Its `value` is the active `Observation`, if any."""
 
-# The number of enclosing `with_logs`, each of which takes what is logged inside it and not inside an inner one.
-_log_depth: Any = jax.make_user_context(default_value=0)
-
-Log = dict[str, list[Any]]  # by name, the values in the order of the calls
+LOG_DEPTH: Any = jax.make_user_context(default_value=0)
+"""Its `value` is the number of enclosing `with_logs`. Each takes what is logged inside it and not in an inner one."""
 
 # Not part of that key: each log would have all programs traced again, and caches would keep it with its values.
-_log: ContextVar[Log | None] = ContextVar("log", default=None)
+LOG: ContextVar[dict[str, list[Any]] | None] = ContextVar("log", default=None)
+"""By name, the values that were logged in eager code, in the order of the calls."""
 
 
 class Label(NamedTuple):
@@ -90,29 +88,6 @@ class Label(NamedTuple):
     log_depth: int = 0
 
 
-def current_log_depth() -> int:
-    """Returns the number of enclosing `with_logs`."""
-    return _log_depth.value
-
-
-@contextmanager
-def observing(observation: Observation) -> Generator[None]:
-    """Makes an observation, and no other one, in what is traced inside."""
-    with OBSERVATION(observation), _log_depth(current_log_depth() + (observation is Observation.LOGS)):
-        yield
-
-
-@contextmanager
-def collecting(log: Log) -> Generator[None]:
-    """Adds what is logged in eager code inside to a log."""
-    token = _log.set(log)
-    try:
-        with observing(Observation.EAGER_LOGS):
-            yield
-    finally:
-        _log.reset(token)
-
-
 def line_name(line: str) -> str:
     """Returns a line of code as part of an operation's name, for code that does not run when JAX traces it."""
     return "line{{" + line + "}}"
@@ -127,17 +102,6 @@ def named_line(names: str) -> str | None:
 def label_arrays(arrays: Sequence[Any], labels: Sequence[Hashable]) -> list[Any]:
     """Returns the arrays; in the program each has its label."""
     return label_p.bind(*arrays, labels=tuple(labels), num_arrays=len(arrays)) if arrays else []
-
-
-def label_with_values(arrays: Sequence[Any], values: Sequence[Any], labels: Sequence[Hashable]) -> list[Any]:
-    """Returns the arrays; the program has labelled values wherever it uses one of these arrays.
-
-    Args:
-      arrays: What is returned.
-      values: Other arrays.
-      labels: One for each of those.
-    """
-    return label_p.bind(*arrays, *values, labels=(*[None] * len(arrays), *labels), num_arrays=len(arrays))
 
 
 def _label_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
@@ -164,14 +128,8 @@ def _evaluate_label(*operands: Any, labels: Any, num_arrays: int) -> list[Any]:
 
 
 label_p = make_primitive(
-    "label",
-    evaluate=_evaluate_label,
-    jvp=_label_jvp,
-    batch=_batch_label,
-    transpose=_transpose_label,
+    "label", evaluate=_evaluate_label, jvp=_label_jvp, batch=_batch_label, transpose=_transpose_label
 )
-
-
 identity_primitives.add(label_p)
 
 
@@ -184,16 +142,7 @@ def observe(
     names: Sequence[str],
     label_results: Callable[[_Results], _Results],
 ) -> _Results:
-    """Calls one of a Function's methods so that what it takes and returns is labelled.
-
-    Args:
-      function, method: The names of the Function and the method.
-      call: Takes the arrays and calls the method.
-      arrays: What the method takes.
-      role: The role of these arrays.
-      names: The name of each.
-      label_results: Labels what `call` returned.
-    """
+    """Calls a method of a Function by `call`, which takes the arrays, so that what it takes and returns is labelled."""
     arrays = label_present(arrays, function, method, role, names)
     with record_source_lines():
         results = call(arrays)
@@ -220,14 +169,8 @@ def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
 
 
 def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], results: _Arrays) -> _Arrays:
-    """Passes on what a method logged; returns its results, with which a traced program holds the logged values.
-
-    Args:
-      function, method: The names of the Function and the method.
-      logged: What the method logged, by name.
-      results: The array leaves of what it returned, `None`s among them.
-    """
-    log = _log.get() if OBSERVATION.value is Observation.EAGER_LOGS else None
+    """Passes on what a method logged; returns its results, with which a traced program holds the logged values."""
+    log = LOG.get() if OBSERVATION.value is Observation.EAGER_LOGS else None
     if log is not None:
         for name, value in logged:  # a number has no place in a program either, which later runs without Python
             if any(map(is_traced, [value, *results])):
@@ -247,9 +190,10 @@ def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], res
             f"{function}.{method} logs {logged[0][0]!r} and returns no array, which would carry it out of the program "
             "for with_logs. Return zeros instead of None."
         )
-    depth = current_log_depth()
-    labels = [Label(function, method, "log", name, log_depth=depth) for name, _ in logged]
-    labelled = label_with_values([results[i] for i in indices], [as_array(value) for _, value in logged], labels)
+    arrays, values = [results[i] for i in indices], [as_array(value) for _, value in logged]
+    labels = [Label(function, method, "log", name, log_depth=LOG_DEPTH.value) for name, _ in logged]
+    labels = (*[None] * len(arrays), *labels)
+    labelled = label_p.bind(*arrays, *values, labels=labels, num_arrays=len(arrays))
     holding: Any = list(results)
     for i, x in zip(indices, labelled, strict=True):
         holding[i] = x
