@@ -108,19 +108,12 @@ def _look_alike(a: TreeSpec, b: TreeSpec) -> bool:
 
 
 class ForwardOutputs(NamedTuple):
-    """The outputs that `forward` returned.
+    """The outputs that `forward` returned."""
 
-    Attributes:
-      value: The outputs themselves, with NumPy arrays in them converted to JAX ones.
-      originals: Their array leaves as `forward` returned them; their identity tells what it marks and saves.
-      arrays: The converted array leaves.
-      spec: Everything else.
-    """
-
-    value: Any
-    originals: Sequence[Any]
-    arrays: list[Any]
-    spec: OutputSpec
+    value: Any  # the outputs themselves, with NumPy arrays in them converted to JAX ones
+    originals: Sequence[Any]  # their array leaves as returned; their identity tells what `forward` marks and saves
+    arrays: list[Any]  # the converted array leaves
+    spec: OutputSpec  # everything else
 
 
 def flatten_outputs(value: Any) -> ForwardOutputs:
@@ -204,55 +197,41 @@ def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: 
 
 # Gradients and tangents
 
-_MESSAGES: dict[str, tuple[type[Exception], str]] = {
+# By the method, if they differ. Those of what is not an array of the right kind are `TypeError`s.
+_MESSAGES = {
     "backward count": (
-        RuntimeError,
         "returned an incorrect number of gradients: expected {expected} ({names}), got {got}. Return one gradient for "
-        "each input, and None for an input that has none.",
+        "each input, and None for an input that has none."
     ),
     "jvp count": (
-        RuntimeError,
         "returned an invalid number of tangents: expected {expected}, one for each output of forward, got {got}. "
-        "Return None for an output whose tangent is zero.",
+        "Return None for an output whose tangent is zero."
     ),
-    "names": (
-        RuntimeError,
-        "returned gradients for {unknown}, which {verb} not among its parameters. The parameters are {names}.",
+    "backward names": (
+        "returned gradients for {unknown}, which {verb} not among its parameters. The parameters are {names}."
     ),
-    "keywords": (
-        RuntimeError,
+    "backward keywords": (
         "returned gradients by position for the keywords {keywords}, whose order jax.jit and jax.checkpoint change. "
-        "Return a dict of gradients by name: {{{example}}}.",
+        "Return a dict of gradients by name: {{{example}}}."
     ),
     "backward static": (
-        RuntimeError,
         "returned a gradient different than None for {where}, but that input is the Python value {value}, not an "
-        "array. Return None for it.",
+        "array. Return None for it."
     ),
     "jvp static": (
-        RuntimeError,
-        "returned a tangent different than None for {where}, which is not differentiable ({value}). Return None for "
-        "it.",
+        "returned a tangent different than None for {where}, which is not differentiable ({value}). Return None for it."
     ),
     "backward shape": (
-        RuntimeError,
         "returned an invalid gradient for {where}: got shape {got}, which cannot be summed to the input's shape "
-        "{expected}.",
+        "{expected}."
     ),
-    "jvp shape": (
-        RuntimeError,
-        "returned a tangent of shape {got} for {where}: expected the output's shape {expected}.",
-    ),
+    "jvp shape": "returned a tangent of shape {got} for {where}: expected the output's shape {expected}.",
     "structure": (
-        RuntimeError,
         "returned a {vector} for {where} that does not have that {side}'s structure: {problem}. Any subtree of the "
-        "{vector} may be None.",
+        "{vector} may be None."
     ),
-    "type": (TypeError, "returned {got} as the {vector} of {where}: expected an array of shape {shape} or None."),
-    "complex": (
-        TypeError,
-        "returned a complex {vector} ({got}) for {where}, which is real ({expected}). Return its .real.",
-    ),
+    "type": "returned {got} as the {vector} of {where}: expected an array of shape {shape} or None.",
+    "complex": "returned a complex {vector} ({got}) for {where}, which is real ({expected}). Return its .real.",
 }
 
 
@@ -271,8 +250,9 @@ class _Where(NamedTuple):
     def error(self, message: str, **facts: object) -> Exception:
         """Returns the error with this message."""
         method, vector, side = ("jvp", "tangent", "output") if self.names is None else ("backward", "gradient", "input")
-        kind, text = _MESSAGES[message if message in _MESSAGES else f"{method} {message}"]
+        text = _MESSAGES[message if message in _MESSAGES else f"{method} {message}"]
         facts = {"where": self, "vector": vector, "side": side} | facts
+        kind = TypeError if message in ("type", "complex") else RuntimeError
         return kind(f"{self.function}.{method} {text.format(**facts)}")
 
     def check_array(self, value: Any, aval: Any) -> None:
@@ -364,7 +344,7 @@ def _from_names(where: _Where, names: InputNames, named: dict[Any, Any]) -> Sequ
     by_name = dict(named)
     if names.variadic in by_name:
         items = by_name.pop(names.variadic)
-        group = [name for name in names.names if name.startswith(f"{names.variadic}[")]
+        group = names.variadic_items
         if items is not None:
             if len(items) != len(group):
                 problem = f"{len(items)} gradients were returned for {len(group)} arguments"

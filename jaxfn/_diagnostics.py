@@ -145,10 +145,11 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
         return _ASKS_FOR_VALUE
     if isinstance(error, jax.errors.TracerArrayConversionError):
         return "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
-    if isinstance(error, NotImplementedError) and "array.view()" in text:
-        return _hint_for_view(error)
-    if isinstance(error, TypeError):
-        return _hint_for_type_error(error, text)
+    hint = _hint_for_type_error(text) if isinstance(error, TypeError) else None
+    if hint is not None:
+        return hint
+    if ("array.view()" in text or "as a data type" in text) and any(".view(" in line for line in _lines(error)):
+        return "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"
     if isinstance(error, ValueError) and "values to unpack" in text and ctx and "saved_" in _lines(error)[-1]:
         return _hint_for_unpacking(method, ctx)
     return None
@@ -200,7 +201,7 @@ def _lines(error: Exception) -> list[str]:
     return [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def _hint_for_type_error(error: TypeError, text: str) -> str | None:
+def _hint_for_type_error(text: str) -> str | None:
     unknown = _UNKNOWN_KEYWORD.search(text)
     if unknown and unknown[2] in _KEYWORDS and any(hasattr(module, unknown[1]) for module, _ in _FUNCTIONS):
         return f"JAX calls {unknown[2]} {_KEYWORDS[unknown[2]]}"
@@ -212,13 +213,7 @@ def _hint_for_type_error(error: TypeError, text: str) -> str | None:
                 "forward(ctx, x, ...)"
             )
         return "the ctx is used as if it were an input. It is the first parameter: write forward(ctx, x, ...)"
-    return _hint_for_view(error) if "as a data type" in text else None
-
-
-def _hint_for_view(error: Exception) -> str | None:
-    if not any(".view(" in line for line in _lines(error)):
-        return None
-    return "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"
+    return None
 
 
 def _hint_for_unpacking(method: str, ctx: Any) -> str:

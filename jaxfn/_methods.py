@@ -25,7 +25,7 @@ from jaxfn._diagnostics import (
     source_location,
 )
 from jaxfn._signature import ForwardSignature, InputSpec
-from jaxfn._tree import captured_values, captures_arrays
+from jaxfn._tree import captured_values, captures_arrays, held_values
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _UNDEFINED = "_jaxfn_undefined"
@@ -61,19 +61,11 @@ def _similar_attribute(function: Any, method: str) -> str:
 
 
 class UserMethods:
-    """The methods of one Function class.
-
-    Attributes:
-      name: The name of the class.
-      signature: The parameters of `forward` without the ctx.
-      has_backward, has_jvp: Whether it defines `backward` (or `vjp`), and `jvp`.
-      has_forward_mode: Whether forward mode works, by `jvp` or by `generate_jvp_rule`.
-      takes_torch_tensors: Whether torch tensors are accepted as constants.
-    """
+    """The methods of one Function class."""
 
     def __init__(self, function: Any) -> None:
         self.name: str = function.__name__
-        self.takes_torch_tensors: bool = function._jaxfn_takes_torch_tensors
+        self.takes_torch_tensors: bool = function._jaxfn_takes_torch_tensors  # as constants
         self._function = function
         self._method_key = _method_key(function)
         self._forward = function.forward
@@ -105,8 +97,7 @@ class UserMethods:
     @property
     def may_capture_tracers(self) -> bool:
         """Whether `forward` or `setup_context` has a closure or defaults that might hold a tracer."""
-        methods = (self._forward, self._setup_context) if self._is_separate else (self._forward,)
-        return any(map(_may_capture_tracers, methods))
+        return _may_capture_tracers(self._forward) or _may_capture_tracers(self._setup_context)
 
     def forward_captures(self) -> list[Any]:
         """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too."""
@@ -126,7 +117,11 @@ class UserMethods:
     @property
     def no_forward_mode(self) -> str:
         """The message for forward mode of a Function that has none."""
-        return f"{_NO_FORWARD_MODE.format(name=self.name)}{_similar_attribute(self._function, 'jvp')}"
+        return (
+            "can't apply forward-mode autodiff (jvp) to a custom_vjp function.\n"
+            f"{self.name} has backward alone, and so no forward mode. Define jvp(ctx, *tangents) too, or set "
+            f"generate_jvp_rule = True, which derives it from backward.{_similar_attribute(self._function, 'jvp')}"
+        )
 
     def vmap_problem(self) -> str | None:
         """Returns what is wrong with the class's `vmap`, if anything; raised where a call is batched."""
@@ -214,8 +209,7 @@ class UserMethods:
 
     def add_location(self, method: str, error: Exception) -> None:
         """Adds to an error about what a method returned where that method was written."""
-        function = self._backward() if method == "backward" else getattr(self._function, method)
-        location = source_location(function)
+        location = source_location(self._backward() if method == "backward" else self._function.jvp)
         if location is not None:
             add_to_message(error, f"{self.name}.{method} is at {location}.")
 
@@ -246,10 +240,6 @@ _NO_RETURN = {
     "forward": ("its only output is None", "Return the output, or write return None where there is none."),
     "backward": ("its gradients are zero", "Return the gradients, or write return None where there are none."),
 }
-_NO_FORWARD_MODE = (
-    "can't apply forward-mode autodiff (jvp) to a custom_vjp function.\n{name} has backward alone, and so no forward "
-    "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
-)
 # Values of these types hold no tracer.
 _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 
@@ -276,12 +266,8 @@ def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> l
         seen.add(id(value))
         if isinstance(value, Tracer):
             found[id(value)] = value
-        elif isinstance(value, types.FunctionType):
-            pending += captured_values(value)
-        elif isinstance(value, functools.partial):
-            pending += [value.func, *value.args, *value.keywords.values()]
-        elif type(value) in containers:
-            pending += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, (types.FunctionType, functools.partial)) or type(value) in containers:
+            pending += held_values(value)
     return list(found.values())
 
 

@@ -23,21 +23,16 @@ from jaxfn._jaxpr import identity_primitives
 from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path
 
 _Results = TypeVar("_Results")
-_Arrays = TypeVar("_Arrays", bound=Sequence[Any])
 
 
 @dataclass(eq=False)
 class CallMonitor:
-    """Observes one trace of a function. It is part of the key of JAX's caches, so that each one sees every call.
+    """Observes one trace of a function. It is part of the key of JAX's caches, so that each one sees every call."""
 
-    Attributes:
-      bypass_rules: Whether outermost Functions run as their bare `forward`, which JAX then differentiates.
-      functions: The Functions that were called, in order, each once.
-      casts: The gradients that `backward` returned in another dtype than its input's: (where, returned, expected).
-    """
-
-    bypass_rules: bool
+    bypass_rules: bool  # whether outermost Functions run as their bare `forward`, which JAX then differentiates
+    # The Functions that were called, in order, each once.
     functions: dict[Any, None] = field(default_factory=dict[Any, None])
+    # The gradients that `backward` returned in another dtype than its input's: (where, returned, expected).
     casts: dict[tuple[str, str, str], None] = field(default_factory=dict[tuple[str, str, str], None])
 
 
@@ -67,25 +62,15 @@ LOG: ContextVar[dict[str, list[Any]] | None] = ContextVar("log", default=None)
 
 
 class Label(NamedTuple):
-    """What an array of a forward pass is.
-
-    Attributes:
-      function: The Function's name.
-      method: "forward", "backward" or "jvp": the method that takes the array or made it.
-      role: "input", "output", "saved", "grad_output", "gradient", "tangent" or "log".
-      name: The name of the parameter, output, saved or logged value.
-      source: Of a saved array, whether it is an "input", an "output" or an "intermediate".
-      is_packed: Whether saved-tensor hooks have packed it.
-      log_depth: Of a logged value, the number of enclosing `with_logs`: the innermost takes it.
-    """
+    """What an array of a forward pass is."""
 
     function: str
-    method: str
-    role: str
-    name: str
-    source: str = ""
-    is_packed: bool = False
-    log_depth: int = 0
+    method: str  # "forward", "backward" or "jvp": the method that takes the array or made it
+    role: str  # "input", "output", "saved", "grad_output", "gradient", "tangent" or "log"
+    name: str  # of the parameter, output, saved or logged value
+    source: str = ""  # "input", "output" or "intermediate", for a saved array
+    is_packed: bool = False  # whether saved-tensor hooks have packed it
+    log_depth: int = 0  # the number of enclosing `with_logs`, of which the innermost takes a logged value
 
 
 def line_name(line: str) -> str:
@@ -152,11 +137,13 @@ def observe(
 def label_present(arrays: Sequence[Any], function: str, method: str, role: str, names: Sequence[str]) -> list[Any]:
     """Labels those entries of a list that are arrays."""
     indices = [i for i, x in enumerate(arrays) if is_array_leaf(x) and not is_ref(x)]
-    labelled = label_arrays([arrays[i] for i in indices], [Label(function, method, role, names[i]) for i in indices])
-    results = list(arrays)
-    for i, x in zip(indices, labelled, strict=True):
-        results[i] = x
-    return results
+    labels = [Label(function, method, role, names[i]) for i in indices]
+    return _replace_at(indices, arrays, label_arrays([arrays[i] for i in indices], labels))
+
+
+def _replace_at(indices: Sequence[int], values: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    replaced = dict(zip(indices, new, strict=True))
+    return [replaced.get(i, x) for i, x in enumerate(values)]
 
 
 def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
@@ -168,7 +155,7 @@ def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
     return found
 
 
-def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], results: _Arrays) -> _Arrays:
+def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], results: list[Any]) -> list[Any]:
     """Passes on what a method logged; returns its results, with which a traced program holds the logged values."""
     log = LOG.get() if OBSERVATION.value is Observation.EAGER_LOGS else None
     if log is not None:
@@ -193,8 +180,5 @@ def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], res
     arrays, values = [results[i] for i in indices], [as_array(value) for _, value in logged]
     labels = [Label(function, method, "log", name, log_depth=LOG_DEPTH.value) for name, _ in logged]
     labels = (*[None] * len(arrays), *labels)
-    labelled = label_p.bind(*arrays, *values, labels=labels, num_arrays=len(arrays))
-    holding: Any = list(results)
-    for i, x in zip(indices, labelled, strict=True):
-        holding[i] = x
-    return holding
+    labelled: Any = label_p.bind(*arrays, *values, labels=labels, num_arrays=len(arrays))
+    return _replace_at(indices, results, labelled)

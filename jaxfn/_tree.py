@@ -128,11 +128,11 @@ def captures_arrays(value: Any, are_sought: Callable[[Any], bool] = lambda _: Tr
             return True
         seen.add(id(part))
         if not isinstance(part, (type, types.ModuleType, np.ndarray, jax.Array)):
-            pending += _parts(part)
+            pending += held_values(part)
     return False
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def held_values(value: Any) -> Iterable[Any]:
     """Returns what an object holds, as far as that can be seen without running its code."""
     if isinstance(value, Opaque):
         return value.searchable_parts()
@@ -328,8 +328,9 @@ def leaf_key(leaf: Any) -> tuple[object, ...]:
         return (kind, leaf.hex())  # tells -0.0 from 0.0, and nan equals itself
     if kind is complex:
         return (kind, leaf.real.hex(), leaf.imag.hex())
-    is_plain = kind in _SCALARS or isinstance(leaf, (_ArrayMarker, type, np.dtype, enum.Enum))
-    return (kind, leaf) if is_plain or (kind is types.FunctionType and leaf.__closure__ is None) else (kind,)
+    if isinstance(leaf, types.FunctionType):
+        return (kind, leaf) if leaf.__closure__ is None else (kind,)
+    return (kind, leaf) if kind in _SCALARS or isinstance(leaf, (_ArrayMarker, type, np.dtype, enum.Enum)) else (kind,)
 
 
 # A value that is one array, by far the most frequent kind, shares its spec.
@@ -366,7 +367,10 @@ def _with_sortable_dicts(value: Any) -> Any:
             return True
         return False
 
-    return jax.tree_util.tree_map(lambda x: _UnsortedDict(x) if is_unsorted(x) else x, value, is_leaf=is_unsorted)
+    def convert(value: Any) -> Any:
+        return _UnsortedDict(value) if is_unsorted(value) else value
+
+    return jax.tree_util.tree_map(convert, value, is_leaf=is_unsorted)
 
 
 def flatten(value: Any) -> tuple[Sequence[Any], TreeSpec]:
