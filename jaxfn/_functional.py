@@ -21,16 +21,16 @@ class CallableFunction(Generic[P, R_co]):
       Function: the class that does the work.
     """
 
-    def __init__(self, forward: Callable[..., Any], name: str | None = None) -> None:
+    def __init__(self, forward: Callable[..., Any], name: str | None = None, **rules: Callable[..., Any]) -> None:
         given: str = name or getattr(forward, "__name__", type(forward).__name__)
         qualname: str = name or getattr(forward, "__qualname__", given)
         body = {
             "__module__": getattr(forward, "__module__", __name__),
             "__qualname__": f"{qualname}.Function",  # where pickle finds it
             "__doc__": forward.__doc__,
-            "forward": staticmethod(forward),
         }
-        self._wrap(type(given, (Function,), body))
+        methods = {name: staticmethod(method) for name, method in rules.items()}
+        self._wrap(type(given, (Function,), {**body, "forward": staticmethod(forward), **methods}))
 
     def _wrap(self, function: Any) -> None:
         self.__name__: str = function.__name__
@@ -56,11 +56,10 @@ class CallableFunction(Generic[P, R_co]):
         """By the class underneath: pickle stores its name, and cloudpickle what it is where no name will be found."""
         return _callable_of, (self.Function,)
 
-    def __copy__(self) -> CallableFunction[P, R_co]:
+    def __deepcopy__(self, memo: object = None) -> CallableFunction[P, R_co]:
         return self  # as functions are
 
-    def __deepcopy__(self, memo: object) -> CallableFunction[P, R_co]:
-        return self
+    __copy__ = __deepcopy__
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -96,13 +95,9 @@ class CallableFunction(Generic[P, R_co]):
                 f"{name}: the rule that @{name}.{method} decorates is called {name} too, and would replace the "
                 f"function. Give it another name: def _({first}, ...)."
             )
-        _register(self, method, rule)
+        setattr(self.Function, method, staticmethod(rule))
+        show_signature(self.apply)
         return rule
-
-
-def _register(function: CallableFunction[..., Any], method: str, rule: Callable[..., Any]) -> None:
-    setattr(function.Function, method, staticmethod(rule))
-    show_signature(function.apply)
 
 
 def _callable_of(function: Any) -> CallableFunction[..., Any]:
@@ -185,9 +180,5 @@ def autograd_function(
 
     Torch counterpart: `torch::autograd_function` of R torch.
     """
-    made: CallableFunction[..., Any] = CallableFunction(forward, name)
-    if backward is not None:
-        _register(made, "backward", backward)
-    if setup_context is not None:
-        _register(made, "setup_context", setup_context)
-    return made
+    rules = {"backward": backward, "setup_context": setup_context}
+    return CallableFunction(forward, name, **{method: rule for method, rule in rules.items() if rule is not None})

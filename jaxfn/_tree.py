@@ -69,14 +69,11 @@ def is_array_leaf(leaf: object) -> bool:
     return _is_array_type(type(leaf))
 
 
-@lru_cache(maxsize=4096)
-def _may_be_array_wrapper(kind: type) -> bool:
-    return not is_jax_type(kind) and hasattr(kind, "__jax_array__")
-
-
 def is_array_wrapper(value: object) -> bool:
     """Whether a value is a pytree node that JAX accepts as an array."""
-    return _may_be_array_wrapper(type(value)) and not jax.tree_util.all_leaves([value])
+    kind: type = type(value)
+    may_be = not is_jax_type(kind) and hasattr(kind, "__jax_array__")
+    return may_be and not jax.tree_util.all_leaves([value])
 
 
 def is_wrapped_array(value: object) -> bool:
