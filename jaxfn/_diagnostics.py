@@ -225,25 +225,21 @@ def _hint_for_unpacking(method: str, ctx: Any) -> str:
     return "nothing is saved yet. ctx.saved_tensors is for backward; forward has its inputs as they are"
 
 
-def is_call_error(error: TypeError, function: Callable[..., Any], args: Sequence[object]) -> bool:
-    """Whether an error says that a function cannot be called with these arguments."""
+def signature_error(
+    error: TypeError, function_name: str, method: str, function: Callable[..., Any], args: Sequence[object]
+) -> TypeError | None:
+    """Returns the error to raise in place of one by a call of a method, if it cannot take these arguments."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):  # a decorator has called it with others
-        return False
+        return None
     try:
         signature = inspect.signature(function)
     except ValueError:  # a built-in, which does not say
-        return False
-    return not fits(signature, args, {})
-
-
-def signature_error(
-    function_name: str, method: str, function: Callable[..., Any], ctx: Any, num_others: int
-) -> TypeError:
-    """Returns the error to raise if a method cannot take its arguments."""
-    signature = inspect.signature(function)
-    names = list(signature.parameters)
-    outputs = "outputs" if getattr(ctx, "num_outputs", 0) != 1 else "output"
+        return None
+    if fits(signature, args, {}):
+        return None
+    names, num_others = list(signature.parameters), len(args) - 1
+    outputs = "outputs" if getattr(args[0], "num_outputs", 0) != 1 else "output"
     given, pattern = {
         "backward": (f"ctx and the gradients of {num_others} {outputs}", "backward(ctx, *grad_outputs)"),
         "jvp": (f"ctx and the tangents of {num_others} inputs", "jvp(ctx, *tangents)"),

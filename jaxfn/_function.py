@@ -185,7 +185,7 @@ class _Dispatcher(Opaque):
 
     def __init__(self, function: type[Function]) -> None:
         self._function = function
-        self._cached: tuple[UserMethods, _SpecFor] | None = None
+        self._cached: tuple[UserMethods, Callable[..., CallSpec]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the class alone, which cloudpickle may store by value; caches are made again."""
@@ -195,7 +195,7 @@ class _Dispatcher(Opaque):
         """Returns what a call runs, which another Function that calls this one captures; not the derivatives."""
         return self._function.forward, self._function.setup_context
 
-    def methods_and_cache(self) -> tuple[UserMethods, _SpecFor]:
+    def methods_and_cache(self) -> tuple[UserMethods, Callable[..., CallSpec]]:
         """Returns the class's methods, looked up again if one was replaced, and the cached specs of their calls."""
         cached = self._cached
         if cached is None or not cached[0].is_current():
@@ -237,6 +237,3 @@ class _Dispatcher(Opaque):
         except TypeError as error:
             add_numpy_hint(error, methods.name, names, values)
             raise
-
-
-_SpecFor = Callable[[InputNames, tuple[TreeSpec, ...]], CallSpec]

@@ -21,18 +21,7 @@ class CallableFunction(Generic[P, R_co]):
       Function: the class that does the work.
     """
 
-    def __init__(self, forward: Callable[..., Any], name: str | None = None, **rules: Callable[..., Any]) -> None:
-        given: str = name or getattr(forward, "__name__", type(forward).__name__)
-        qualname: str = name or getattr(forward, "__qualname__", given)
-        body = {
-            "__module__": getattr(forward, "__module__", __name__),
-            "__qualname__": f"{qualname}.Function",  # where pickle finds it
-            "__doc__": forward.__doc__,
-        }
-        methods = {name: staticmethod(method) for name, method in rules.items()}
-        self._wrap(type(given, (Function,), {**body, "forward": staticmethod(forward), **methods}))
-
-    def _wrap(self, function: Any) -> None:
+    def __init__(self, function: Any) -> None:
         self.__name__: str = function.__name__
         self.__qualname__: str = function.__qualname__.removesuffix(".Function")
         self.__module__: str = function.__module__
@@ -100,16 +89,27 @@ class CallableFunction(Generic[P, R_co]):
         return rule
 
 
+def _make(forward: Callable[..., Any], name: str | None = None, **rules: Any) -> CallableFunction[..., Any]:
+    given: str = name or getattr(forward, "__name__", type(forward).__name__)
+    qualname: str = name or getattr(forward, "__qualname__", given)
+    body = {
+        "__module__": getattr(forward, "__module__", __name__),
+        "__qualname__": f"{qualname}.Function",  # where pickle finds it
+        "__doc__": forward.__doc__,
+        "forward": staticmethod(forward),
+    }
+    methods = {method: staticmethod(rule) for method, rule in rules.items() if rule is not None}
+    return CallableFunction(type(given, (Function,), body | methods))
+
+
 def _callable_of(function: Any) -> CallableFunction[..., Any]:
-    """The callable that a class is underneath of: the one of that name, or else a new one."""
+    """Returns the callable that has a class underneath: the one of that name, or else a new one."""
     found: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split(".")[:-1]:
         found = getattr(found, name, None)
     if isinstance(found, CallableFunction) and found.Function is function:
         return cast(Any, found)
-    made: CallableFunction[..., Any] = CallableFunction.__new__(CallableFunction)
-    made._wrap(function)  # pyright: ignore[reportPrivateUsage]
-    return made
+    return CallableFunction(function)
 
 
 @overload
@@ -144,7 +144,7 @@ def function(forward: Callable[..., Any]) -> CallableFunction[..., Any]:
 
     Torch counterpart: a `torch.autograd.Function` subclass and its `apply`.
     """
-    return CallableFunction(forward)
+    return _make(forward)
 
 
 def autograd_function(
@@ -180,5 +180,4 @@ def autograd_function(
 
     Torch counterpart: `torch::autograd_function` of R torch.
     """
-    rules = {"backward": backward, "setup_context": setup_context}
-    return CallableFunction(forward, name, **{method: rule for method, rule in rules.items() if rule is not None})
+    return _make(forward, name, backward=backward, setup_context=setup_context)

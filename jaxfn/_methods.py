@@ -16,14 +16,7 @@ from jax.core import Tracer
 from jaxfn._boundary import ForwardOutputs, flatten_outputs
 from jaxfn._compat import is_staged
 from jaxfn._context import FunctionCtx, ctx_state
-from jaxfn._diagnostics import (
-    add_hint,
-    add_to_message,
-    is_call_error,
-    location_without_return,
-    signature_error,
-    source_location,
-)
+from jaxfn._diagnostics import add_hint, add_to_message, location_without_return, signature_error, source_location
 from jaxfn._signature import ForwardSignature, InputSpec
 from jaxfn._tree import captured_values, captures_arrays, held_values
 
@@ -194,8 +187,10 @@ class UserMethods:
         try:
             return rule(ctx, *arguments)
         except Exception as error:
-            if isinstance(error, TypeError) and is_call_error(error, rule, (ctx, *arguments)):
-                raise signature_error(self.name, method, rule, ctx, len(arguments)) from None
+            if isinstance(error, TypeError):
+                better = signature_error(error, self.name, method, rule, (ctx, *arguments))
+                if better is not None:
+                    raise better from None
             add_hint(error, self.name, method, rule, ctx)
             raise
 

@@ -20,7 +20,7 @@ import jax
 
 from jaxfn._compat import VmapAxis, is_ref, make_primitive, record_source_lines
 from jaxfn._jaxpr import identity_primitives
-from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path
+from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path, replace_at
 
 _Results = TypeVar("_Results")
 
@@ -138,12 +138,7 @@ def label_present(arrays: Sequence[Any], function: str, method: str, role: str, 
     """Labels those entries of a list that are arrays."""
     indices = [i for i, x in enumerate(arrays) if is_array_leaf(x) and not is_ref(x)]
     labels = [Label(function, method, role, names[i]) for i in indices]
-    return _replace_at(indices, arrays, label_arrays([arrays[i] for i in indices], labels))
-
-
-def _replace_at(indices: Sequence[int], values: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    replaced = dict(zip(indices, new, strict=True))
-    return [replaced.get(i, x) for i, x in enumerate(values)]
+    return replace_at(indices, arrays, label_arrays([arrays[i] for i in indices], labels))
 
 
 def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
@@ -181,4 +176,4 @@ def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], res
     labels = [Label(function, method, "log", name, log_depth=LOG_DEPTH.value) for name, _ in logged]
     labels = (*[None] * len(arrays), *labels)
     labelled: Any = label_p.bind(*arrays, *values, labels=labels, num_arrays=len(arrays))
-    return _replace_at(indices, results, labelled)
+    return replace_at(indices, results, labelled)

@@ -91,6 +91,12 @@ def as_array(leaf: Any) -> jax.Array:
     return leaf if is_jax_type(type(leaf)) else jnp.asarray(leaf)
 
 
+def replace_at(indices: Sequence[int], values: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    """Returns the values, with new ones at these indices."""
+    replaced = dict(zip(indices, new, strict=True))
+    return [replaced.get(i, x) for i, x in enumerate(values)]
+
+
 def conjugate(gradient: jax.Array) -> jax.Array:
     """Converts a complex gradient between torch's and JAX's convention; each is the other's conjugate."""
     return jnp.conj(gradient) if gradient.dtype.kind == "c" else gradient
