@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple, cast
@@ -38,15 +39,13 @@ from jaxfn._tree import (
 )
 
 
+@dataclass(eq=False, slots=True)
 class OutputSpec:
     """The static part of the outputs of a forward pass; equal if they have the same structure."""
 
-    __slots__ = ("container", "non_differentiable", "trees")
-
-    def __init__(self, container: type | None, trees: tuple[TreeSpec, ...], non_differentiable: frozenset[int]) -> None:
-        self.container = container  # tuple or a namedtuple type; None: one output
-        self.trees = trees
-        self.non_differentiable = non_differentiable  # indices of array leaves that were marked
+    container: type | None  # tuple or a namedtuple type; None: one output
+    trees: tuple[TreeSpec, ...]
+    non_differentiable: frozenset[int] = frozenset()  # indices of array leaves that were marked
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OutputSpec):
@@ -131,7 +130,7 @@ def flatten_outputs(value: Any) -> ForwardOutputs:
         originals += leaves
         trees.append(tree)
     arrays = [as_array(array) for array in originals]
-    spec = OutputSpec(container, tuple(trees), frozenset())
+    spec = OutputSpec(container, tuple(trees))
     if not all(map(is_, originals, arrays)):
         value = spec.unflatten(arrays)
     return ForwardOutputs(value, originals, arrays, spec)

@@ -14,7 +14,6 @@ import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from traceback import walk_tb
 from types import TracebackType
 from typing import Any, cast
 
@@ -230,7 +229,8 @@ def signature_error(
 ) -> TypeError | None:
     """Returns the error to raise in place of one by a call of a method, if it cannot take these arguments."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    if any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):  # a decorator has called it with others
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_code is code for frame, _ in frames):  # a decorator has called it with others
         return None
     try:
         signature = inspect.signature(function)

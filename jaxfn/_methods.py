@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -261,7 +260,7 @@ def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> l
         seen.add(id(value))
         if isinstance(value, Tracer):
             found[id(value)] = value
-        elif isinstance(value, (types.FunctionType, functools.partial)) or type(value) in containers:
+        elif isinstance(value, (types.FunctionType, partial)) or type(value) in containers:
             pending += held_values(value)
     return list(found.values())
 
@@ -276,10 +275,10 @@ def _with_captured(value: Any, captured: dict[int, Any]) -> Any:
     if type(value) is tuple:
         items = tuple(_with_captured(x, captured) for x in value)
         return items if any(map(is_not, items, value)) else value
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         keywords = {name: _with_captured(x, captured) for name, x in value.keywords.items()}
         parts = _with_captured((value.func, *value.args), captured)
-        return functools.partial(*parts, **keywords)
+        return partial(*parts, **keywords)
     if not isinstance(value, types.FunctionType):
         return value
     captured[id(value)] = value  # meanwhile, for one that captures itself

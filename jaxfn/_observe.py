@@ -1,11 +1,4 @@
-"""User contexts by which jaxfn's tools look into programs, and the labels that they find there.
-
-Two contexts serve two needs, and key JAX's caches differently:
-
-- `OBSERVATION`: what `residuals`, `find_nan`, `logged` and `with_logs` look for. Functions then label arrays by an
-  identity that lowers to nothing. Without it, programs have no labels.
-- `CALL_MONITOR`: what a derivative check needs to know of each call, and whether Functions run without their rules.
-"""
+"""User contexts by which jaxfn's tools look into programs, and the labels that they find there."""
 
 from __future__ import annotations
 
@@ -27,7 +20,10 @@ _Results = TypeVar("_Results")
 
 @dataclass(eq=False)
 class CallMonitor:
-    """Observes one trace of a function. It is part of the key of JAX's caches, so that each one sees every call."""
+    """What a derivative check needs to know of each call, and whether Functions run without their rules.
+
+    It observes one trace, and is part of the key of JAX's caches, so that each one sees every call.
+    """
 
     bypass_rules: bool  # whether outermost Functions run as their bare `forward`, which JAX then differentiates
     # The Functions that were called, in order, each once.
@@ -51,7 +47,7 @@ class Observation(Enum):
 
 # A user context is thread-local and part of the key of jit's cache: a program is traced again, with its labels.
 OBSERVATION: Any = jax.make_user_context(default_value=None)
-"""Its `value` is the active `Observation`, if any."""
+"""Its `value` is the active `Observation`, if any: then Functions label arrays, by an identity that lowers away."""
 
 LOG_DEPTH: Any = jax.make_user_context(default_value=0)
 """Its `value` is the number of enclosing `with_logs`. Each takes what is logged inside it and not in an inner one."""

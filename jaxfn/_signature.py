@@ -143,27 +143,28 @@ class ForwardSignature:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self._function_name}.apply{self.signature}: {error}{self._hint(args, kwargs)}") from None
-        given = set(bound.arguments)
-        bound.apply_defaults()
+        given = bound.arguments
         names: list[str] = []
         inputs: list[Any] = []
         num_positional = num_given = 0
         variadic: str | None = None
         extra_keywords: tuple[str, ...] = ()
-        for name, value in bound.arguments.items():
-            kind = self.signature.parameters[name].kind
-            if kind is inspect.Parameter.VAR_POSITIONAL:
+        for name, parameter in self.signature.parameters.items():
+            kind = parameter.kind
+            if kind is parameter.VAR_POSITIONAL:
                 variadic = name
-                names += [f"{name}[{i}]" for i in range(len(value))]
-                inputs += value
-            elif kind is inspect.Parameter.VAR_KEYWORD:
-                extra_keywords = tuple(value)
-                names += value
-                inputs += value.values()
+                items = given.get(name, ())
+                names += [f"{name}[{i}]" for i in range(len(items))]
+                inputs += items
+            elif kind is parameter.VAR_KEYWORD:
+                keywords = given.get(name, {})
+                extra_keywords = tuple(keywords)
+                names += keywords
+                inputs += keywords.values()
             else:
                 names.append(name)
-                inputs.append(value)
-            if kind in (*_POSITIONAL, inspect.Parameter.VAR_POSITIONAL):
+                inputs.append(given.get(name, parameter.default))
+            if kind in _POSITIONAL or kind is parameter.VAR_POSITIONAL:
                 num_positional = len(inputs)
             if name in given:
                 num_given = len(inputs)

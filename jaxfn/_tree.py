@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
-import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -143,7 +142,7 @@ def held_values(value: Any) -> Iterable[Any]:
         return captured_values(value)
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, dict):
         return [*value, *value.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -32,12 +33,12 @@ class VmapInfo(NamedTuple):
     randomness: str = "error"
 
 
+@dataclass(eq=False)
 class _Outputs:
     """The array leaves of the outputs with their spec: a pytree node."""
 
-    def __init__(self, spec: OutputSpec, arrays: Sequence[Any]) -> None:
-        self.spec = spec
-        self.arrays = arrays
+    spec: OutputSpec
+    arrays: Sequence[Any]
 
 
 jax.tree_util.register_pytree_node(_Outputs, attrgetter("arrays", "spec"), _Outputs)
