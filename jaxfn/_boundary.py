@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple, cast
@@ -38,15 +39,13 @@ from jaxfn._tree import (
 )
 
 
+@dataclass(eq=False, slots=True)
 class OutputSpec:
     """The static part of the outputs of a forward pass; equal if they have the same structure."""
 
-    __slots__ = ("container", "non_differentiable", "trees")
-
-    def __init__(self, container: type | None, trees: tuple[TreeSpec, ...], non_differentiable: frozenset[int]) -> None:
-        self.container = container  # tuple or a namedtuple type; None: one output
-        self.trees = trees
-        self.non_differentiable = non_differentiable  # indices of array leaves that were marked
+    container: type | None  # tuple or a namedtuple type; None: one output
+    trees: tuple[TreeSpec, ...]
+    non_differentiable: frozenset[int] = frozenset()  # indices of array leaves that were marked
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OutputSpec):
@@ -77,20 +76,14 @@ class OutputSpec:
     def grad_outputs(
         self, cotangents: Sequence[jax.Array | None], avals: Sequence[Any], materialize: bool
     ) -> list[Any] | None:
-        """Returns a gradient for each top-level output, in torch's convention; `None` if all of them are zero.
-
-        Args:
-          cotangents: One for each array leaf.
-          avals: The types of those leaves.
-          materialize: Whether zeros are passed as arrays; otherwise as `None`.
-        """
+        """Returns a gradient for each top-level output, in torch's convention; `None` if all of them are zero."""
         if all(ct is None for ct in cotangents):
             return None
         if len(cotangents) == len(self.trees) == 1 and self.trees[0] is ARRAY_SPEC:  # by far the most frequent
             return [conjugate(as_array(cotangents[0]))]
         leaves = iter(
             [
-                (_zeros(aval) if materialize else None) if ct is None else conjugate(as_array(ct))
+                _zeros(aval, materialize) if ct is None else conjugate(as_array(ct))
                 for ct, aval in zip(cotangents, avals, strict=True)
             ]
         )
@@ -102,8 +95,8 @@ class OutputSpec:
         return gradients
 
 
-def _zeros(aval: Any) -> Any:
-    return None if is_key(aval) else zeros_of(aval)  # random keys have no zero
+def _zeros(aval: Any, materialize: bool) -> Any:
+    return zeros_of(aval) if materialize and not is_key(aval) else None  # random keys have no zero
 
 
 def _look_alike(a: TreeSpec, b: TreeSpec) -> bool:
@@ -114,19 +107,12 @@ def _look_alike(a: TreeSpec, b: TreeSpec) -> bool:
 
 
 class ForwardOutputs(NamedTuple):
-    """The outputs that `forward` returned.
+    """The outputs that `forward` returned."""
 
-    Attributes:
-      value: The outputs themselves, with NumPy arrays in them converted to JAX ones.
-      originals: Their array leaves as `forward` returned them; their identity tells what it marks and saves.
-      arrays: The converted array leaves.
-      spec: Everything else.
-    """
-
-    value: Any
-    originals: Sequence[Any]
-    arrays: list[Any]
-    spec: OutputSpec
+    value: Any  # the outputs themselves, with NumPy arrays in them converted to JAX ones
+    originals: Sequence[Any]  # their array leaves as returned; their identity tells what `forward` marks and saves
+    arrays: list[Any]  # the converted array leaves
+    spec: OutputSpec  # everything else
 
 
 def flatten_outputs(value: Any) -> ForwardOutputs:
@@ -144,7 +130,7 @@ def flatten_outputs(value: Any) -> ForwardOutputs:
         originals += leaves
         trees.append(tree)
     arrays = [as_array(array) for array in originals]
-    spec = OutputSpec(container, tuple(trees), frozenset())
+    spec = OutputSpec(container, tuple(trees))
     if not all(map(is_, originals, arrays)):
         value = spec.unflatten(arrays)
     return ForwardOutputs(value, originals, arrays, spec)
@@ -157,12 +143,6 @@ def non_differentiable_outputs(
     name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]
 ) -> frozenset[int]:
     """Returns the indices of the marked outputs among the array leaves; warns of what is not an output.
-
-    # Note: two outputs, one array
-
-        y = jnp.sin(x)                      for a vector, `y.ravel()` is another array eagerly; under `jax.jit` it is
-        z = y.ravel()                       y itself, as for many functions that change nothing
-        ctx.mark_non_differentiable(z)      y must not lose its derivative by that
 
     Raises:
       ValueError: A marked array is returned more often than it was marked.
@@ -214,94 +194,52 @@ def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: 
     return found_array
 
 
-def warn_of_dirty(name: str) -> None:
-    """Warns what `mark_dirty` means where arrays are immutable."""
-    warnings.warn(
-        f"{name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To write in "
-        "place, pass a jax.Ref.",
-        stacklevel=2,
-    )
-
-
 # Gradients and tangents
 
-_MESSAGES: dict[str, tuple[type[Exception], str]] = {
+# By the method, if they differ. Those of what is not an array of the right kind are `TypeError`s.
+_MESSAGES = {
     "backward count": (
-        RuntimeError,
         "returned an incorrect number of gradients: expected {expected} ({names}), got {got}. Return one gradient for "
-        "each input, and None for an input that has none.",
-    ),
-    "backward names": (
-        RuntimeError,
-        "returned gradients for {unknown}, which {verb} not among its parameters. The parameters are {names}.",
-    ),
-    "backward keywords": (
-        RuntimeError,
-        "returned gradients by position for the keywords {keywords}, whose order jax.jit and jax.checkpoint change. "
-        "Return a dict of gradients by name: {{{example}}}.",
-    ),
-    "backward type": (TypeError, "returned {got} as the gradient of {where}: expected an array{shape} or None."),
-    "backward static": (
-        RuntimeError,
-        "returned a gradient different than None for {where}, but that input is the Python value {value}, not an "
-        "array. Return None for it.",
-    ),
-    "backward structure": (
-        RuntimeError,
-        "returned a gradient for {where} that does not have that input's structure: {problem}. Any subtree of the "
-        "gradient may be None.",
-    ),
-    "backward shape": (
-        RuntimeError,
-        "returned an invalid gradient for {where}: got shape {got}, which cannot be summed to the input's shape "
-        "{expected}.",
-    ),
-    "backward complex": (
-        TypeError,
-        "returned a complex gradient ({got}) for {where}, which is real ({expected}). Return its .real.",
+        "each input, and None for an input that has none."
     ),
     "jvp count": (
-        RuntimeError,
         "returned an invalid number of tangents: expected {expected}, one for each output of forward, got {got}. "
-        "Return None for an output whose tangent is zero.",
+        "Return None for an output whose tangent is zero."
     ),
-    "jvp type": (TypeError, "returned {got} as the tangent of {where}: expected an array{shape} or None."),
+    "backward names": (
+        "returned gradients for {unknown}, which {verb} not among its parameters. The parameters are {names}."
+    ),
+    "backward keywords": (
+        "returned gradients by position for the keywords {keywords}, whose order jax.jit and jax.checkpoint change. "
+        "Return a dict of gradients by name: {{{example}}}."
+    ),
+    "backward static": (
+        "returned a gradient different than None for {where}, but that input is the Python value {value}, not an "
+        "array. Return None for it."
+    ),
     "jvp static": (
-        RuntimeError,
-        "returned a tangent different than None for {where}, which is not differentiable ({value}). Return None for "
-        "it.",
+        "returned a tangent different than None for {where}, which is not differentiable ({value}). Return None for it."
     ),
-    "jvp structure": (
-        RuntimeError,
-        "returned a tangent for {where} that does not have that output's structure: {problem}. Any subtree of the "
-        "tangent may be None.",
+    "backward shape": (
+        "returned an invalid gradient for {where}: got shape {got}, which cannot be summed to the input's shape "
+        "{expected}."
     ),
-    "jvp shape": (
-        RuntimeError,
-        "returned a tangent of shape {got} for {where}: expected the output's shape {expected}.",
+    "jvp shape": "returned a tangent of shape {got} for {where}: expected the output's shape {expected}.",
+    "structure": (
+        "returned a {vector} for {where} that does not have that {side}'s structure: {problem}. Any subtree of the "
+        "{vector} may be None."
     ),
-    "jvp complex": (
-        TypeError,
-        "returned a complex tangent ({got}) for {where}, which is real ({expected}). Return its .real.",
-    ),
+    "type": "returned {got} as the {vector} of {where}: expected an array of shape {shape} or None.",
+    "complex": "returned a complex {vector} ({got}) for {where}, which is real ({expected}). Return its .real.",
 }
 
 
 class _Where(NamedTuple):
-    """The place of a value that a method returned; formatted only if something is wrong with it.
-
-    Attributes:
-      function: The Function's name.
-      method: "backward" or "jvp".
-      position: The index of the input or output.
-      names: The names of the inputs; `None` for an output.
-      path: The path of a leaf.
-    """
+    """The place of a value that `backward` or `jvp` returned; formatted only if something is wrong with it."""
 
     function: str
-    method: str
+    names: InputNames | None  # of the inputs, for backward; None for jvp
     position: int = 0
-    names: InputNames | None = None
     path: str = ""
 
     def __str__(self) -> str:
@@ -310,14 +248,17 @@ class _Where(NamedTuple):
 
     def error(self, message: str, **facts: object) -> Exception:
         """Returns the error with this message."""
-        kind, text = _MESSAGES[f"{self.method} {message}"]
-        return kind(f"{self.function}.{self.method} {text.format(where=self, **facts)}")
+        method, vector, side = ("jvp", "tangent", "output") if self.names is None else ("backward", "gradient", "input")
+        text = _MESSAGES[message if message in _MESSAGES else f"{method} {message}"]
+        facts = {"where": self, "vector": vector, "side": side} | facts
+        kind = TypeError if message in ("type", "complex") else RuntimeError
+        return kind(f"{self.function}.{method} {text.format(**facts)}")
 
     def check_array(self, value: Any, aval: Any) -> None:
         """Raises if a value cannot be the gradient or tangent of an array leaf."""
         if not is_array_leaf(value) or is_key(value):
             got = "a random key" if is_array_leaf(value) else f"a Python {type(value).__name__}"
-            raise self.error("type", got=got, shape=f" of shape {getattr(aval, 'shape', ())}")
+            raise self.error("type", got=got, shape=aval.shape)
 
     def check_real(self, value: jax.Array, aval: Any) -> None:
         """Raises if a value is complex for an array leaf that is real."""
@@ -338,8 +279,7 @@ class _Where(NamedTuple):
             if isinstance(leaf, ExpectedLeaf):
                 yield place, piece, leaf
             elif piece is not None:
-                value_text = repr(leaf) if self.method == "backward" else f"the Python value {leaf!r}"
-                raise place.error("static", value=value_text)
+                raise place.error("static", value=f"the Python value {leaf!r}" if self.names is None else repr(leaf))
 
 
 def input_cotangents(
@@ -347,20 +287,12 @@ def input_cotangents(
 ) -> list[jax.Array | None]:
     """Returns a cotangent, or `None` for zero, for each array leaf of the inputs, placed anywhere on a mesh.
 
-    Args:
-      name: The Function's.
-      spec: The inputs.
-      returned: What the user's `backward` returned.
-      avals: The types of the array leaves, over all inputs.
-      perturbed: Whether each array leaf is being differentiated; gradients of the others are not checked.
-
-    Raises:
-      RuntimeError, TypeError: See `_MESSAGES`.
+    What the user's `backward` returned for leaves that are not perturbed is not checked.
     """
     leaves = zip(avals, perturbed, strict=True)
     cotangents: list[jax.Array | None] = []
     for index, (gradient, tree) in enumerate(zip(_one_per_input(name, spec, returned), spec.trees, strict=True)):
-        where = _Where(name, "backward", index, spec.names)
+        where = _Where(name, spec.names, index)
         if tree is ARRAY_SPEC:  # by far the most frequent
             cotangents.append(_cotangent(gradient, *next(leaves), where))
             continue
@@ -372,7 +304,7 @@ def input_cotangents(
 
 
 def _one_per_input(name: str, spec: InputSpec, returned: Any) -> Sequence[Any]:
-    names, where = spec.names, _Where(name, "backward")
+    names, where = spec.names, _Where(name, spec.names)
     expected = len(names.names)
     if type(returned) is tuple and len(cast(tuple[Any, ...], returned)) == expected and not names.extra_keywords:
         return cast(tuple[Any, ...], returned)  # as nearly always
@@ -411,12 +343,11 @@ def _from_names(where: _Where, names: InputNames, named: dict[Any, Any]) -> Sequ
     by_name = dict(named)
     if names.variadic in by_name:
         items = by_name.pop(names.variadic)
-        group = [name for name in names.names if name.startswith(f"{names.variadic}[")]
+        group = names.variadic_items
         if items is not None:
             if len(items) != len(group):
-                kind, text = _MESSAGES["backward structure"]
                 problem = f"{len(items)} gradients were returned for {len(group)} arguments"
-                raise kind(f"{where.function}.backward {text.format(where=f'*{names.variadic}', problem=problem)}")
+                raise where.error("structure", where=f"*{names.variadic}", problem=problem)
             by_name |= dict(zip(group, items, strict=True))
     return [by_name.get(name) for name in names.names]
 
@@ -461,14 +392,7 @@ def _sum_to_shape(gradient: jax.Array, shape: tuple[int, ...], where: _Where) ->
 def input_tangents(
     tangents: Sequence[jax.Array | None], spec: InputSpec, avals: Sequence[Any], materialize: bool
 ) -> list[Any]:
-    """Returns a tangent for each input: of its structure, `None` for leaves that cannot be differentiated.
-
-    Args:
-      tangents: One for each array leaf of the inputs, `None` for zero.
-      spec: The inputs.
-      avals: The types of the array leaves.
-      materialize: Whether zeros are passed as arrays; otherwise as `None`.
-    """
+    """Returns a tangent for each input: of its structure, `None` for leaves that cannot be differentiated."""
     leaves = iter(
         [
             zeros_of(aval) if tangent is None and materialize and is_inexact(aval.dtype) else tangent
@@ -483,25 +407,15 @@ def input_tangents(
 
 
 def output_tangents(name: str, returned: Any, spec: OutputSpec, avals: Sequence[Any]) -> list[jax.Array | None]:
-    """Returns a tangent, or `None` for zero, for each array leaf of the outputs.
-
-    Args:
-      name: The Function's.
-      returned: What the user's `jvp` returned.
-      spec: The outputs.
-      avals: The types of their array leaves.
-
-    Raises:
-      RuntimeError, TypeError: See `_MESSAGES`.
-    """
+    """Returns a tangent, or `None` for zero, for each array leaf of the outputs; `returned` is what `jvp` returned."""
     expected = len(spec.trees)
     per_output = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else (returned,)
     if len(per_output) != expected:
-        raise _Where(name, "jvp").error("count", expected=expected, got=len(per_output))
+        raise _Where(name, None).error("count", expected=expected, got=len(per_output))
     leaves = iter([(aval, i not in spec.non_differentiable) for i, aval in enumerate(avals)])
     tangents: list[jax.Array | None] = []
     for index, (tangent, tree) in enumerate(zip(per_output, spec.trees, strict=True)):
-        matched = _Where(name, "jvp", index).match(tangent, tree, leaves)
+        matched = _Where(name, None, index).match(tangent, tree, leaves)
         tangents += [_tangent(piece, leaf.aval, leaf.is_differentiated, place) for place, piece, leaf in matched]
     return tangents
 

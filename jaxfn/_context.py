@@ -17,22 +17,27 @@ from jaxfn._tree import is_array_leaf
 _T = TypeVar("_T")
 
 
-class NeedsInputGrad(tuple[bool, ...]):
+class _Named:
+    """Has named values as attributes, before its class's own: `index`, `count` and `values` are good names."""
+
+    _jaxfn_named: dict[str, Any]
+
+    def __getattribute__(self, name: str) -> Any:
+        named = super().__getattribute__("__dict__").get("_jaxfn_named", {})
+        return named[name] if name in named else super().__getattribute__(name)
+
+
+class NeedsInputGrad(_Named, tuple[bool, ...]):
     """A flag for each input, whether it is being differentiated: by position, `["weight"]` or `.weight`.
 
     The name of a `*args` parameter gives the tuple of its items' flags.
     """
 
-    _jaxfn_named: dict[str, bool | tuple[bool, ...]]
-
     def __new__(cls, flags: tuple[bool, ...], names: InputNames) -> NeedsInputGrad:
         self = super().__new__(cls, flags)
         self._jaxfn_named = dict(zip(names.names, flags, strict=True))
         if names.variadic is not None:
-            items = zip(names.names, flags, strict=True)
-            self._jaxfn_named[names.variadic] = tuple(
-                flag for name, flag in items if name.startswith(f"{names.variadic}[")
-            )
+            self._jaxfn_named[names.variadic] = tuple(self._jaxfn_named[name] for name in names.variadic_items)
         return self
 
     def __getitem__(self, key: Any) -> Any:
@@ -47,13 +52,8 @@ class NeedsInputGrad(tuple[bool, ...]):
             raise KeyError(f"{key!r} is not among the parameters: {', '.join(self._jaxfn_named)}")
         return self._jaxfn_named[key]
 
-    def __getattribute__(self, name: str) -> Any:
-        # Before tuple's own attributes, or a parameter called `index` or `count` would read as a method, always true.
-        named = super().__getattribute__("__dict__").get("_jaxfn_named", {})
-        return named[name] if name in named else super().__getattribute__(name)
 
-
-class SavedVariables(Mapping[str, Any]):
+class SavedVariables(_Named, Mapping[str, Any]):
     """The values that were saved by name: `saved["weight"]`, `saved.weight`, in the order given."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
@@ -67,11 +67,6 @@ class SavedVariables(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._jaxfn_named)
-
-    def __getattribute__(self, name: str) -> Any:
-        # Before Mapping's own attributes: `values`, `items` and `keys` are good names for saved arrays.
-        named = super().__getattribute__("__dict__").get("_jaxfn_named", {})
-        return named[name] if name in named else super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}")
@@ -108,9 +103,7 @@ class _Overridable(Generic[_T]):
         self.__doc__ = compute.__doc__
 
     def __get__(self, ctx: FunctionCtx | None, owner: type) -> _T:
-        if ctx is None:
-            return cast(Any, self)
-        return self._compute(ctx)
+        return cast(Any, self) if ctx is None else self._compute(ctx)
 
 
 class FunctionCtx:
@@ -316,7 +309,7 @@ def _check_saved(method: str, tensors: tuple[Any, ...], numbers: Sequence[Any]) 
 
 
 class SavedNames(NamedTuple):
-    """The names of the values that a ctx keeps."""
+    """The names of the values that a ctx keeps, in this order."""
 
     num_tensors: int
     named: tuple[str, ...]

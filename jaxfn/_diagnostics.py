@@ -12,9 +12,8 @@ import inspect
 import re
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from traceback import walk_tb
 from types import TracebackType
 from typing import Any, cast
 
@@ -29,35 +28,19 @@ _OWN_FOLDER = str(Path(__file__).parent / "_")[:-1]  # ends with the separator, 
 
 
 def hide_own_frames(error: Exception) -> None:
-    """Removes jaxfn's own frames from an error's traceback; see `shown_frames`."""
-    error.with_traceback(shown_frames(error.__traceback__))  # a frozen dataclass would reject an assignment
-
-
-def came_through(error: Exception, *functions: Callable[..., Any]) -> bool:
-    """Whether an error was raised while one of these functions, called from here, was running."""
-    codes = [getattr(function, "__code__", None) for function in functions]
-    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
-
-
-def shown_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without jaxfn's own frames, as JAX leaves out its own.
-
-    `JAX_TRACEBACK_FILTERING=off` keeps all frames.
-    """
+    """Removes jaxfn's own frames from an error's traceback, unless `JAX_TRACEBACK_FILTERING=off` keeps all frames."""
     if cast(Any, jax.config).jax_traceback_filtering == "off":
-        return traceback
+        return
     entries: list[TracebackType] = []
-    while traceback is not None:
-        entries.append(traceback)
-        traceback = traceback.tb_next
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
     shown = None
     for entry in reversed(entries):
         if not entry.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
             shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return shown
-
-
-"""What the source text of user code says that running it does not."""
+    error.with_traceback(shown)  # a frozen dataclass would reject an assignment
 
 
 def source_location(function: Callable[..., Any]) -> str | None:
@@ -67,11 +50,7 @@ def source_location(function: Callable[..., Any]) -> str | None:
 
 
 def location_without_return(function: Callable[..., Any]) -> str | None:
-    """Returns the file and line of a function without a return statement.
-
-    `None` if it has a return or raise statement, or there is no source text to tell.
-    """
-    location = source_location(function)
+    """Returns the file and line of a function, if its source text has neither a return nor a raise statement."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):  # a class with __call__, a built-in, an interpreter's prompt
@@ -79,19 +58,14 @@ def location_without_return(function: Callable[..., Any]) -> str | None:
     definition = tree.body[0] if tree.body else None
     if not isinstance(definition, ast.FunctionDef):  # a lambda always returns
         return None
-    if any(isinstance(node, (ast.Return, ast.Raise)) for node in _statements(definition.body)):
-        return None
-    return location
+    return None if any(map(_returns, definition.body)) else source_location(function)
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Yields the nodes of statements, without those in functions and classes that are defined there."""
-    pending: list[ast.AST] = list(body)
-    while pending:
-        node = pending.pop()
-        yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
-            pending += ast.iter_child_nodes(node)
+def _returns(node: ast.AST) -> bool:
+    """Whether a node has a return or raise statement, outside of functions and classes that it defines."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+        return False
+    return isinstance(node, (ast.Return, ast.Raise)) or any(map(_returns, ast.iter_child_nodes(node)))
 
 
 # Methods of torch's tensors that JAX's arrays lack, if the name alone does not tell what replaces them.
@@ -141,15 +115,7 @@ _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
 
 
 def add_hint(error: Exception, function_name: str, method: str, function: Callable[..., Any], ctx: Any = None) -> None:
-    """Adds the Function, the mistake and the fix to the message of an error, if it is a known one.
-
-    Args:
-      error: What one of the user's methods raised.
-      function_name: The Function's name.
-      method: The name of the method.
-      function: The method itself.
-      ctx: The ctx that the method received.
-    """
+    """Adds the Function, the mistake and the fix to the message of an error of one of the user's methods."""
     if str(error).startswith(_BY_CTX):
         add_to_message(error, f"In {function_name}.{method}.")
     hint = _hint(error, method, ctx)
@@ -169,25 +135,20 @@ def add_to_message(error: Exception, text: str) -> None:
 
 def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     text = str(error)
-    if text.startswith("nothing was saved as"):
-        return "what backward reads by a name is saved in forward by that name, ctx.save_for_backward(name=value)"
-    if text.startswith("ctx has no attribute"):
-        return "assign what backward needs in forward (ctx.name = value), or in setup_context"
-    if text.startswith("ctx.needs_input_grad["):
-        return (
-            "it has one flag for each parameter of forward, without the ctx; its name may be used in place of a number"
-        )
+    for start, hint in _HINTS.items():
+        if text.startswith(start):
+            return hint
     if isinstance(error, AttributeError):
         return _hint_for_missing(error.name) if error.name and is_jax_type(type(error.obj)) else None
-    asks_for_value = isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError))
-    if asks_for_value or text.startswith("Shapes must be 1D sequences of concrete values"):
+    if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)):
         return _ASKS_FOR_VALUE
     if isinstance(error, jax.errors.TracerArrayConversionError):
-        return _ASKS_FOR_ARRAY
-    if isinstance(error, NotImplementedError) and "array.view()" in text:
-        return _hint_for_view(error)
-    if isinstance(error, TypeError):
-        return _hint_for_type_error(error, text)
+        return "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
+    hint = _hint_for_type_error(text) if isinstance(error, TypeError) else None
+    if hint is not None:
+        return hint
+    if ("array.view()" in text or "as a data type" in text) and any(".view(" in line for line in _lines(error)):
+        return "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"
     if isinstance(error, ValueError) and "values to unpack" in text and ctx and "saved_" in _lines(error)[-1]:
         return _hint_for_unpacking(method, ctx)
     return None
@@ -197,7 +158,17 @@ _ASKS_FOR_VALUE = (
     "the value of an array is asked for (by if, while, float(...), .item() or an index), and it has none while JAX "
     "traces. Compute with jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is static"
 )
-_ASKS_FOR_ARRAY = "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
+# By the start of a message.
+_HINTS = {
+    "nothing was saved as": (
+        "what backward reads by a name is saved in forward by that name, ctx.save_for_backward(name=value)"
+    ),
+    "ctx has no attribute": "assign what backward needs in forward (ctx.name = value), or in setup_context",
+    "ctx.needs_input_grad[": (
+        "it has one flag for each parameter of forward, without the ctx; its name may be used in place of a number"
+    ),
+    "Shapes must be 1D sequences of concrete values": _ASKS_FOR_VALUE,
+}
 
 
 def add_numpy_hint(error: Exception, function_name: str, names: InputNames, inputs: Sequence[object]) -> None:
@@ -229,7 +200,7 @@ def _lines(error: Exception) -> list[str]:
     return [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def _hint_for_type_error(error: TypeError, text: str) -> str | None:
+def _hint_for_type_error(text: str) -> str | None:
     unknown = _UNKNOWN_KEYWORD.search(text)
     if unknown and unknown[2] in _KEYWORDS and any(hasattr(module, unknown[1]) for module, _ in _FUNCTIONS):
         return f"JAX calls {unknown[2]} {_KEYWORDS[unknown[2]]}"
@@ -241,13 +212,7 @@ def _hint_for_type_error(error: TypeError, text: str) -> str | None:
                 "forward(ctx, x, ...)"
             )
         return "the ctx is used as if it were an input. It is the first parameter: write forward(ctx, x, ...)"
-    return _hint_for_view(error) if "as a data type" in text else None
-
-
-def _hint_for_view(error: Exception) -> str | None:
-    if not any(".view(" in line for line in _lines(error)):
-        return None
-    return "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"
+    return None
 
 
 def _hint_for_unpacking(method: str, ctx: Any) -> str:
@@ -259,24 +224,22 @@ def _hint_for_unpacking(method: str, ctx: Any) -> str:
     return "nothing is saved yet. ctx.saved_tensors is for backward; forward has its inputs as they are"
 
 
-def is_call_error(error: TypeError, function: Callable[..., Any], args: Sequence[object]) -> bool:
-    """Whether an error says that a function cannot be called with these arguments."""
-    if came_through(error, inspect.unwrap(function)):  # a decorator has called it with others
-        return False
+def signature_error(
+    error: TypeError, function_name: str, method: str, function: Callable[..., Any], args: Sequence[object]
+) -> TypeError | None:
+    """Returns the error to raise in place of one by a call of a method, if it cannot take these arguments."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_code is code for frame, _ in frames):  # a decorator has called it with others
+        return None
     try:
         signature = inspect.signature(function)
     except ValueError:  # a built-in, which does not say
-        return False
-    return not fits(signature, args, {})
-
-
-def signature_error(
-    function_name: str, method: str, function: Callable[..., Any], ctx: Any, num_others: int
-) -> TypeError:
-    """Returns the error to raise if a method cannot take its arguments."""
-    signature = inspect.signature(function)
-    names = list(signature.parameters)
-    outputs = "outputs" if getattr(ctx, "num_outputs", 0) != 1 else "output"
+        return None
+    if fits(signature, args, {}):
+        return None
+    names, num_others = list(signature.parameters), len(args) - 1
+    outputs = "outputs" if getattr(args[0], "num_outputs", 0) != 1 else "output"
     given, pattern = {
         "backward": (f"ctx and the gradients of {num_others} {outputs}", "backward(ctx, *grad_outputs)"),
         "jvp": (f"ctx and the tangents of {num_others} inputs", "jvp(ctx, *tangents)"),

@@ -45,18 +45,9 @@ class _Apply:
 class Function:
     """A function with a derivative of its own: torch's protocol on JAX.
 
-    Subclass it, write `forward` and `backward` as static methods, and call `apply`:
-
-        class Square(jaxfn.Function):
-            @staticmethod
-            def forward(ctx, x):
-                ctx.save_for_backward(x)     # what backward will want
-                return x * x                 # any pytree; a tuple is several outputs
-
-            @staticmethod
-            def backward(ctx, grad_output):  # one gradient per output
-                (x,) = ctx.saved_tensors
-                return 2 * x * grad_output   # one gradient per input, None for none
+    Subclass it, write `forward` and `backward` as static methods, and call `apply`. `forward` returns any pytree; a
+    tuple is several outputs. `backward` takes a gradient for each output, and returns one for each input, `None` for
+    none.
 
     `forward` runs once per call, eagerly or while JAX traces; `backward` runs when JAX differentiates in reverse, and
     what it does can be differentiated again. Instead of `forward(ctx, ...)` a Function may define `forward(...)` and
@@ -68,15 +59,17 @@ class Function:
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
-      >>> class Round(jaxfn.Function):
+      >>> class RoundedSquare(jaxfn.Function):
       ...     @staticmethod
       ...     def forward(ctx, x):
-      ...         return jnp.round(x)
+      ...         ctx.save_for_backward(x)
+      ...         return jnp.round(x * x)
       ...     @staticmethod
       ...     def backward(ctx, grad_output):
-      ...         return grad_output
-      >>> print(jax.grad(lambda x: Round.apply(x) ** 2)(2.3))
-      4.0
+      ...         (x,) = ctx.saved_tensors
+      ...         return 2 * x * grad_output
+      >>> print(jax.grad(RoundedSquare.apply)(1.25))
+      2.5
 
     Differences from torch: arrays inside lists, dicts and other pytrees are differentiated too; Python numbers are
     static unless JAX traces them; a saved intermediate differentiates through the code that made it; arrays are
@@ -192,7 +185,7 @@ class _Dispatcher(Opaque):
 
     def __init__(self, function: type[Function]) -> None:
         self._function = function
-        self._cached: tuple[UserMethods, _SpecFor] | None = None
+        self._cached: tuple[UserMethods, Callable[..., CallSpec]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the class alone, which cloudpickle may store by value; caches are made again."""
@@ -202,7 +195,7 @@ class _Dispatcher(Opaque):
         """Returns what a call runs, which another Function that calls this one captures; not the derivatives."""
         return self._function.forward, self._function.setup_context
 
-    def methods_and_cache(self) -> tuple[UserMethods, _SpecFor]:
+    def methods_and_cache(self) -> tuple[UserMethods, Callable[..., CallSpec]]:
         """Returns the class's methods, looked up again if one was replaced, and the cached specs of their calls."""
         cached = self._cached
         if cached is None or not cached[0].is_current():
@@ -244,6 +237,3 @@ class _Dispatcher(Opaque):
         except TypeError as error:
             add_numpy_hint(error, methods.name, names, values)
             raise
-
-
-_SpecFor = Callable[[InputNames, tuple[TreeSpec, ...]], CallSpec]

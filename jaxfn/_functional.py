@@ -21,18 +21,7 @@ class CallableFunction(Generic[P, R_co]):
       Function: the class that does the work.
     """
 
-    def __init__(self, forward: Callable[..., Any], name: str | None = None) -> None:
-        given: str = name or getattr(forward, "__name__", type(forward).__name__)
-        qualname: str = name or getattr(forward, "__qualname__", given)
-        body = {
-            "__module__": getattr(forward, "__module__", __name__),
-            "__qualname__": f"{qualname}.Function",  # where pickle finds it
-            "__doc__": forward.__doc__,
-            "forward": staticmethod(forward),
-        }
-        self._wrap(type(given, (Function,), body))
-
-    def _wrap(self, function: Any) -> None:
+    def __init__(self, function: Any) -> None:
         self.__name__: str = function.__name__
         self.__qualname__: str = function.__qualname__.removesuffix(".Function")
         self.__module__: str = function.__module__
@@ -56,11 +45,10 @@ class CallableFunction(Generic[P, R_co]):
         """By the class underneath: pickle stores its name, and cloudpickle what it is where no name will be found."""
         return _callable_of, (self.Function,)
 
-    def __copy__(self) -> CallableFunction[P, R_co]:
+    def __deepcopy__(self, memo: object = None) -> CallableFunction[P, R_co]:
         return self  # as functions are
 
-    def __deepcopy__(self, memo: object) -> CallableFunction[P, R_co]:
-        return self
+    __copy__ = __deepcopy__
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -96,25 +84,32 @@ class CallableFunction(Generic[P, R_co]):
                 f"{name}: the rule that @{name}.{method} decorates is called {name} too, and would replace the "
                 f"function. Give it another name: def _({first}, ...)."
             )
-        _register(self, method, rule)
+        setattr(self.Function, method, staticmethod(rule))
+        show_signature(self.apply)
         return rule
 
 
-def _register(function: CallableFunction[..., Any], method: str, rule: Callable[..., Any]) -> None:
-    setattr(function.Function, method, staticmethod(rule))
-    show_signature(function.apply)
+def _make(forward: Callable[..., Any], name: str | None = None, **rules: Any) -> CallableFunction[..., Any]:
+    given: str = name or getattr(forward, "__name__", type(forward).__name__)
+    qualname: str = name or getattr(forward, "__qualname__", given)
+    body = {
+        "__module__": getattr(forward, "__module__", __name__),
+        "__qualname__": f"{qualname}.Function",  # where pickle finds it
+        "__doc__": forward.__doc__,
+        "forward": staticmethod(forward),
+    }
+    methods = {method: staticmethod(rule) for method, rule in rules.items() if rule is not None}
+    return CallableFunction(type(given, (Function,), body | methods))
 
 
 def _callable_of(function: Any) -> CallableFunction[..., Any]:
-    """The callable that a class is underneath of: the one of that name, or else a new one."""
+    """Returns the callable that has a class underneath: the one of that name, or else a new one."""
     found: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split(".")[:-1]:
         found = getattr(found, name, None)
     if isinstance(found, CallableFunction) and found.Function is function:
         return cast(Any, found)
-    made: CallableFunction[..., Any] = CallableFunction.__new__(CallableFunction)
-    made._wrap(function)  # pyright: ignore[reportPrivateUsage]
-    return made
+    return CallableFunction(function)
 
 
 @overload
@@ -149,7 +144,7 @@ def function(forward: Callable[..., Any]) -> CallableFunction[..., Any]:
 
     Torch counterpart: a `torch.autograd.Function` subclass and its `apply`.
     """
-    return CallableFunction(forward)
+    return _make(forward)
 
 
 def autograd_function(
@@ -185,9 +180,4 @@ def autograd_function(
 
     Torch counterpart: `torch::autograd_function` of R torch.
     """
-    made: CallableFunction[..., Any] = CallableFunction(forward, name)
-    if backward is not None:
-        _register(made, "backward", backward)
-    if setup_context is not None:
-        _register(made, "setup_context", setup_context)
-    return made
+    return _make(forward, name, backward=backward, setup_context=setup_context)

@@ -69,7 +69,8 @@ def saved_tensors_hooks(pack_hook: Callable[[Any], Any], unpack_hook: Callable[[
 
     Torch counterpart: `torch.autograd.graph.saved_tensors_hooks`.
     """
-    _check_not_disabled()
+    if _disabled.value is not None:
+        raise RuntimeError(_disabled.value)
     with HOOKS(Hooks(pack_hook, unpack_hook)):
         yield
 
@@ -99,11 +100,6 @@ def disable_saved_tensors_hooks(error_message: str) -> Generator[None]:
         raise RuntimeError(error_message)
     with _disabled(error_message):
         yield
-
-
-def _check_not_disabled() -> None:
-    if _disabled.value is not None:
-        raise RuntimeError(_disabled.value)
 
 
 @contextmanager
@@ -151,72 +147,51 @@ def _to_device(array: Any) -> Any:
 
 
 class PackedResiduals(NamedTuple):
-    """The static part of packed residuals.
+    """The static part of packed residuals."""
 
-    Attributes:
-      function: The Function's name, for messages.
-      hooks: The hooks.
-      are_packed: For each residual, whether it passed `pack_hook`.
-      trees: For each residual, the tree spec of what is kept of it.
-    """
-
-    function: str
+    function: str  # its name, for messages
     hooks: Hooks
-    are_packed: Sequence[bool]
-    trees: Sequence[TreeSpec]
+    are_packed: Sequence[bool]  # for each residual, whether it passed `pack_hook`
+    trees: Sequence[TreeSpec]  # for each residual, the tree spec of what is kept of it
 
     def unpack(self, kept: Sequence[Any]) -> list[Any]:
         """Returns the residuals again."""
         remaining = iter(kept)
-        leaves = [list(islice(remaining, tree.num_arrays)) for tree in self.trees]
         return [
-            self._unpack_one(own, tree) if is_packed else own[0]
-            for is_packed, own, tree in zip(self.are_packed, leaves, self.trees, strict=True)
+            self._unpack_one(list(islice(remaining, tree.num_arrays)), tree) if is_packed else next(remaining)
+            for is_packed, tree in zip(self.are_packed, self.trees, strict=True)
         ]
 
     def _unpack_one(self, leaves: Sequence[Any], tree: TreeSpec) -> Any:
-        any_traced = any(map(is_traced, leaves))
-        array = self.hooks.unpack(tree.unflatten(iter(stop(leaves) if any_traced else leaves)))
+        array = self.hooks.unpack(tree.unflatten(iter(stop(leaves))))
         if not is_array_leaf(array):
             raise TypeError(
                 f"{self.function}: the unpack_hook of saved_tensors_hooks returned a {type(array).__name__}; expected "
                 "the array that pack_hook was given."
             )
-        array = as_array(array)
-        return _with_derivative_of(leaves, [array], self.function)[0] if any_traced else array
+        return _with_derivative_of(leaves, [as_array(array)], self.function)[0]
 
 
 def pack(
     function: str, hooks: Hooks, are_packed: Sequence[bool], residuals: Sequence[Any]
 ) -> tuple[PackedResiduals, list[Any]]:
-    """Packs residuals; returns what unpacks them, and all arrays that are kept.
-
-    Args:
-      function: The Function's name.
-      hooks: The hooks.
-      are_packed: For each residual, whether it passes `pack_hook`.
-      residuals: The arrays.
-    """
+    """Packs residuals; returns what unpacks them, and all arrays that are kept."""
     trees: list[TreeSpec] = []
     kept: list[Any] = []
     for is_packed, residual in zip(are_packed, residuals, strict=True):
-        leaves, tree = _pack_one(function, hooks, residual) if is_packed else ([residual], ARRAY_SPEC)
+        if is_packed:
+            leaves, tree = flatten(hooks.pack(as_array(*stop([residual]))))
+            kept += _with_derivative_of([residual], list(map(as_array, leaves)), function)
+        else:
+            kept.append(residual)
+            tree = ARRAY_SPEC
         trees.append(tree)
-        kept += leaves
     return PackedResiduals(function, hooks, are_packed, trees), kept
-
-
-def _pack_one(function: str, hooks: Hooks, array: Any) -> tuple[list[Any], TreeSpec]:
-    if not is_traced(array):
-        leaves, tree = flatten(hooks.pack(array))
-        return [as_array(x) for x in leaves], tree
-    leaves, tree = flatten(hooks.pack(as_array(*stop([array]))))
-    return _with_derivative_of([array], [as_array(x) for x in leaves], function), tree
 
 
 def _with_derivative_of(sources: Sequence[Any], results: list[Any], function: str) -> list[Any]:
     """Gives what a hook returned the derivative of what it received."""
-    if not any(is_inexact(x.dtype) for x in sources):
+    if not any(is_traced(x) and is_inexact(x.dtype) for x in sources):
         return results
     is_like = (
         len(results) == len(sources) == 1 and is_inexact(results[0].dtype) and results[0].shape == sources[0].shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -13,19 +12,12 @@ from typing import Any, TypeVar
 
 from jax.core import Tracer
 
-from jaxfn._boundary import ForwardOutputs, flatten_outputs, warn_of_dirty
+from jaxfn._boundary import ForwardOutputs, flatten_outputs
 from jaxfn._compat import is_staged
 from jaxfn._context import FunctionCtx, ctx_state
-from jaxfn._diagnostics import (
-    add_hint,
-    add_to_message,
-    is_call_error,
-    location_without_return,
-    signature_error,
-    source_location,
-)
+from jaxfn._diagnostics import add_hint, add_to_message, location_without_return, signature_error, source_location
 from jaxfn._signature import ForwardSignature, InputSpec
-from jaxfn._tree import captures_arrays, closure_values
+from jaxfn._tree import captured_values, captures_arrays, held_values
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _UNDEFINED = "_jaxfn_undefined"
@@ -61,22 +53,11 @@ def _similar_attribute(function: Any, method: str) -> str:
 
 
 class UserMethods:
-    """The methods of one Function class.
-
-    Args:
-      function: The class.
-
-    Attributes:
-      name: The name of the class.
-      signature: The parameters of `forward` without the ctx.
-      has_backward, has_jvp: Whether it defines `backward` (or `vjp`), and `jvp`.
-      has_forward_mode: Whether forward mode works, by `jvp` or by `generate_jvp_rule`.
-      takes_torch_tensors: Whether torch tensors are accepted as constants.
-    """
+    """The methods of one Function class."""
 
     def __init__(self, function: Any) -> None:
         self.name: str = function.__name__
-        self.takes_torch_tensors: bool = function._jaxfn_takes_torch_tensors
+        self.takes_torch_tensors: bool = function._jaxfn_takes_torch_tensors  # as constants
         self._function = function
         self._method_key = _method_key(function)
         self._forward = function.forward
@@ -108,8 +89,7 @@ class UserMethods:
     @property
     def may_capture_tracers(self) -> bool:
         """Whether `forward` or `setup_context` has a closure or defaults that might hold a tracer."""
-        methods = (self._forward, self._setup_context) if self._is_separate else (self._forward,)
-        return any(map(_may_capture_tracers, methods))
+        return _may_capture_tracers(self._forward) or _may_capture_tracers(self._setup_context)
 
     def forward_captures(self) -> list[Any]:
         """Returns the tracers in the closure and the defaults of `forward`, in Python's containers too."""
@@ -129,7 +109,11 @@ class UserMethods:
     @property
     def no_forward_mode(self) -> str:
         """The message for forward mode of a Function that has none."""
-        return f"{_NO_FORWARD_MODE.format(name=self.name)}{_similar_attribute(self._function, 'jvp')}"
+        return (
+            "can't apply forward-mode autodiff (jvp) to a custom_vjp function.\n"
+            f"{self.name} has backward alone, and so no forward mode. Define jvp(ctx, *tangents) too, or set "
+            f"generate_jvp_rule = True, which derives it from backward.{_similar_attribute(self._function, 'jvp')}"
+        )
 
     def vmap_problem(self) -> str | None:
         """Returns what is wrong with the class's `vmap`, if anything; raised where a call is batched."""
@@ -151,19 +135,17 @@ class UserMethods:
         """Calls `forward`, and `setup_context` if there is one."""
         if self._is_separate:
             return self.set_up(ctx, inputs, self.forward_alone(spec, inputs))
-        return self._call_forward(spec, (ctx,), inputs)
+        return self.forward_alone(spec, inputs, (ctx,))
 
-    def forward_alone(self, spec: InputSpec, inputs: Sequence[Any]) -> ForwardOutputs:
-        """Calls a `forward` that takes no ctx."""
-        return self._call_forward(spec, (), inputs)
-
-    def _call_forward(self, spec: InputSpec, leading: tuple[Any, ...], inputs: Sequence[Any]) -> ForwardOutputs:
+    def forward_alone(self, spec: InputSpec, inputs: Sequence[Any], ctx: tuple[Any, ...] = ()) -> ForwardOutputs:
+        """Calls `forward`, with the ctx if it takes one."""
         try:
-            outputs = flatten_outputs(spec.names.call(self._forward, leading, inputs))
+            outputs = flatten_outputs(spec.names.call(self._forward, ctx, inputs))
         except Exception as error:
-            add_hint(error, self.name, "forward", self._forward, *leading)
+            add_hint(error, self.name, "forward", self._forward, *ctx)
             raise
-        self._warn_of_no_return("forward", self._forward, outputs.value, spec.has_refs)
+        if outputs.value is None and not spec.has_refs:
+            self._warn_of_no_return("forward", self._forward)
         return outputs
 
     def set_up(self, ctx: FunctionCtx, inputs: tuple[Any, ...], outputs: ForwardOutputs) -> ForwardOutputs:
@@ -173,13 +155,7 @@ class UserMethods:
         return outputs
 
     def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], captured: dict[int, Any]) -> Any:
-        """Calls `backward`, or `vjp`, its other name.
-
-        Args:
-          ctx: The ctx as `forward` left it.
-          grad_outputs: One for each output.
-          captured: The present values of tracers that it captures, by their identity.
-        """
+        """Calls `backward`, or `vjp`, its other name; `captured` is what `_with_captured` takes."""
         if not self.has_backward:
             raise NotImplementedError(
                 f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
@@ -193,7 +169,8 @@ class UserMethods:
         backward = _with_captured(self._backward(), captured)
         arguments = (list(grad_outputs),) if self._function.boxed_grads_call else grad_outputs
         returned = self._call_rule("backward", backward, ctx, arguments)
-        self._warn_of_no_return("backward", backward, returned)
+        if returned is None:
+            self._warn_of_no_return("backward", backward)
         return returned
 
     def _backward(self) -> Callable[..., Any]:
@@ -209,8 +186,10 @@ class UserMethods:
         try:
             return rule(ctx, *arguments)
         except Exception as error:
-            if isinstance(error, TypeError) and is_call_error(error, rule, (ctx, *arguments)):
-                raise signature_error(self.name, method, rule, ctx, len(arguments)) from None
+            if isinstance(error, TypeError):
+                better = signature_error(error, self.name, method, rule, (ctx, *arguments))
+                if better is not None:
+                    raise better from None
             add_hint(error, self.name, method, rule, ctx)
             raise
 
@@ -224,27 +203,16 @@ class UserMethods:
 
     def add_location(self, method: str, error: Exception) -> None:
         """Adds to an error about what a method returned where that method was written."""
-        function = self._backward() if method == "backward" else getattr(self._function, method)
-        location = source_location(function)
+        location = source_location(self._backward() if method == "backward" else self._function.jvp)
         if location is not None:
             add_to_message(error, f"{self.name}.{method} is at {location}.")
 
-    def _warn_of_no_return(
-        self, method: str, function: Callable[..., Any], returned: Any, may_return_none: bool = False
-    ) -> None:
-        """Warns, once, if a method returned `None` because it has no return statement."""
-        if returned is not None or may_return_none or method in self._warned:
-            return
+    def _warn_of_no_return(self, method: str, function: Callable[..., Any]) -> None:
+        """Warns, once, if a method that returned `None` has no return statement."""
+        location = None if method in self._warned else location_without_return(function)
         self._warned.add(method)
-        location = location_without_return(function)
         if location is not None:
-            consequence, fix = {
-                "forward": ("its only output is None", "Return the output, or write return None where there is none."),
-                "backward": (
-                    "its gradients are zero",
-                    "Return the gradients, or write return None where there are none.",
-                ),
-            }[method]
+            consequence, fix = _NO_RETURN[method]
             warnings.warn(
                 f"{self.name}.{method} returned nothing, so {consequence}: there is no return statement in it "
                 f"({location}). {fix}",
@@ -255,13 +223,17 @@ class UserMethods:
         """Warns, once, that `mark_dirty` does not change the caller's array."""
         if "dirty" not in self._warned:
             self._warned.add("dirty")
-            warn_of_dirty(self.name)
+            warnings.warn(
+                f"{self.name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To "
+                "write in place, pass a jax.Ref.",
+                stacklevel=2,
+            )
 
 
-_NO_FORWARD_MODE = (
-    "can't apply forward-mode autodiff (jvp) to a custom_vjp function.\n{name} has backward alone, and so no forward "
-    "mode. Define jvp(ctx, *tangents) too, or set generate_jvp_rule = True, which derives it from backward."
-)
+_NO_RETURN = {
+    "forward": ("its only output is None", "Return the output, or write return None where there is none."),
+    "backward": ("its gradients are zero", "Return the gradients, or write return None where there are none."),
+}
 # Values of these types hold no tracer.
 _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 
@@ -269,18 +241,11 @@ _HOLD_NOTHING = (bool, int, float, complex, str, bytes, type(None), type, types.
 def _may_capture_tracers(function: Any) -> bool:
     if not isinstance(function, types.FunctionType):
         return True
-    return any(not isinstance(value, _HOLD_NOTHING) for value in _captured_values(function))
+    return _captures_any(function) and not all(isinstance(x, _HOLD_NOTHING) for x in captured_values(function))
 
 
 def _captures_any(function: types.FunctionType) -> bool:
     return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
-
-
-def _captured_values(function: types.FunctionType) -> list[Any]:
-    """Returns the values in a function's closure and defaults."""
-    if not _captures_any(function):
-        return []
-    return [*closure_values(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> list[Any]:
@@ -295,33 +260,25 @@ def _captured_tracers(functions: Iterable[Any], containers: Sequence[type]) -> l
         seen.add(id(value))
         if isinstance(value, Tracer):
             found[id(value)] = value
-        elif isinstance(value, types.FunctionType):
-            pending += _captured_values(value)
-        elif isinstance(value, functools.partial):
-            pending += [value.func, *value.args, *value.keywords.values()]
-        elif type(value) in containers:
-            pending += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, (types.FunctionType, partial)) or type(value) in containers:
+            pending += held_values(value)
     return list(found.values())
 
 
 def _with_captured(value: Any, captured: dict[int, Any]) -> Any:
-    """Returns a function that has other values in place of tracers that it captures.
+    """Returns a function, or what it captures, with `captured` in place of tracers, by whose identity it is.
 
     Variables without such a value stay shared with the original function, which may assign to them.
-
-    Args:
-      value: The function, or what it captures.
-      captured: The other values, by the identity of the tracers; holds what was returned for functions afterwards.
     """
     if id(value) in captured or not captured:
         return captured.get(id(value), value)
     if type(value) is tuple:
         items = tuple(_with_captured(x, captured) for x in value)
         return items if any(map(is_not, items, value)) else value
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         keywords = {name: _with_captured(x, captured) for name, x in value.keywords.items()}
         parts = _with_captured((value.func, *value.args), captured)
-        return functools.partial(*parts, **keywords)
+        return partial(*parts, **keywords)
     if not isinstance(value, types.FunctionType):
         return value
     captured[id(value)] = value  # meanwhile, for one that captures itself

@@ -1,17 +1,9 @@
-"""User contexts by which jaxfn's tools look into programs, and the labels that they find there.
-
-Two contexts serve two needs, and key JAX's caches differently:
-
-- `OBSERVATION`: what `residuals`, `find_nan`, `logged` and `with_logs` look for. Functions then label arrays by an
-  identity that lowers to nothing. Without it, programs have no labels.
-- `CALL_MONITOR`: what a derivative check needs to know of each call, and whether Functions run without their rules.
-"""
+"""User contexts by which jaxfn's tools look into programs, and the labels that they find there."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,24 +13,22 @@ import jax
 
 from jaxfn._compat import VmapAxis, is_ref, make_primitive, record_source_lines
 from jaxfn._jaxpr import identity_primitives
-from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path
+from jaxfn._tree import TreeSpec, as_array, is_array_leaf, is_jax_type, is_traced, leaves_with_path, replace_at
 
 _Results = TypeVar("_Results")
-_Arrays = TypeVar("_Arrays", bound=Sequence[Any])
 
 
 @dataclass(eq=False)
 class CallMonitor:
-    """Observes one trace of a function. It is part of the key of JAX's caches, so that each one sees every call.
+    """What a derivative check needs to know of each call, and whether Functions run without their rules.
 
-    Attributes:
-      bypass_rules: Whether outermost Functions run as their bare `forward`, which JAX then differentiates.
-      functions: The Functions that were called, in order, each once.
-      casts: The gradients that `backward` returned in another dtype than its input's: (where, returned, expected).
+    It observes one trace, and is part of the key of JAX's caches, so that each one sees every call.
     """
 
-    bypass_rules: bool
+    bypass_rules: bool  # whether outermost Functions run as their bare `forward`, which JAX then differentiates
+    # The Functions that were called, in order, each once.
     functions: dict[Any, None] = field(default_factory=dict[Any, None])
+    # The gradients that `backward` returned in another dtype than its input's: (where, returned, expected).
     casts: dict[tuple[str, str, str], None] = field(default_factory=dict[tuple[str, str, str], None])
 
 
@@ -57,60 +47,26 @@ class Observation(Enum):
 
 # A user context is thread-local and part of the key of jit's cache: a program is traced again, with its labels.
 OBSERVATION: Any = jax.make_user_context(default_value=None)
-"""Its `value` is the active `Observation`, if any."""
+"""Its `value` is the active `Observation`, if any: then Functions label arrays, by an identity that lowers away."""
 
-# The number of enclosing `with_logs`, each of which takes what is logged inside it and not inside an inner one.
-_log_depth: Any = jax.make_user_context(default_value=0)
-
-Log = dict[str, list[Any]]  # by name, the values in the order of the calls
+LOG_DEPTH: Any = jax.make_user_context(default_value=0)
+"""Its `value` is the number of enclosing `with_logs`. Each takes what is logged inside it and not in an inner one."""
 
 # Not part of that key: each log would have all programs traced again, and caches would keep it with its values.
-_log: ContextVar[Log | None] = ContextVar("log", default=None)
+LOG: ContextVar[dict[str, list[Any]] | None] = ContextVar("log", default=None)
+"""By name, the values that were logged in eager code, in the order of the calls."""
 
 
 class Label(NamedTuple):
-    """What an array of a forward pass is.
-
-    Attributes:
-      function: The Function's name.
-      method: "forward", "backward" or "jvp": the method that takes the array or made it.
-      role: "input", "output", "saved", "grad_output", "gradient", "tangent" or "log".
-      name: The name of the parameter, output, saved or logged value.
-      source: Of a saved array, whether it is an "input", an "output" or an "intermediate".
-      is_packed: Whether saved-tensor hooks have packed it.
-      log_depth: Of a logged value, the number of enclosing `with_logs`: the innermost takes it.
-    """
+    """What an array of a forward pass is."""
 
     function: str
-    method: str
-    role: str
-    name: str
-    source: str = ""
-    is_packed: bool = False
-    log_depth: int = 0
-
-
-def current_log_depth() -> int:
-    """Returns the number of enclosing `with_logs`."""
-    return _log_depth.value
-
-
-@contextmanager
-def observing(observation: Observation) -> Generator[None]:
-    """Makes an observation, and no other one, in what is traced inside."""
-    with OBSERVATION(observation), _log_depth(current_log_depth() + (observation is Observation.LOGS)):
-        yield
-
-
-@contextmanager
-def collecting(log: Log) -> Generator[None]:
-    """Adds what is logged in eager code inside to a log."""
-    token = _log.set(log)
-    try:
-        with observing(Observation.EAGER_LOGS):
-            yield
-    finally:
-        _log.reset(token)
+    method: str  # "forward", "backward" or "jvp": the method that takes the array or made it
+    role: str  # "input", "output", "saved", "grad_output", "gradient", "tangent" or "log"
+    name: str  # of the parameter, output, saved or logged value
+    source: str = ""  # "input", "output" or "intermediate", for a saved array
+    is_packed: bool = False  # whether saved-tensor hooks have packed it
+    log_depth: int = 0  # the number of enclosing `with_logs`, of which the innermost takes a logged value
 
 
 def line_name(line: str) -> str:
@@ -127,17 +83,6 @@ def named_line(names: str) -> str | None:
 def label_arrays(arrays: Sequence[Any], labels: Sequence[Hashable]) -> list[Any]:
     """Returns the arrays; in the program each has its label."""
     return label_p.bind(*arrays, labels=tuple(labels), num_arrays=len(arrays)) if arrays else []
-
-
-def label_with_values(arrays: Sequence[Any], values: Sequence[Any], labels: Sequence[Hashable]) -> list[Any]:
-    """Returns the arrays; the program has labelled values wherever it uses one of these arrays.
-
-    Args:
-      arrays: What is returned.
-      values: Other arrays.
-      labels: One for each of those.
-    """
-    return label_p.bind(*arrays, *values, labels=(*[None] * len(arrays), *labels), num_arrays=len(arrays))
 
 
 def _label_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
@@ -164,14 +109,8 @@ def _evaluate_label(*operands: Any, labels: Any, num_arrays: int) -> list[Any]:
 
 
 label_p = make_primitive(
-    "label",
-    evaluate=_evaluate_label,
-    jvp=_label_jvp,
-    batch=_batch_label,
-    transpose=_transpose_label,
+    "label", evaluate=_evaluate_label, jvp=_label_jvp, batch=_batch_label, transpose=_transpose_label
 )
-
-
 identity_primitives.add(label_p)
 
 
@@ -184,16 +123,7 @@ def observe(
     names: Sequence[str],
     label_results: Callable[[_Results], _Results],
 ) -> _Results:
-    """Calls one of a Function's methods so that what it takes and returns is labelled.
-
-    Args:
-      function, method: The names of the Function and the method.
-      call: Takes the arrays and calls the method.
-      arrays: What the method takes.
-      role: The role of these arrays.
-      names: The name of each.
-      label_results: Labels what `call` returned.
-    """
+    """Calls a method of a Function by `call`, which takes the arrays, so that what it takes and returns is labelled."""
     arrays = label_present(arrays, function, method, role, names)
     with record_source_lines():
         results = call(arrays)
@@ -203,11 +133,8 @@ def observe(
 def label_present(arrays: Sequence[Any], function: str, method: str, role: str, names: Sequence[str]) -> list[Any]:
     """Labels those entries of a list that are arrays."""
     indices = [i for i, x in enumerate(arrays) if is_array_leaf(x) and not is_ref(x)]
-    labelled = label_arrays([arrays[i] for i in indices], [Label(function, method, role, names[i]) for i in indices])
-    results = list(arrays)
-    for i, x in zip(indices, labelled, strict=True):
-        results[i] = x
-    return results
+    labels = [Label(function, method, role, names[i]) for i in indices]
+    return replace_at(indices, arrays, label_arrays([arrays[i] for i in indices], labels))
 
 
 def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
@@ -219,15 +146,9 @@ def leaf_names(names: Iterable[str], trees: Sequence[TreeSpec]) -> list[str]:
     return found
 
 
-def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], results: _Arrays) -> _Arrays:
-    """Passes on what a method logged; returns its results, with which a traced program holds the logged values.
-
-    Args:
-      function, method: The names of the Function and the method.
-      logged: What the method logged, by name.
-      results: The array leaves of what it returned, `None`s among them.
-    """
-    log = _log.get() if OBSERVATION.value is Observation.EAGER_LOGS else None
+def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], results: list[Any]) -> list[Any]:
+    """Passes on what a method logged; returns its results, with which a traced program holds the logged values."""
+    log = LOG.get() if OBSERVATION.value is Observation.EAGER_LOGS else None
     if log is not None:
         for name, value in logged:  # a number has no place in a program either, which later runs without Python
             if any(map(is_traced, [value, *results])):
@@ -247,10 +168,8 @@ def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], res
             f"{function}.{method} logs {logged[0][0]!r} and returns no array, which would carry it out of the program "
             "for with_logs. Return zeros instead of None."
         )
-    depth = current_log_depth()
-    labels = [Label(function, method, "log", name, log_depth=depth) for name, _ in logged]
-    labelled = label_with_values([results[i] for i in indices], [as_array(value) for _, value in logged], labels)
-    holding: Any = list(results)
-    for i, x in zip(indices, labelled, strict=True):
-        holding[i] = x
-    return holding
+    arrays, values = [results[i] for i in indices], [as_array(value) for _, value in logged]
+    labels = [Label(function, method, "log", name, log_depth=LOG_DEPTH.value) for name, _ in logged]
+    labels = (*[None] * len(arrays), *labels)
+    labelled: Any = label_p.bind(*arrays, *values, labels=labels, num_arrays=len(arrays))
+    return replace_at(indices, results, labelled)

@@ -6,11 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from jaxfn._context import FunctionCtx, collect_saved
 from jaxfn._primitives import DeferredError, attach
-from jaxfn._tree import as_array, is_array_leaf
+from jaxfn._tree import as_array, flatten
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,13 +53,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def guarded(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
         # Taken before backward runs: it may empty the list of its gradients or overwrite an attribute.
-        sources = filter(is_array_leaf, jax.tree_util.tree_leaves((grad_outputs, collect_saved(ctx)[1])))
+        sources, _ = flatten((grad_outputs, collect_saved(ctx)[1]))
         inputs = list(map(as_array, sources))
-        leaves, tree = jax.tree_util.tree_flatten(backward(ctx, *grad_outputs))
-        indices = [i for i, leaf in enumerate(leaves) if is_array_leaf(leaf)]
-        attached = attach([as_array(leaves[i]) for i in indices], (), inputs, error, error)
-        for i, array in zip(indices, attached, strict=True):
-            leaves[i] = array
-        return jax.tree_util.tree_unflatten(tree, leaves)
+        gradients, spec = flatten(backward(ctx, *grad_outputs))
+        return spec.unflatten(iter(attach(list(map(as_array, gradients)), (), inputs, error, error)))
 
     return guarded

@@ -13,21 +13,13 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class InputNames(NamedTuple):
-    """The names of the inputs of one call, and how `forward` takes them.
+    """The names of the inputs of one call, and how `forward` takes them."""
 
-    Attributes:
-      names: One per input, in signature order; the items of `*args` are called `args[0]`, `args[1]`, ...
-      num_positional: How many of the inputs `forward` takes by position; it takes the others by keyword.
-      num_given: One more than the index of the last input that the caller wrote out.
-      variadic: The name of the `*args` parameter, whether or not it got items.
-      extra_keywords: The inputs that `**kwargs` took.
-    """
-
-    names: tuple[str, ...]
-    num_positional: int
-    num_given: int
-    variadic: str | None = None
-    extra_keywords: tuple[str, ...] = ()
+    names: tuple[str, ...]  # in signature order; the items of `*args` are called `args[0]`, `args[1]`, ...
+    num_positional: int  # how many `forward` takes by position; it takes the others by keyword
+    num_given: int  # one more than the index of the last input that the caller wrote out
+    variadic: str | None = None  # the name of the `*args` parameter, whether or not it got items
+    extra_keywords: tuple[str, ...] = ()  # what `**kwargs` took
 
     def call(self, forward: Callable[..., Any], leading: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
         """Calls `forward` with the inputs, after the `leading` ones (the ctx, in combined style)."""
@@ -36,33 +28,29 @@ class InputNames(NamedTuple):
         keywords = dict(zip(self.names[self.num_positional :], inputs[self.num_positional :], strict=True))
         return forward(*leading, *inputs[: self.num_positional], **keywords)
 
+    @property
+    def variadic_items(self) -> list[str]:
+        """The names of the items of `*args`."""
+        return [name for name in self.names if name.startswith(f"{self.variadic}[")]
+
     def describe(self, index: int) -> str:
         """Returns an input as error messages name it."""
         return f"input {index} ({self.names[index]!r})"
 
 
 class InputSpec:
-    """The static part of the inputs of a call: their names and the tree spec of each.
-
-    Attributes:
-      names: See `InputNames`.
-      trees: The tree spec of each input.
-      are_refs: Whether each array leaf is a `jax.Ref`.
-      python_numbers: The inputs that are Python numbers.
-      has_objects: Whether a static leaf is an object that may hold arrays.
-      mutable: The inputs to which code may write.
-    """
+    """The static part of the inputs of a call: their names and the tree spec of each."""
 
     def __init__(self, names: InputNames, trees: tuple[TreeSpec, ...]) -> None:
         self.names = names
         self.trees = trees
-        self.are_refs = tuple(flag for tree in trees for flag in tree.are_refs)
+        self.are_refs = tuple(flag for tree in trees for flag in tree.are_refs)  # one per array leaf
         self.has_refs = any(self.are_refs)
         self.unperturbed = (False,) * len(self.are_refs)
         self.python_numbers = [tree.leaves[0] for tree in trees if tree.is_number]
         self.are_arrays = all(tree is ARRAY_SPEC for tree in trees)
         self._is_flat = all(tree.num_arrays == 1 for tree in trees)
-        self.has_objects = any(tree.has_objects for tree in trees)
+        self.has_objects = any(tree.has_objects for tree in trees)  # which may hold arrays
         self.mutable = [i for i, tree in enumerate(trees) if tree.is_mutable]
 
     def unflatten(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -115,11 +103,7 @@ class InputSpec:
 class ForwardSignature:
     """The parameters of a `forward`, without its ctx.
 
-    Args:
-      forward: The user's function.
-      takes_ctx: Whether its first parameter is the ctx.
-      function_name: The Function's name, for messages.
-      hint: Returns what messages add where `forward` was perhaps meant to take no ctx.
+    `hint` returns what messages add where `forward` was perhaps meant to take no ctx.
     """
 
     def __init__(
@@ -159,31 +143,30 @@ class ForwardSignature:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self._function_name}.apply{self.signature}: {error}{self._hint(args, kwargs)}") from None
+        given = bound.arguments
         names: list[str] = []
         inputs: list[Any] = []
         num_positional = num_given = 0
         variadic: str | None = None
         extra_keywords: tuple[str, ...] = ()
         for name, parameter in self.signature.parameters.items():
-            is_given = name in bound.arguments
-            value = bound.arguments.get(name, parameter.default)
-            if parameter.kind is parameter.VAR_POSITIONAL:
+            kind = parameter.kind
+            if kind is parameter.VAR_POSITIONAL:
                 variadic = name
-                values = value if is_given else ()
-                names += [f"{name}[{i}]" for i in range(len(values))]
-                inputs += values
-                num_positional = len(inputs)
-            elif parameter.kind is parameter.VAR_KEYWORD:
-                items = value if is_given else {}
-                extra_keywords = tuple(items)
-                names += items
-                inputs += items.values()
+                items = given.get(name, ())
+                names += [f"{name}[{i}]" for i in range(len(items))]
+                inputs += items
+            elif kind is parameter.VAR_KEYWORD:
+                keywords = given.get(name, {})
+                extra_keywords = tuple(keywords)
+                names += keywords
+                inputs += keywords.values()
             else:
                 names.append(name)
-                inputs.append(value)
-                if parameter.kind in _POSITIONAL:
-                    num_positional = len(inputs)
-            if is_given:
+                inputs.append(given.get(name, parameter.default))
+            if kind in _POSITIONAL or kind is parameter.VAR_POSITIONAL:
+                num_positional = len(inputs)
+            if name in given:
                 num_given = len(inputs)
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
-import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -69,14 +68,11 @@ def is_array_leaf(leaf: object) -> bool:
     return _is_array_type(type(leaf))
 
 
-@lru_cache(maxsize=4096)
-def _may_be_array_wrapper(kind: type) -> bool:
-    return not is_jax_type(kind) and hasattr(kind, "__jax_array__")
-
-
 def is_array_wrapper(value: object) -> bool:
     """Whether a value is a pytree node that JAX accepts as an array."""
-    return _may_be_array_wrapper(type(value)) and not jax.tree_util.all_leaves([value])
+    kind: type = type(value)
+    may_be = not is_jax_type(kind) and hasattr(kind, "__jax_array__")
+    return may_be and not jax.tree_util.all_leaves([value])
 
 
 def is_wrapped_array(value: object) -> bool:
@@ -94,6 +90,12 @@ def as_array(leaf: Any) -> jax.Array:
     return leaf if is_jax_type(type(leaf)) else jnp.asarray(leaf)
 
 
+def replace_at(indices: Sequence[int], values: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    """Returns the values, with new ones at these indices."""
+    replaced = dict(zip(indices, new, strict=True))
+    return [replaced.get(i, x) for i, x in enumerate(values)]
+
+
 def conjugate(gradient: jax.Array) -> jax.Array:
     """Converts a complex gradient between torch's and JAX's convention; each is the other's conjugate."""
     return jnp.conj(gradient) if gradient.dtype.kind == "c" else gradient
@@ -104,12 +106,8 @@ def is_none(value: object) -> bool:
     return value is None
 
 
-class NoArrays:
-    """Base class of jaxfn's own objects that hold no JAX arrays, so that none is searched for in them."""
-
-
 class Opaque:
-    """Base class of jaxfn's own objects of which only some parts are searched for arrays."""
+    """Base class of jaxfn's own objects of which only some parts, by default none, are searched for arrays."""
 
     def searchable_parts(self) -> Sequence[object]:
         """Returns the parts that are searched."""
@@ -121,12 +119,7 @@ _SEARCH_LIMIT = 2000
 
 
 def captures_arrays(value: Any, are_sought: Callable[[Any], bool] = lambda _: True) -> bool:
-    """Whether an object leads to JAX arrays by its attributes, items or closure, or is too large to tell.
-
-    Args:
-      value: The object.
-      are_sought: Whether an array is of the kind that counts.
-    """
+    """Whether an object leads to sought JAX arrays by its attributes, items or closure, or is too large to tell."""
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -136,20 +129,20 @@ def captures_arrays(value: Any, are_sought: Callable[[Any], bool] = lambda _: Tr
         if len(seen) > _SEARCH_LIMIT or (is_jax_type(type(part)) and are_sought(part)):
             return True
         seen.add(id(part))
-        if not isinstance(part, (type, types.ModuleType, np.ndarray, jax.Array, NoArrays)):
-            pending += _parts(part)
+        if not isinstance(part, (type, types.ModuleType, np.ndarray, jax.Array)):
+            pending += held_values(part)
     return False
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def held_values(value: Any) -> Iterable[Any]:
     """Returns what an object holds, as far as that can be seen without running its code."""
     if isinstance(value, Opaque):
         return value.searchable_parts()
     if isinstance(value, types.FunctionType):
-        return [*closure_values(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return captured_values(value)
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
+    if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, dict):
         return [*value, *value.values()]
@@ -160,31 +153,27 @@ def _parts(value: Any) -> Iterable[Any]:
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, slot.__name__, None) for slot in slots)]
 
 
-def closure_values(function: types.FunctionType) -> list[Any]:
-    """Returns the values of the variables in a function's closure that have one."""
-    values: list[Any] = []
+def captured_values(function: types.FunctionType) -> list[Any]:
+    """Returns the values in a function's defaults and closure, without variables that have none yet."""
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # no value yet
+        with contextlib.suppress(ValueError):
             values.append(cell.cell_contents)
     return values
 
 
-class _ArrayMarker(NoArrays):
+class _ArrayMarker(Opaque):
     """Stands in a `TreeSpec` for an array leaf."""
 
-    def __repr__(self) -> str:
-        return "array"
-
-
-class _RefMarker(_ArrayMarker):
-    """Stands in a `TreeSpec` for a `jax.Ref`, which is written in place and has no derivative of its own here."""
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __repr__(self) -> str:
-        return "ref"
+        return self._name
 
 
-_ARRAY = _ArrayMarker()
-_REF = _RefMarker()
+_ARRAY = _ArrayMarker("array")
+_REF = _ArrayMarker("ref")  # a jax.Ref is written in place and has no derivative of its own here
 
 
 @lru_cache(maxsize=4096)
@@ -219,7 +208,10 @@ class TreeSpec:
         """Returns the value with the next `num_arrays` of `arrays` as its array leaves."""
         if self is ARRAY_SPEC:
             return next(arrays)
-        return self._unflatten([next(arrays) if isinstance(leaf, _ArrayMarker) else leaf for leaf in self.leaves])
+        return self._unflatten(self._with_arrays(arrays))
+
+    def _with_arrays(self, arrays: Iterator[Any]) -> list[Any]:
+        return [next(arrays) if isinstance(leaf, _ArrayMarker) else leaf for leaf in self.leaves]
 
     def unflatten_gradient(self, arrays: Iterator[Any]) -> Any:
         """Returns a gradient of this structure: like `unflatten`, but with `None` for static leaves."""
@@ -264,8 +256,7 @@ class TreeSpec:
         return new[0] if new else None
 
     def _new_paths(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> list[str]:
-        remaining = iter(arrays)
-        leaves = [next(remaining) if isinstance(leaf, _ArrayMarker) else leaf for leaf in self.leaves]
+        leaves = self._with_arrays(iter(arrays))
         try:
             present, treedef = tree_flatten_with_path(value, is_leaf=is_none)
         except ValueError:  # such as equinox's State, which may not be used again once there is a newer one
@@ -278,7 +269,10 @@ class TreeSpec:
             for (path, leaf), before in zip(present, leaves, strict=True)
             if leaf is not before and id(leaf) not in seen
         ]
-        return [*new, ""] if _differ(treedef, self.treedef) else new
+        with contextlib.suppress(Exception):  # static data of nodes may raise when it is compared
+            if treedef != self.treedef:
+                new.append("")
+        return new
 
     @property
     def has_objects(self) -> bool:
@@ -295,7 +289,7 @@ class TreeSpec:
         """Returns a hashable value that stands for this spec; `None` if some part is not compared by value."""
         if self._key is None and (self.treedef is None or _has_plain_containers(self.treedef)):
             keys = [leaf_key(leaf) for leaf in self.leaves]
-            if all(len(key) > 1 or isinstance(leaf, _ArrayMarker) for key, leaf in zip(keys, self.leaves, strict=True)):
+            if all(len(key) > 1 for key in keys):
                 self._key = (self.treedef, *keys)
         return self._key
 
@@ -315,14 +309,6 @@ class TreeSpec:
         return hash(self.key())
 
 
-def _differ(treedef: Any, other: Any) -> bool:
-    """Whether two treedefs are known to differ; static data of their nodes may raise when it is compared."""
-    try:
-        return bool(treedef != other)
-    except Exception:
-        return False
-
-
 def _has_plain_containers(treedef: Any) -> bool:
     """Whether a tree consists of tuples, lists, `None` and dicts with string keys, which compare by value."""
     node = treedef.node_data()
@@ -337,21 +323,16 @@ def _has_plain_containers(treedef: Any) -> bool:
     return is_plain and all(map(_has_plain_containers, treedef.children()))
 
 
-def leaf_key(leaf: object) -> tuple[object, ...]:
+def leaf_key(leaf: Any) -> tuple[object, ...]:
     """Returns what a static leaf is compared by: its type, and its value if that is a plain one."""
-    kind = type(leaf)
-    if isinstance(leaf, _ArrayMarker):
-        return (leaf,)
+    kind: type = type(leaf)
     if kind is float:
-        return (kind, cast(float, leaf).hex())  # tells -0.0 from 0.0, and nan equals itself
+        return (kind, leaf.hex())  # tells -0.0 from 0.0, and nan equals itself
     if kind is complex:
-        number = cast(complex, leaf)
-        return (kind, number.real.hex(), number.imag.hex())
-    if kind in _SCALARS or isinstance(leaf, (type, np.dtype, enum.Enum)):
-        return (kind, leaf)
-    if isinstance(leaf, types.FunctionType) and leaf.__closure__ is None:
-        return (kind, leaf)
-    return (kind,)
+        return (kind, leaf.real.hex(), leaf.imag.hex())
+    if isinstance(leaf, types.FunctionType):
+        return (kind, leaf) if leaf.__closure__ is None else (kind,)
+    return (kind, leaf) if kind in _SCALARS or isinstance(leaf, (_ArrayMarker, type, np.dtype, enum.Enum)) else (kind,)
 
 
 # A value that is one array, by far the most frequent kind, shares its spec.
@@ -382,10 +363,8 @@ def _with_sortable_dicts(value: Any) -> Any:
     """Returns a pytree with `_UnsortedDict` nodes for dicts that JAX cannot flatten."""
 
     def is_unsorted(value: Any) -> bool:
-        if type(value) is not dict:
-            return False
         try:
-            sorted(cast(dict[Any, Any], value))
+            sorted(cast(dict[Any, Any], value) if type(value) is dict else ())
         except TypeError:
             return True
         return False
@@ -426,28 +405,12 @@ class StructureError(ValueError):
 
 
 class ExpectedLeaf:
-    """An array leaf that user code should return; has the attributes that pytree classes read when they are rebuilt.
-
-    Args:
-      aval: Its type.
-      is_differentiated: Whether its derivative is needed.
-    """
+    """An array leaf that user code should return; has the attributes that pytree classes read when they are rebuilt."""
 
     def __init__(self, aval: Any, is_differentiated: bool) -> None:
         self.aval = aval
         self.is_differentiated = is_differentiated
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.aval.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.aval.shape)
-
-    @property
-    def dtype(self) -> Any:
-        return self.aval.dtype
+        self.shape, self.ndim, self.dtype = aval.shape, len(aval.shape), aval.dtype
 
 
 def match_leaves(
@@ -455,17 +418,8 @@ def match_leaves(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yields, for each leaf of the skeleton, its path, what `value` has in its place, and the leaf itself.
 
-    A node of a class of its own (a module) may be matched by another container (a dict, `nnx.State`), by the names in
-    it. Libraries leave out what has no derivative, so names may be missing there.
-
-    Args:
-      value: What user code returned. `None` stands for a whole subtree.
-      skeleton: A value of the structure that it should have, with `ExpectedLeaf`s for arrays.
-      path: Where both are.
-      by_name: Whether a node around them is matched by names.
-
-    Raises:
-      StructureError: `value` has another structure.
+    `None` stands for a whole subtree. A node of a class of its own (a module) may be matched by another container (a
+    dict, `nnx.State`), by the names in it. Libraries leave out what has no derivative, so names may be missing there.
     """
     wanted, got = _children(skeleton), _children(value)
     if wanted is None:

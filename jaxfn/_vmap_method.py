@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jaxfn._jaxpr import StagedFunction, stage
 from jaxfn._methods import UserMethods
 from jaxfn._primitives import Rule, attach, stop
 from jaxfn._signature import InputSpec
-from jaxfn._tree import is_array_leaf, is_inexact, is_none, is_wrapped_array
+from jaxfn._tree import is_array_leaf, is_inexact, is_none, is_wrapped_array, replace_at
 
 
 class VmapInfo(NamedTuple):
@@ -32,12 +33,12 @@ class VmapInfo(NamedTuple):
     randomness: str = "error"
 
 
+@dataclass(eq=False)
 class _Outputs:
     """The array leaves of the outputs with their spec: a pytree node."""
 
-    def __init__(self, spec: OutputSpec, arrays: Sequence[Any]) -> None:
-        self.spec = spec
-        self.arrays = arrays
+    spec: OutputSpec
+    arrays: Sequence[Any]
 
 
 jax.tree_util.register_pytree_node(_Outputs, attrgetter("arrays", "spec"), _Outputs)
@@ -79,10 +80,7 @@ def forward_with_vmap(methods: UserMethods, spec: InputSpec, ctx: FunctionCtx, a
         indices = [i for i, y in enumerate(outputs.arrays) if is_inexact(y.dtype)]
         rule = _OperationsRule(staged, indices)
         attached = attach([outputs.arrays[i] for i in indices], consts, arrays, rule)
-        results = list(outputs.arrays)
-        for i, y in zip(indices, attached, strict=True):
-            results[i] = y
-        outputs = _Outputs(outputs.spec, results)
+        outputs = _Outputs(outputs.spec, replace_at(indices, outputs.arrays, attached))
     return methods.set_up(ctx, spec.unflatten(arrays), flatten_outputs(outputs.spec.unflatten(outputs.arrays)))
 
 
@@ -102,10 +100,7 @@ class _OperationsRule(Rule):
         perturbed = [i for i, t in enumerate(tangents) if t is not None]
 
         def function(*values: Any) -> list[Any]:
-            arrays = list(inputs)
-            for i, value in zip(perturbed, values, strict=True):
-                arrays[i] = value
-            results, _ = self._staged.evaluate(kept, arrays)
+            results, _ = self._staged.evaluate(kept, replace_at(perturbed, inputs, values))
             return [results[i] for i in self._indices]
 
         results = jax.jvp(function, [inputs[i] for i in perturbed], [tangents[i] for i in perturbed])[1]

@@ -27,7 +27,7 @@ from jaxfn._compat import AbstractRef, eqn_source_line, lower_jaxpr
 from jaxfn._inspection.execution import EqnInterpreter, Frame, Noted, first_not_finite
 from jaxfn._inspection.harvest import Path
 from jaxfn._jaxpr import SubJaxpr, any_eqn, is_variable, open_jaxpr
-from jaxfn._observe import Observation, label_p, named_line, observing
+from jaxfn._observe import OBSERVATION, Observation, label_p, named_line
 from jaxfn._tree import TreeSpec, flatten, is_traced, leaves_with_path
 
 
@@ -115,7 +115,7 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | No
         args, kwargs = tree.unflatten(iter(arrays))
         return jax.tree_util.tree_leaves(f(*args, **kwargs))
 
-    with observing(Observation.VALUES):
+    with OBSERVATION(Observation.VALUES):
         jaxpr, consts = open_jaxpr(lower_jaxpr(jax.make_jaxpr(flat)(*arrays)))
         if any_eqn(jaxpr, _touches_ref):
             raise NotImplementedError("find_nan cannot follow what is written to a jax.Ref. Return the value instead.")

@@ -15,7 +15,7 @@ from jaxfn._compat import lower_jaxpr
 from jaxfn._inspection.harvest import EqnLocation, Harvest, Probe, harvest, location_of
 from jaxfn._jaxpr import any_eqn, open_jaxpr
 from jaxfn._mesh_types import zeros_in_place_of
-from jaxfn._observe import Observation, collecting, current_log_depth, label_p, observing
+from jaxfn._observe import LOG, LOG_DEPTH, OBSERVATION, Observation, label_p
 from jaxfn._primitives import DeferredError, attach
 from jaxfn._tree import flatten, is_inexact, is_key
 
@@ -46,8 +46,12 @@ def logged() -> Generator[Logs]:
     Torch counterpart: none.
     """
     log: Logs = {}
-    with collecting(log):
-        yield log
+    token = LOG.set(log)
+    try:
+        with OBSERVATION(Observation.EAGER_LOGS):
+            yield log
+    finally:
+        LOG.reset(token)
 
 
 def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
@@ -104,11 +108,11 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
             trees[:] = [tree]
             return leaves
 
-        with observing(Observation.LOGS):
+        with OBSERVATION(Observation.LOGS), LOG_DEPTH(LOG_DEPTH.value + 1):
             closed: Any = jax.make_jaxpr(flat)(*arrays)
             lowered = lower_jaxpr(closed)
             jaxpr, consts = open_jaxpr(lowered)
-            probe = _Logs(current_log_depth())
+            probe = _Logs(LOG_DEPTH.value)
             results, harvested = harvest(jaxpr, consts, arrays, probe)
         if lowered is not closed:
             floating = [x for x in arrays if is_inexact(jax.typeof(x).dtype)]

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._compat import make_jaxpr, memory_space, name_p
+from jaxfn._inspection.tables import aligned
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
-from jaxfn._observe import Label, Observation, label_p, observing
+from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._primitives import attach_p, stop_p
-from jaxfn._tables import aligned
 from jaxfn._tree import is_array_leaf
 
 
@@ -193,7 +193,7 @@ class _Passes:
 
         outputs = self._outputs
         cotangents = [_like(v.aval) if jnp.issubdtype(v.aval.dtype, jnp.inexact) else None for v in outputs]
-        with observing(Observation.RESIDUALS):
+        with OBSERVATION(Observation.RESIDUALS):
             self._backward, _ = open_jaxpr(make_jaxpr(backward, [_like(v.aval) for v in self._kept], cotangents))
 
     def rows(self) -> Iterator[Residual]:

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jaxfn._tables import aligned, small
+from jaxfn._inspection.tables import aligned, small
 
 
 class KernelcheckError(RuntimeError):

@@ -642,7 +642,7 @@ def test_what_jvp_may_not_return(what, wrap):
 @row("D4")
 def test_every_refusal_has_a_test():
     assert {row for row, *_ in WRONG.values()} == {
-        row.removeprefix("jvp ") for row in _boundary._MESSAGES if row.startswith("jvp ")
+        row.removeprefix("jvp ") for row in _boundary._MESSAGES if not row.startswith("backward ")
     }
 
 

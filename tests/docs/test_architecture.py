@@ -14,7 +14,7 @@ MODULES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path f
 
 # From the bottom up. A module belongs to the longest of these that it begins with.
 LAYERS = [
-    ("jaxfn._compat", "jaxfn._tables"),
+    ("jaxfn._compat",),
     ("jaxfn._jaxpr",),
     ("jaxfn._tree",),
     ("jaxfn._observe", "jaxfn._signature", "jaxfn._mesh_types", "jaxfn._diagnostics"),
@@ -32,7 +32,7 @@ LAYERS = [
     ("jaxfn._torch.trace",),
     ("jaxfn._torch.adopt",),
     ("jaxfn._torch",),
-    ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report"),
+    ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.tables"),
     ("jaxfn._gradcheck.numbers",),
     ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity"),
     ("jaxfn",),

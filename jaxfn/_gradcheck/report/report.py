@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxfn._gradcheck.report.plot import draw
-from jaxfn._tables import aligned, small
+from jaxfn._inspection.tables import aligned, small
 
 Number = float | complex
 

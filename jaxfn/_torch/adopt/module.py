@@ -30,7 +30,7 @@ from jaxfn._torch.trace.tensor_hooks import hooked
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.statics import Same
-from jaxfn._tree import NoArrays
+from jaxfn._tree import Opaque
 
 # While one thread traces a module, which holds other tensors then, no other thread may look at it, or at one that it
 # shares parts with.
@@ -40,7 +40,7 @@ Arrays = dict[str, jax.Array]
 _Tensors = dict[str, torch.Tensor]
 
 
-class AdoptedModule(NoArrays):
+class AdoptedModule(Opaque):
     """A torch module on JAX.
 
     While a call is traced, once for its shapes, no other thread may use the torch module itself.

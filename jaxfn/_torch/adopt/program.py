@@ -23,7 +23,7 @@ from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flat import Slot, put_in, slots, take_out
 from jaxfn._torch.values.statics import Recent, ambient_key, static_key
-from jaxfn._tree import NoArrays
+from jaxfn._tree import Opaque
 
 # How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
 _DERIVATIVES_KEPT = 32
@@ -58,7 +58,7 @@ def spec_of(tensor: torch.Tensor, permuted: str | None = None) -> Spec:
     return Spec(tuple(tensor.shape), tensor.dtype, permuted)
 
 
-class TracedGraph(NoArrays):
+class TracedGraph(Opaque):
     """A graph, and what there is to know about it.
 
     Args:
@@ -116,7 +116,7 @@ def _is_double(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128)
 
 
-class Trace(NoArrays):
+class Trace(Opaque):
     """Code, traced for some arguments.
 
     Attributes:
