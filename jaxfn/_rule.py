@@ -185,11 +185,12 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
     for i in forward_pass.outputs.non_differentiable:
         outputs[i] = jax.lax.stop_gradient(outputs[i])
     call = _RuledCall(rule, result, [outputs[i] for i in rule.differentiable])
+    may_have_tangents = forward_pass.spec.may_capture_tracers
     if (
         rule.is_reverse_only
         and is_differentiating_in_reverse()
         and any(map(has_tangent, inputs))
-        and not any(map(has_tangent, result.outputs))
+        and not (may_have_tangents and any(map(has_tangent, (*result.outputs, *rule.kept(result)))))
     ):
         attached = _outputs_with_rule(call, list(inputs))
     else:
