@@ -96,11 +96,11 @@ def all_eqns(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_reverse_only(eqn: Any) -> bool:
-    """Whether an eqn stands for the tangents of a `jax.custom_vjp`.
+    """Whether an eqn stands for the tangents of a `jax.custom_vjp`, or of a Function with backward alone.
 
-    `jax.jvp` of a custom_vjp can be traced, and raises when this eqn is evaluated.
+    `jax.jvp` of these can be traced, and raises when this eqn is evaluated.
     """
-    return eqn.primitive is custom_lin_p
+    return eqn.primitive is custom_lin_p or getattr(eqn.params.get("linear_map"), "is_reverse_only", False)
 
 
 class SubJaxpr(NamedTuple):

@@ -432,6 +432,11 @@ class LinearMap:
         """The types of its results."""
         raise NotImplementedError
 
+    @property
+    def is_reverse_only(self) -> bool:
+        """Whether `apply` raises."""
+        return False
+
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         """Returns tangents of the outputs for tangents of the inputs."""
         raise NotImplementedError
@@ -455,6 +460,10 @@ class _BatchedLinearMap(LinearMap):
     def avals(self) -> Sequence[Any]:
         avals = self._linear_map.avals
         return avals if self._in_axes[1] is None else list(map(self._axis.batched_aval, avals))
+
+    @property
+    def is_reverse_only(self) -> bool:
+        return self._linear_map.is_reverse_only
 
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         return self._axis.vmap(self._linear_map.apply, self._in_axes)(list(residuals), list(tangents))

@@ -503,9 +503,13 @@ class _ForwardPassMap(LinearMap):
     def __repr__(self) -> str:
         return self._forward_pass.spec.name
 
+    @property
+    def is_reverse_only(self) -> bool:
+        return not self._forward_pass.spec.methods.has_forward_mode
+
     def apply(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
         methods = self._forward_pass.spec.methods
-        if not methods.has_forward_mode:
+        if self.is_reverse_only:
             raise TypeError(methods.no_forward_mode)
         if not methods.has_jvp:
             return self._jvp_by_transposition(residuals, tangents)
