@@ -49,17 +49,26 @@ class NeedsInputGrad(_Named, tuple[bool, ...]):
                     f"ctx.needs_input_grad[{key}] is asked for, of {len(self)} inputs ({', '.join(self._jaxfn_named)})"
                 ) from None
         if key not in self._jaxfn_named:
-            raise KeyError(f"{key!r} is not among the parameters: {', '.join(self._jaxfn_named)}")
+            raise KeyError(self._no_parameter(key))
         return self._jaxfn_named[key]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"ctx.needs_input_grad.{name}: {self._no_parameter(name)}", name=name, obj=self)
+
+    def _no_parameter(self, name: str) -> str:
+        return f"{name!r} is not among the parameters: {', '.join(self._jaxfn_named)}"
 
 
 class SavedVariables(_Named, Mapping[str, Any]):
     """The values that were saved by name: `saved["weight"]`, `saved.weight`, in the order given."""
 
-    def __init__(self, named: Mapping[str, Any]) -> None:
+    def __init__(self, named: Mapping[str, Any], num_positional: int = 0) -> None:
         self._jaxfn_named = dict(named)
+        self._num_positional = num_positional
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._jaxfn_named:
+            raise KeyError(self._not_saved(name))
         return self._jaxfn_named[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -69,7 +78,13 @@ class SavedVariables(_Named, Mapping[str, Any]):
         return len(self._jaxfn_named)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}")
+        raise AttributeError(self._not_saved(name), name=name, obj=self)
+
+    def _not_saved(self, name: str) -> str:
+        text = f"nothing was saved as {name!r}; saved: {', '.join(self._jaxfn_named) or 'nothing'}"
+        return (
+            text if not self._num_positional else f"{text}, and by position {self._num_positional}: ctx.saved_tensors"
+        )
 
     def __repr__(self) -> str:
         return f"SavedVariables({self._jaxfn_named!r})"
@@ -213,7 +228,7 @@ class FunctionCtx:
     @property
     def saved_variables(self) -> SavedVariables:
         """The values that `save_for_backward` kept by name (R torch's form)."""
-        return SavedVariables(self._jaxfn.named)
+        return SavedVariables(self._jaxfn.named, len(self._jaxfn.tensors))
 
     @_Overridable
     def needs_input_grad(self) -> NeedsInputGrad:

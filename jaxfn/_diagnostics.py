@@ -24,6 +24,7 @@ import numpy as np
 from jaxfn._signature import InputNames, fits
 from jaxfn._tree import is_jax_type
 
+_FOLDER_OF_JAX = str(Path(jax.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parent / "_")[:-1]  # ends with the separator, unlike a sibling such as jaxfn2
 
 
@@ -134,7 +135,7 @@ def add_to_message(error: Exception, text: str) -> None:
 
 
 def _hint(error: Exception, method: str, ctx: Any) -> str | None:
-    text = str(error)
+    text = error.args[0] if isinstance(error, KeyError) else str(error)  # the text of a KeyError is in quotes
     for start, hint in _HINTS.items():
         if text.startswith(start):
             return hint
@@ -149,8 +150,11 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
         return hint
     if ("array.view()" in text or "as a data type" in text) and any(".view(" in line for line in _lines(error)):
         return "view(dtype) is about the bits of an array in JAX; write x.reshape(shape)"
-    if isinstance(error, ValueError) and "values to unpack" in text and ctx and "saved_" in _lines(error)[-1]:
-        return _hint_for_unpacking(method, ctx)
+    if ctx and "saved_" in _last_line_outside_jax(error):
+        if isinstance(error, (ValueError, IndexError)) and ("values to unpack" in text or "index out of range" in text):
+            return _hint_for_number(method, ctx)
+        if isinstance(error, TypeError) and ("tuple" in text or "sequence" in text):
+            return "ctx.saved_tensors is a tuple: write (x,) = ctx.saved_tensors, or ctx.saved_tensors[0]"
     return None
 
 
@@ -164,7 +168,7 @@ _HINTS = {
         "what backward reads by a name is saved in forward by that name, ctx.save_for_backward(name=value)"
     ),
     "ctx has no attribute": "assign what backward needs in forward (ctx.name = value), or in setup_context",
-    "ctx.needs_input_grad[": (
+    "ctx.needs_input_grad": (
         "it has one flag for each parameter of forward, without the ctx; its name may be used in place of a number"
     ),
     "Shapes must be 1D sequences of concrete values": _ASKS_FOR_VALUE,
@@ -200,6 +204,12 @@ def _lines(error: Exception) -> list[str]:
     return [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
 
 
+def _last_line_outside_jax(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line or "" for frame in frames if not frame.filename.startswith(_FOLDER_OF_JAX)]
+    return lines[-1] if lines else ""
+
+
 def _hint_for_type_error(text: str) -> str | None:
     unknown = _UNKNOWN_KEYWORD.search(text)
     if unknown and unknown[2] in _KEYWORDS and any(hasattr(module, unknown[1]) for module, _ in _FUNCTIONS):
@@ -215,7 +225,7 @@ def _hint_for_type_error(text: str) -> str | None:
     return None
 
 
-def _hint_for_unpacking(method: str, ctx: Any) -> str:
+def _hint_for_number(method: str, ctx: Any) -> str:
     num_saved = len(ctx.saved_tensors)
     if num_saved:
         return f"ctx.saved_tensors holds {num_saved}, as many as forward saved"

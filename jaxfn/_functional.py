@@ -96,6 +96,7 @@ def _make(forward: Callable[..., Any], name: str | None = None, **rules: Any) ->
         "__module__": getattr(forward, "__module__", __name__),
         "__qualname__": f"{qualname}.Function",  # where pickle finds it
         "__doc__": forward.__doc__,
+        "_jaxfn_is_decorated": True,
         "forward": staticmethod(forward),
     }
     methods = {method: staticmethod(rule) for method, rule in rules.items() if rule is not None}

@@ -44,6 +44,9 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, (types.MethodType, str, bool)) and a == b)
 
 
+_STATIC_BACKWARD = "backward(ctx, *grad_outputs) as a static method"
+
+
 def _similar_attribute(function: Any, method: str) -> str:
     """Returns a hint if a Function class without a method has an attribute of nearly that name."""
     names = {name for kind in function.__mro__ for name in vars(kind) if not name.startswith("_")}
@@ -157,9 +160,11 @@ class UserMethods:
     def backward(self, ctx: FunctionCtx, grad_outputs: list[Any], captured: dict[int, Any]) -> Any:
         """Calls `backward`, or `vjp`, its other name; `captured` is what `_with_captured` takes."""
         if not self.has_backward:
+            is_decorated = getattr(self._function, "_jaxfn_is_decorated", False)
+            what = f"def _(ctx, *grad_outputs) below @{self.name}.backward" if is_decorated else _STATIC_BACKWARD
             raise NotImplementedError(
-                f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write "
-                f"backward(ctx, *grad_outputs) as a static method.{_similar_attribute(self._function, 'backward')}"
+                f"{self.name} cannot be differentiated: it defines neither backward (or vjp) nor jvp. Write {what}."
+                f"{_similar_attribute(self._function, 'backward')}"
             )
         if _is_defined(self._function.vjp) and _is_defined(self._function.backward):
             raise RuntimeError(

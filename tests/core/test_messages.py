@@ -171,6 +171,31 @@ MISTAKES = {
         AttributeError,
         "nothing was saved as 'weight'; saved: nothing\nIn Thing.backward: what backward reads by a name is saved in",
     ),
+    "a name where values were saved by position": (
+        lambda: made(forward=save_two, backward=lambda ctx, grad_output: ctx.saved_variables["weight"]),
+        KeyError,
+        "nothing was saved as 'weight'; saved: nothing, and by position 2: ctx.saved_tensors",
+    ),
+    "the first of no saved tensors": (
+        lambda: made(backward=lambda ctx, grad_output: ctx.saved_tensors[0]),
+        IndexError,
+        "In Thing.backward: forward saved nothing. Call ctx.save_for_backward(...) there",
+    ),
+    "arithmetic with all saved tensors": (
+        lambda: made(forward=save_two, backward=lambda ctx, grad_output: 2.0 * ctx.saved_tensors),
+        TypeError,
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (x,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+    ),
+    "a function of all saved tensors": (
+        lambda: made(forward=save_two, backward=lambda ctx, grad_output: jnp.sin(ctx.saved_tensors)),
+        TypeError,
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (x,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+    ),
+    "a flag of no parameter": (
+        lambda: made(backward=lambda ctx, grad_output: ctx.needs_input_grad.weight),
+        AttributeError,
+        "ctx.needs_input_grad.weight: 'weight' is not among the parameters: x\nIn Thing.backward: it has one flag",
+    ),
     "a string saved": (
         lambda: made(forward=lambda ctx, x: ctx.save_for_backward("x")),
         TypeError,
