@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
+import torch._library.autograd
+import torch.library
 import torch.utils.checkpoint
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._subclasses.fake_tensor import (
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "APPLYING_CLASS",
+    "AUTOGRAD_OF_OPERATIONS",
     "BATCH_NORM",
     "BELOW_FUNCTIONALIZATION",
     "CLAMP_SPLITS_TIES",
@@ -62,14 +65,19 @@ __all__ = [
     "global_backward_hooks",
     "global_forward_hooks",
     "gradient_hooks",
+    "has_formula",
     "held_by",
+    "interpret_script",
     "is_accumulating",
     "is_below_autograd",
     "is_composite",
+    "is_custom",
     "lstsq_result",
     "memory",
     "plain_torch",
+    "python_kernel",
     "saved_by",
+    "script_attributes",
     "takes_boxed_gradients",
     "without_functions",
     "without_modes",
@@ -101,6 +109,30 @@ PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 LINEAR_CROSS_ENTROPY: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
 
 SCRIPT_TYPES: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod  # pyright: ignore  # 2.8 to 2.15
+
+
+def interpret_script(execute: Callable[..., Any], script: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Evaluates TorchScript one operation after the other, without the executor (2.13).
+
+    The executor specializes what has run a few times, and has derivatives of its own for that: it detaches tensors, and
+    second derivatives traced through it are wrong.
+    """
+    values = [script.owner, *args] if isinstance(script, SCRIPT_TYPES[1]) else [*args]
+    rest = script.schema.arguments[len(values) :]
+    if not {a.name for a in rest if not a.has_default_value()} <= {*kwargs} <= {a.name for a in rest}:
+        return execute(*args, **kwargs)  # which says what is wrong
+    values += [kwargs.get(a.name, a.default_value) for a in rest]
+    return torch._C._jit_interpret_graph(script.inlined_graph, tuple(values))  # pyright: ignore
+
+
+def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module of TorchScript holds outside of Python, by name; nothing for other modules (2.13)."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return {}
+    held: Any = module._c
+    names = torch._C.ConcreteModuleType.from_jit_type(held._type()).get_attributes()  # pyright: ignore
+    return {name: held.getattr(name) for name in names}
+
 
 # What the batch norms of 1, 2 and 3 dimensions do (2.8 to 2.15).
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm, "forward"  # pyright: ignore[reportPrivateUsage]
@@ -137,6 +169,55 @@ def is_composite(operation: Any) -> bool:
     compiled = [name for name in names if dispatcher._dispatch_has_kernel(name)]  # others are of TorchScript alone
     key = "CompositeImplicitAutograd"
     return bool(compiled) and all(dispatcher._dispatch_has_kernel_for_dispatch_key(name, key) for name in compiled)
+
+
+# What a custom operation's autograd looks up when it is called: whether gradients are on, and whether an argument
+# requires one. Only then it applies the Function that torch made of the registered backward (2.13).
+AUTOGRAD_OF_OPERATIONS = torch._library.autograd, "_C"
+
+_Key: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage]
+# Whose code an operation is computed by, the first that is written in Python: here all devices are one.
+_BACKENDS = (_Key.CPU, _Key.CompositeExplicitAutograd, _Key.CUDA)
+
+
+def is_custom(operation: Any) -> bool:
+    """Whether an overload is of a library of the user's, or of a package, and not of torch's (2.13)."""
+    schema = getattr(operation, "_schema", None)
+    namespace = "prim" if schema is None else operation.namespace
+    return namespace not in ("aten", "prim", "prims") and "c10d" not in namespace
+
+
+def _has_python_code(operation: Any, key: str) -> bool:
+    """Whether Python code is registered for an overload under a dispatch key, by `torch.library` (2.13)."""
+    name, overload = operation._schema.name.split("::")[-1], operation._schema.overload_name
+    registered = torch.library._impls  # pyright: ignore[reportPrivateUsage]
+    return f"{operation.namespace}/{name}{overload and '.' + overload}/{key}" in registered
+
+
+def python_kernel(operation: Any) -> tuple[Callable[..., Any] | None, bool]:
+    """The Python code that computes a custom operation, `None` where that is compiled (2.13).
+
+    Returns:
+      What to call, and whether that is the function itself and not torch's dispatcher, which passes no mode.
+    """
+    definition = _definition(operation)
+    if definition is not None:
+        return next(iter(definition._backend_fns.values()), definition._init_fn), True
+    key = next((key for key in _BACKENDS if _has_python_code(operation, key.name)), None)
+    return None if key is None else functools.partial(operation._op_dk, key), False
+
+
+def _definition(operation: Any) -> Any:
+    """What `torch.library.custom_op` made of a function for an operation, `None` for others (2.13)."""
+    return torch._library.custom_ops.OPDEFS.get(operation._schema.name)  # pyright: ignore
+
+
+def has_formula(operation: Any) -> bool:
+    """Whether a backward is registered in Python for a custom operation (2.13)."""
+    definition = _definition(operation)
+    if definition is not None:
+        return definition._backward_fn is not None
+    return any(_has_python_code(operation, key) for key in ("Autograd", "AutogradCPU", "AutogradCUDA"))
 
 
 @contextlib.contextmanager

@@ -14,10 +14,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import LINEAR_CROSS_ENTROPY, PACK, PAD, FunctionalTensor, plain_torch, without_functions
+from jaxfn._torch._compat import (
+    LINEAR_CROSS_ENTROPY,
+    OPERATION_TYPES,
+    PACK,
+    PAD,
+    FunctionalTensor,
+    has_formula,
+    is_custom,
+    plain_torch,
+    without_functions,
+)
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
 from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq
 from jaxfn._torch.trace.indexing import read, write
+from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.leftovers import exchange
 from jaxfn._torch.trace.nodes import node_of
 from jaxfn._torch.trace.recurrent import pack, pad, recurrent
@@ -51,8 +62,42 @@ class PythonLevel(TorchFunctionMode):
         if isinstance(kwargs.get("out"), torch.Tensor) and not kwargs["out"].numel():
             empty = kwargs["out"]  # which gets the result's size
             return _become(empty, self.__torch_function__(func, types, args, {**kwargs, "out": None}).to(empty.dtype))
+        if isinstance(func, OPERATION_TYPES):
+            return _call_operation(self.tracing, func, args, kwargs)
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+
+
+def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of an operation; of a custom one that a JAX function replaces, whose derivative is that function's.
+
+    That is so for a jaxfn Function, and where torch has no registered backward. Else torch applies a Function that it
+    made of that, in whose forward the operation is called again.
+    """
+    overloads = operation.overloads() if hasattr(operation, "overloads") else []
+    overload = getattr(operation, overloads[0]) if len(overloads) == 1 else operation
+    is_traced = any(map(tracing.is_traced, torch_tree.tree_leaves((args, kwargs))))
+    if not (is_traced and is_custom(overload)):
+        return operation(*args, **kwargs)
+    refuse_mutation(tracing.owner, overload)
+    replacement = tracing.recorder.replacement(overload)
+    if replacement is None or (has_formula(overload) and not hasattr(replacement, "_jaxfn_dispatcher")):
+        return operation(*args, **kwargs)
+    positional = [a for a in overload._schema.arguments if not a.kwarg_only]
+    args += tuple(kwargs.pop(a.name, a.default_value) for a in positional[len(args) :])
+    return call_replacement(tracing, overload, replacement, args, kwargs)
+
+
+def refuse_mutation(owner: str, operation: Any) -> None:
+    """Raises for a custom operation that writes to its arguments."""
+    names = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if names:
+        raise TranslationError(
+            f"{owner} calls {operation}, a custom operation that mutates its argument {', '.join(names)}. JAX's arrays "
+            "are immutable, and torch registers no derivative for such an operation. Write an operation that returns "
+            "the new value, or name a JAX function for a Python function around the call that returns it: "
+            f"from_torch(..., ops={{function: jax_function}}){source_line()}"
+        )
 
 
 def _answers(*functions: Any) -> Callable[[_Handler], _Handler]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users, source_line
@@ -143,6 +144,24 @@ def _recompute(
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
 
+class _AutogradOfOperations:
+    """`torch._C` to the autograd of custom operations, whose Function is applied wherever anything is traced."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def is_grad_enabled(self) -> bool:
+        return THREAD.tracing is not None or self._original.is_grad_enabled()
+
+    def _any_requires_grad(self, *args: Any, **kwargs: Any) -> bool:
+        tracing, leaves = THREAD.tracing, torch_tree.tree_leaves((args, kwargs))
+        is_traced = tracing is not None and any(map(tracing.is_traced, leaves))
+        return is_traced or (self._original.is_grad_enabled() and self._original._any_requires_grad(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 def _stay(tracing: Tracing, original: Any, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor
 
@@ -193,19 +212,7 @@ def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tenso
 
 
 def _run_script(tracing: Tracing, original: Callable[..., Any], script: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Compiled TorchScript, whose own derivatives begin with tensors that it detaches."""
-    if tracing.recorder.runs_script:
-        return original(script, *args, **kwargs)
-    if "aten::detach" in str(script.inlined_graph):
-        raise TranslationError(
-            f"{tracing.owner} calls {script.name}, TorchScript that detaches a tensor, which cannot be told from "
-            f"what TorchScript detaches for itself. Detach in Python, or do not script it{source_line()}"
-        )
-    tracing.recorder.runs_script = True
-    try:
-        return original(script, *args, **kwargs)
-    finally:
-        tracing.recorder.runs_script = False
+    return _compat.interpret_script(functools.partial(original, script), script, args, kwargs)
 
 
 def _enter_hooks(tracing: Tracing, original: Callable[[Any], Any], hooks: Any) -> Any:
@@ -300,6 +307,7 @@ _NAMES = [
     _Name(torch, "detach_", _answering(detach_in_place)),
     _Name(_compat.FunctionalTensor, "grad_fn", _answering_attribute(_grad_fn)),
     _Name(*_compat.MAKING_LEAVES, _answering(_make_leaves)),
+    _Name(*_compat.AUTOGRAD_OF_OPERATIONS, _AutogradOfOperations),
     _Name(*_compat.BATCH_NORM, _answering(_batch_norm)),
     _Name(*_compat.DETECTING_CAUSAL, _answering(_detect_causal)),
     _Name(_compat.FunctionalTensor, "register_hook", _answering(register_hook)),
