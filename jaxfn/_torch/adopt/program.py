@@ -555,7 +555,7 @@ class BatchedForward(Trace):
     ) -> None:
         tracing = Tracing(definition.name, definition.replacements, definition.nested, definition.stood_in)
         with running(tracing):
-            inputs = put_in(arguments, [tracing.input(*spec) for spec in specs])
+            inputs = put_in(arguments, [tracing.input(*spec, requires_grad=True) for spec in specs])
             made = take_out(definition.function.vmap(info, in_dims, *inputs))
             values = [tracing.lower(tensor) for tensor in made.leaves]
             tracing.refuse_written_afterwards()

@@ -35,7 +35,7 @@ from jaxfn._torch.trace.recurrent import pack, pad, recurrent
 from jaxfn._torch.trace.selecting import call
 from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.silent import detach, exchange_memory
-from jaxfn._torch.trace.state import THREAD, Tracing
+from jaxfn._torch.trace.state import LEAF, THREAD, Tracing
 from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import NeededValueError, TranslationError
 
@@ -341,12 +341,6 @@ def _rrelu_arguments(
 # ---------------------------------------------------------------------------------------------------------- autograd
 
 
-@_answers(torch.Tensor.requires_grad.__get__)  # pyright: ignore
-def _requires_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    of_input = mode.tracing.requires_grad(args[0])
-    return func(*args, **kwargs) if of_input is None else of_input
-
-
 @_answers(torch.Tensor.detach_, torch.detach_)
 def _detach_in_place(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return detach_in_place(mode.tracing, func, *args, **kwargs)
@@ -369,10 +363,18 @@ def _require_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
             f"{mode.tracing.owner} sets `requires_grad` of a parameter to False while it runs, and to JAX a parameter "
             f"has one derivative. Use `.detach()`, or freeze it before the module is called{source_line()}"
         )
-    if not is_whole:
+    if is_whole:
+        if not flag:  # an argument, of which torch's caller would get no gradient
+            return detach(args[0])
+    else:
         # Detached to be a leaf of autograd inside, not to have no derivative in the whole.
         mode.tracing.recorder.continue_gradient(mode.tracing.lower(args[0]))
     return func(*args, **kwargs)
+
+
+@_answers(torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # pyright: ignore
+def _grad_of_leaf(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(vars(args[0]).get(LEAF, args[0]), *args[1:])
 
 
 @_answers(torch.Tensor.register_hook)

@@ -206,6 +206,8 @@ def _make_leaves(
 def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tensor) -> Any:
     """`.grad_fn`, whose hooks autograd would call."""
     node = original(tensor)
+    if node is None and _is_users_asking():
+        tracing.may_require_grad(tensor)
     if node is None or not tracing.recorder.follows_grad_mode or tracing.registers_on_nodes:
         return node
     return GradFn(tracing.owner, node)
@@ -213,6 +215,14 @@ def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tenso
 
 def _run_script(tracing: Tracing, original: Callable[..., Any], script: Any, /, *args: Any, **kwargs: Any) -> Any:
     return _compat.interpret_script(functools.partial(original, script), script, args, kwargs)
+
+
+def _requires_grad(tracing: Tracing, original: Callable[..., bool], tensor: torch.Tensor) -> bool:
+    """`.requires_grad`: of an input what `ctx.needs_input_grad` says, of others whether there may be a derivative."""
+    of_input = tracing.requires_grad(tensor)
+    if of_input is not None:
+        return of_input
+    return original(tensor) or (_is_users_asking() and tracing.may_require_grad(tensor))
 
 
 def _enter_hooks(tracing: Tracing, original: Callable[[Any], Any], hooks: Any) -> Any:
@@ -227,8 +237,9 @@ def _enter_hooks(tracing: Tracing, original: Callable[[Any], Any], hooks: Any) -
 
 
 def _is_users_asking() -> bool:
-    """Whether it is the user's code that has called the stand-in whose answer calls this."""
-    return is_users(sys._getframe(3).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
+    """Whether it is the user's code that has called the stand-in whose answer calls this, also code without a file."""
+    filename = sys._getframe(3).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
+    return filename.startswith("<") or is_users(filename)
 
 
 def _is_grad_enabled(tracing: Tracing, original: Callable[[], bool]) -> bool:
@@ -305,6 +316,7 @@ _NAMES = [
     _Name(_compat.FunctionalTensor, "detach_", _answering(detach_in_place)),
     _Name(_compat.FunctionalTensor, "data", _answering_attribute(_data)),
     _Name(torch, "detach_", _answering(detach_in_place)),
+    _Name(_compat.FunctionalTensor, "requires_grad", _answering_attribute(_requires_grad)),
     _Name(_compat.FunctionalTensor, "grad_fn", _answering_attribute(_grad_fn)),
     _Name(*_compat.MAKING_LEAVES, _answering(_make_leaves)),
     _Name(*_compat.AUTOGRAD_OF_OPERATIONS, _AutogradOfOperations),

@@ -23,6 +23,8 @@ from jaxfn._torch.trace.leftovers import note
 from jaxfn._torch.trace.selection import Selection, refuse
 from jaxfn._torch.trace.silent import DETACHED, stop_detached
 
+LEAF = "jaxfn_leaf"  # the attribute of an argument with the leaf of autograd's that it is a copy of
+
 
 class Replacements(NamedTuple):
     """What JAX functions stand for.
@@ -97,6 +99,8 @@ class Tracing:
 
     Attributes:
       asks_compiling: whether it has asked.
+      asks_requires_grad: whether it has asked that of a tensor whose derivative autograd does not know of.
+      arguments_require_grad: whether arguments of a module or function require a gradient, for autograd to say.
       held: what a module holds, where one is traced.
       written: the parameters among that which have other values when it returns.
       read_in_backward: what a `backward` reads of what it holds: the `backward`, the name, and the value then.
@@ -125,6 +129,8 @@ class Tracing:
         self.recorder = Recorder(owner, replacements.operations, stood_in)
         self.reads_flags = False
         self.asks_compiling = False
+        self.asks_requires_grad = False
+        self.arguments_require_grad = False
         self._says_compiling = says_compiling
         self.held: HeldTensors | None = None
         self.written: Sequence[str] = ()
@@ -190,6 +196,27 @@ class Tracing:
         """What an input says when asked whether it requires a gradient; `None` for what is no input."""
         self.reads_flags |= id(tensor) in self._requires_grad
         return self._requires_grad.get(id(tensor))
+
+    def may_require_grad(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a derivative that autograd does not know of, as gradients are off in `backward`.
+
+        Elsewhere arguments of a module or function have such ones, of which `as_argument` lets autograd know.
+        """
+        is_unknown = self.is_differentiated or (self.recorder.follows_grad_mode and not self.arguments_require_grad)
+        if DETACHED in vars(tensor) or not is_unknown:
+            return False
+        may_be = self.recorder.varies(self.lower(tensor))
+        self.asks_requires_grad |= may_be
+        return may_be
+
+    def as_argument(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An input that requires a gradient, and is no leaf, so that code may write to it."""
+        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+            return tensor
+        with without_functions(), torch.enable_grad():
+            argument = tensor.requires_grad_().clone()
+        vars(argument)[LEAF] = tensor
+        return argument
 
     def part_name(self, module: torch.nn.Module) -> str:
         """What messages call a module."""
