@@ -6,6 +6,7 @@ answer while tracing. `patches` is for what no mode sees.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from jaxfn._torch._compat import (
     has_formula,
     is_custom,
     plain_torch,
+    python_kernel,
     without_functions,
 )
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
@@ -81,6 +83,11 @@ def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwa
         return operation(*args, **kwargs)
     refuse_mutation(tracing.owner, overload)
     replacement = tracing.recorder.replacement(overload)
+    if replacement is None:
+        kernel, is_function = python_kernel(overload)
+        if kernel is not None and not is_function and not has_formula(overload):
+            with contextlib.suppress(Exception):  # torch's dispatcher comes to it again, and says why
+                return kernel(*args, **kwargs)  # here, so that autograd inside goes through it, as in torch
     if replacement is None or (has_formula(overload) and not hasattr(replacement, "_jaxfn_dispatcher")):
         return operation(*args, **kwargs)
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]

@@ -29,7 +29,7 @@ from jaxfn._torch.trace.interception import detach_in_place
 from jaxfn._torch.trace.module_hooks import choose_hooks, set_up_inputs, set_up_outputs
 from jaxfn._torch.trace.nodes import GradFn
 from jaxfn._torch.trace.silent import detach as mark_detached
-from jaxfn._torch.trace.state import THREAD, Tracing
+from jaxfn._torch.trace.state import LEAF, THREAD, Tracing
 from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import TranslationError
 
@@ -205,8 +205,8 @@ def _make_leaves(
 
 def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tensor) -> Any:
     """`.grad_fn`, whose hooks autograd would call."""
-    node = original(tensor)
-    if node is None and _is_users_asking():
+    node = None if LEAF in vars(tensor) else original(tensor)
+    if node is None and _is_users_asking() and tracing.recorder.input_index(tracing.lower(tensor)) is None:
         tracing.may_require_grad(tensor)
     if node is None or not tracing.recorder.follows_grad_mode or tracing.registers_on_nodes:
         return node

@@ -49,6 +49,7 @@ class Replacements(NamedTuple):
                 "would never be called. Name the Python function that the code calls (as torch.matmul, or "
                 "torch.nn.functional.linear), or the operations that explain() shows."
             )
+        ops = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}  # jaxfn Functions
         operations = {op: replacement for op, replacement in ops.items() if _is_operation(op)}
         functions = {op: replacement for op, replacement in ops.items() if op not in operations}
         return cls(ops, named_operations(operations), functions)
