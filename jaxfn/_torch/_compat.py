@@ -111,17 +111,13 @@ LINEAR_CROSS_ENTROPY: Any = getattr(torch.nn.functional, "linear_cross_entropy",
 SCRIPT_TYPES: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod  # pyright: ignore  # 2.8 to 2.15
 
 
-def interpret_script(execute: Callable[..., Any], script: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Evaluates TorchScript one operation after the other, without the executor (2.13).
+def interpret_script(script: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Evaluates TorchScript without its executor, which after a few runs has derivatives of its own (2.13).
 
-    The executor specializes what has run a few times, and has derivatives of its own for that: it detaches tensors, and
-    second derivatives traced through it are wrong.
+    Those begin with tensors that it detaches, and second derivatives traced through them are wrong.
     """
     values = [script.owner, *args] if isinstance(script, SCRIPT_TYPES[1]) else [*args]
-    rest = script.schema.arguments[len(values) :]
-    if not {a.name for a in rest if not a.has_default_value()} <= {*kwargs} <= {a.name for a in rest}:
-        return execute(*args, **kwargs)  # which says what is wrong
-    values += [kwargs.get(a.name, a.default_value) for a in rest]
+    values += [kwargs.get(a.name, a.default_value) for a in script.schema.arguments[len(values) :]]
     return torch._C._jit_interpret_graph(script.inlined_graph, tuple(values))  # pyright: ignore
 
 
@@ -171,50 +167,43 @@ def is_composite(operation: Any) -> bool:
     return bool(compiled) and all(dispatcher._dispatch_has_kernel_for_dispatch_key(name, key) for name in compiled)
 
 
-# What a custom operation's autograd looks up when it is called: whether gradients are on, and whether an argument
-# requires one. Only then it applies the Function that torch made of the registered backward (2.13).
+# Where a custom operation looks up whether gradients are on and an argument requires one, as only then it applies the
+# Function that torch made of the registered backward (2.13).
 AUTOGRAD_OF_OPERATIONS = torch._library.autograd, "_C"
 
 _Key: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage]
-# Whose code an operation is computed by, the first that is written in Python: here all devices are one.
-_BACKENDS = (_Key.CPU, _Key.CompositeExplicitAutograd, _Key.CUDA)
+_DEFINITIONS: Mapping[str, Any] = torch._library.custom_ops.OPDEFS  # pyright: ignore  # of `custom_op`, 2.13
 
 
 def is_custom(operation: Any) -> bool:
     """Whether an overload is of a library of the user's, or of a package, and not of torch's (2.13)."""
-    schema = getattr(operation, "_schema", None)
-    namespace = "prim" if schema is None else operation.namespace
+    namespace = operation.namespace if hasattr(operation, "_schema") else "prim"
     return namespace not in ("aten", "prim", "prims") and "c10d" not in namespace
 
 
 def _has_python_code(operation: Any, key: str) -> bool:
     """Whether Python code is registered for an overload under a dispatch key, by `torch.library` (2.13)."""
-    name, overload = operation._schema.name.split("::")[-1], operation._schema.overload_name
-    registered = torch.library._impls  # pyright: ignore[reportPrivateUsage]
-    return f"{operation.namespace}/{name}{overload and '.' + overload}/{key}" in registered
+    name = operation._schema.name.replace("::", "/")
+    overload = operation._schema.overload_name and f".{operation._schema.overload_name}"
+    return f"{name}{overload}/{key}" in torch.library._impls  # pyright: ignore[reportPrivateUsage]
 
 
-def python_kernel(operation: Any) -> tuple[Callable[..., Any] | None, bool]:
+def python_kernel(operation: Any) -> Callable[..., Any] | None:
     """The Python code that computes a custom operation, `None` where that is compiled (2.13).
 
-    Returns:
-      What to call, and whether that is the function itself and not torch's dispatcher, which passes no mode.
+    Of an operation that no `custom_op` made only torch's dispatcher knows it, by a `partial`, in which no mode is on.
     """
-    definition = _definition(operation)
+    definition = _DEFINITIONS.get(operation._schema.name)
     if definition is not None:
-        return next(iter(definition._backend_fns.values()), definition._init_fn), True
-    key = next((key for key in _BACKENDS if _has_python_code(operation, key.name)), None)
-    return None if key is None else functools.partial(operation._op_dk, key), False
-
-
-def _definition(operation: Any) -> Any:
-    """What `torch.library.custom_op` made of a function for an operation, `None` for others (2.13)."""
-    return torch._library.custom_ops.OPDEFS.get(operation._schema.name)  # pyright: ignore
+        return next(iter(definition._backend_fns.values()), definition._init_fn)
+    keys = (_Key.CPU, _Key.CompositeExplicitAutograd, _Key.CUDA)  # here all devices are one
+    key = next((key for key in keys if _has_python_code(operation, key.name)), None)
+    return None if key is None else functools.partial(operation._op_dk, key)
 
 
 def has_formula(operation: Any) -> bool:
     """Whether a backward is registered in Python for a custom operation (2.13)."""
-    definition = _definition(operation)
+    definition = _DEFINITIONS.get(operation._schema.name)
     if definition is not None:
         return definition._backward_fn is not None
     return any(_has_python_code(operation, key) for key in ("Autograd", "AutogradCPU", "AutogradCUDA"))

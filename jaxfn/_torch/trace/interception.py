@@ -7,6 +7,7 @@ answer while tracing. `patches` is for what no mode sees.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -71,10 +72,9 @@ class PythonLevel(TorchFunctionMode):
 
 
 def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call of an operation; of a custom one that a JAX function replaces, whose derivative is that function's.
+    """A call of an operation. Of a custom one torch applies the Function that it made of the registered backward.
 
-    That is so for a jaxfn Function, and where torch has no registered backward. Else torch applies a Function that it
-    made of that, in whose forward the operation is called again.
+    Not if there is none, or a jaxfn Function replaces it: then the derivative is that of its code or its replacement.
     """
     overloads = operation.overloads() if hasattr(operation, "overloads") else []
     overload = getattr(operation, overloads[0]) if len(overloads) == 1 else operation
@@ -84,8 +84,8 @@ def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwa
     refuse_mutation(tracing.owner, overload)
     replacement = tracing.recorder.replacement(overload)
     if replacement is None:
-        kernel, is_function = python_kernel(overload)
-        if kernel is not None and not is_function and not has_formula(overload):
+        kernel = python_kernel(overload)
+        if isinstance(kernel, functools.partial) and not has_formula(overload):
             with contextlib.suppress(Exception):  # torch's dispatcher comes to it again, and says why
                 return kernel(*args, **kwargs)  # here, so that autograd inside goes through it, as in torch
     if replacement is None or (has_formula(overload) and not hasattr(replacement, "_jaxfn_dispatcher")):

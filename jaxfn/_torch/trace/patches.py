@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -144,22 +145,18 @@ def _recompute(
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
 
-class _AutogradOfOperations:
-    """`torch._C` to the autograd of custom operations, whose Function is applied wherever anything is traced."""
+def _autograd_of_operations(original: Any) -> Any:
+    """`torch._C` to custom operations, whose registered backward counts wherever an argument is traced."""
 
-    def __init__(self, original: Any) -> None:
-        self._original = original
+    def is_grad_enabled() -> bool:
+        return THREAD.tracing is not None or original.is_grad_enabled()
 
-    def is_grad_enabled(self) -> bool:
-        return THREAD.tracing is not None or self._original.is_grad_enabled()
+    def requires_grad(*args: Any, **kwargs: Any) -> bool:
+        is_traced = THREAD.tracing and any(map(THREAD.tracing.is_traced, torch_tree.tree_leaves((args, kwargs))))
+        return is_traced or original._any_requires_grad(*args, **kwargs)
 
-    def _any_requires_grad(self, *args: Any, **kwargs: Any) -> bool:
-        tracing, leaves = THREAD.tracing, torch_tree.tree_leaves((args, kwargs))
-        is_traced = tracing is not None and any(map(tracing.is_traced, leaves))
-        return is_traced or (self._original.is_grad_enabled() and self._original._any_requires_grad(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
+    changed = {"is_grad_enabled": is_grad_enabled, "_any_requires_grad": requires_grad}
+    return types.SimpleNamespace(**(vars(original) | changed))
 
 
 def _stay(tracing: Tracing, original: Any, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -214,7 +211,7 @@ def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tenso
 
 
 def _run_script(tracing: Tracing, original: Callable[..., Any], script: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return _compat.interpret_script(functools.partial(original, script), script, args, kwargs)
+    return _compat.interpret_script(script, args, kwargs)
 
 
 def _requires_grad(tracing: Tracing, original: Callable[..., bool], tensor: torch.Tensor) -> bool:
@@ -319,7 +316,7 @@ _NAMES = [
     _Name(_compat.FunctionalTensor, "requires_grad", _answering_attribute(_requires_grad)),
     _Name(_compat.FunctionalTensor, "grad_fn", _answering_attribute(_grad_fn)),
     _Name(*_compat.MAKING_LEAVES, _answering(_make_leaves)),
-    _Name(*_compat.AUTOGRAD_OF_OPERATIONS, _AutogradOfOperations),
+    _Name(*_compat.AUTOGRAD_OF_OPERATIONS, _autograd_of_operations),
     _Name(*_compat.BATCH_NORM, _answering(_batch_norm)),
     _Name(*_compat.DETECTING_CAUSAL, _answering(_detect_causal)),
     _Name(_compat.FunctionalTensor, "register_hook", _answering(register_hook)),

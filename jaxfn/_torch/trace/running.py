@@ -125,10 +125,10 @@ class _Functionalization(FunctionalTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHECKS:
             return None
-        kernel, is_function = self._kernel(func, args, kwargs or {})
+        kernel = self._kernel(func, args, kwargs)
         if kernel is not None:
             try:
-                with self, PythonLevel(current()) if is_function else without_functions():
+                with self, without_functions() if isinstance(kernel, functools.partial) else PythonLevel(current()):
                     return kernel(*args, **(kwargs or {}))
             except OtherTraceError:
                 raise
@@ -140,13 +140,13 @@ class _Functionalization(FunctionalTensorMode):
             value = silent.run(self._recorder, self, func, args, kwargs or {}, call)
             return note(torch_tree.tree_map_only(torch.Tensor, self._lifted, value))
 
-    def _kernel(self, func: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any] | None, bool]:
+    def _kernel(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
         """The Python code of a custom operation on traced tensors, where that is to be traced."""
         if not is_custom(func) or not any(map(current().is_traced, torch_tree.tree_leaves((args, kwargs)))):
-            return None, False
+            return None
         refuse_mutation(self._recorder.owner, func)
         is_opaque = self._recorder.replacement(func) is not None or func in self._recorder.not_torch_code
-        return (None, False) if is_opaque else python_kernel(func)
+        return None if is_opaque else python_kernel(func)
 
     def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor made outside, so that writes to it are seen; any other tensor as it is."""
