@@ -243,7 +243,7 @@ def _tensors(module: torch.nn.Module) -> _Tensors:
 def _held(module: torch.nn.Module, name: str) -> Any:
     """What a module holds by the name of a parameter or buffer."""
     path, _, own_name = name.rpartition(".")
-    part = module.get_submodule(path)
+    part = functools.reduce(getattr, path.split("."), module) if path else module  # TorchScript has no get_submodule
     return next((x for tensors in held_by(part) for key, x in tensors.items() if key == own_name), None)
 
 
