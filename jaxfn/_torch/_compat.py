@@ -58,6 +58,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "accumulation_hooks",
+    "any_requires_grad",
     "apply_below",
     "decomposed",
     "decompositions",
@@ -170,6 +171,7 @@ def is_composite(operation: Any) -> bool:
 # Where a custom operation looks up whether gradients are on and an argument requires one, as only then it applies the
 # Function that torch made of the registered backward (2.13).
 AUTOGRAD_OF_OPERATIONS = torch._library.autograd, "_C"
+any_requires_grad = torch._C._any_requires_grad  # pyright: ignore
 
 _Key: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage]
 _DEFINITIONS: Mapping[str, Any] = torch._library.custom_ops.OPDEFS  # pyright: ignore  # of `custom_op`, 2.13

@@ -153,7 +153,7 @@ def _autograd_of_operations(original: Any) -> Any:
 
     def requires_grad(*args: Any, **kwargs: Any) -> bool:
         is_traced = THREAD.tracing and any(map(THREAD.tracing.is_traced, torch_tree.tree_leaves((args, kwargs))))
-        return is_traced or original._any_requires_grad(*args, **kwargs)
+        return is_traced or _compat.any_requires_grad(*args, **kwargs)
 
     changed = {"is_grad_enabled": is_grad_enabled, "_any_requires_grad": requires_grad}
     return types.SimpleNamespace(**(vars(original) | changed))
