@@ -67,6 +67,7 @@ __all__ = [
     "global_forward_hooks",
     "gradient_hooks",
     "has_formula",
+    "has_formula_for_gpus_alone",
     "held_by",
     "interpret_script",
     "is_accumulating",
@@ -208,7 +209,12 @@ def has_formula(operation: Any) -> bool:
     definition = _DEFINITIONS.get(operation._schema.name)
     if definition is not None:
         return definition._backward_fn is not None
-    return any(_has_python_code(operation, key) for key in ("Autograd", "AutogradCPU", "AutogradCUDA"))
+    return any(_has_python_code(operation, key) for key in ("Autograd", "AutogradCPU"))
+
+
+def has_formula_for_gpus_alone(operation: Any) -> bool:
+    """Whether a backward is registered in Python for GPUs, and none for what is traced as on a CPU (2.13)."""
+    return _has_python_code(operation, "AutogradCUDA") and not has_formula(operation)
 
 
 @contextlib.contextmanager

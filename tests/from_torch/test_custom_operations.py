@@ -427,6 +427,18 @@ def test_operations_that_mutate_arguments(code, name, kind):
         ours(*ARGS)
 
 
+LIBRARY.define("for_gpus(Tensor x) -> Tensor")
+LIBRARY.impl("for_gpus", lambda x: x.sin(), "CPU")
+LIBRARY.impl("for_gpus", lambda x: OwnAutograd.apply(x), "AutogradCUDA")
+
+
+@row("H14")
+@pytest.mark.parametrize("ops", [None, {OPS.for_gpus: jnp.sin}], ids=["code", "ops"])
+def test_a_backward_for_gpus_alone(ops):
+    with pytest.raises(TranslationError, match=r"for_gpus.default, whose backward .* AutogradCUDA alone"):
+        jaxfn.from_torch(lambda x: OPS.for_gpus(x), ops=ops)(ARGS[0])
+
+
 @row("H14")
 @pytest.mark.parametrize(
     "op, message",
@@ -439,6 +451,16 @@ def test_operations_that_mutate_arguments(code, name, kind):
 def test_code_that_is_not_of_torch(op, message):
     with pytest.raises(TranslationError, match=f"(?s){message}"):
         jaxfn.from_torch(lambda x: op(x))(ARGS[0])
+
+
+@row("H14")
+@pytest.mark.parametrize("inside", [False, True])
+def test_operations_that_others_call(inside):
+    """In code of a library, where no mode of torch's functions is on."""
+    kind = "calling" if inside else "calling_composite"
+    LIBRARY.define(f"{kind}(Tensor x) -> Tensor")
+    LIBRARY.impl(kind, lambda x: steep(x) * 2, "CPU" if inside else "CompositeImplicitAutograd")
+    assert_as_torch(*KINDS["module"](lambda x, w: getattr(OPS, kind)(x * w), None))
 
 
 @row("H12", "H14")

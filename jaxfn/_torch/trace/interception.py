@@ -23,6 +23,7 @@ from jaxfn._torch._compat import (
     PAD,
     FunctionalTensor,
     has_formula,
+    has_formula_for_gpus_alone,
     is_custom,
     plain_torch,
     python_kernel,
@@ -81,7 +82,7 @@ def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwa
     is_traced = any(map(tracing.is_traced, torch_tree.tree_leaves((args, kwargs))))
     if not (is_traced and is_custom(overload)):
         return operation(*args, **kwargs)
-    refuse_mutation(tracing.owner, overload)
+    refuse_operation(tracing.owner, overload)
     replacement = tracing.recorder.replacement(overload)
     if replacement is None:
         kernel = python_kernel(overload)
@@ -95,8 +96,13 @@ def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwa
     return call_replacement(tracing, overload, replacement, args, kwargs)
 
 
-def refuse_mutation(owner: str, operation: Any) -> None:
-    """Raises for a custom operation that writes to its arguments."""
+def refuse_operation(owner: str, operation: Any) -> None:
+    """Raises for a custom operation that writes to its arguments, or whose backward would not be found."""
+    if has_formula_for_gpus_alone(operation):
+        raise TranslationError(
+            f"{owner} calls {operation}, whose backward is registered for AutogradCUDA alone and would be left out, as "
+            f"code is traced on a CPU. Register it for all devices, by torch.library.register_autograd{source_line()}"
+        )
     names = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if names:
         raise TranslationError(

@@ -146,7 +146,7 @@ def _recompute(
 
 
 def _autograd_of_operations(original: Any) -> Any:
-    """`torch._C` to custom operations, whose registered backward counts wherever an argument is traced."""
+    """torch's module as custom operations see it, whose registered backward counts wherever an argument is traced."""
 
     def is_grad_enabled() -> bool:
         return THREAD.tracing is not None or original.is_grad_enabled()

@@ -39,7 +39,7 @@ from jaxfn._torch._compat import (
 from jaxfn._torch.graph.recorder import WRITES_OUTSIDE, Recorder
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace import silent
-from jaxfn._torch.trace.interception import PythonLevel, refuse_mutation
+from jaxfn._torch.trace.interception import PythonLevel, refuse_operation
 from jaxfn._torch.trace.leftovers import note
 from jaxfn._torch.trace.patches import patched
 from jaxfn._torch.trace.state import THREAD, Tracing, current
@@ -144,7 +144,7 @@ class _Functionalization(FunctionalTensorMode):
         """The Python code of a custom operation on traced tensors, where that is to be traced."""
         if not is_custom(func) or not any(map(current().is_traced, torch_tree.tree_leaves((args, kwargs)))):
             return None
-        refuse_mutation(self._recorder.owner, func)
+        refuse_operation(self._recorder.owner, func)
         is_opaque = self._recorder.replacement(func) is not None or func in self._recorder.not_torch_code
         return None if is_opaque else python_kernel(func)
 
