@@ -515,6 +515,7 @@ class Derivative(Trace):
         )
         with running(tracing):
             ctx = forward.ctx(method, tracing, needs_input_grad)
+            tracing.first_gradient = len(forward.input_specs if forward.runs_again else forward.kept[method])
             order = definition.stood_in.permuted_gradients
             arguments = put_in(given, [tracing.input(x.shape, x.dtype, x.permuted or order) for x in specs])
             num_added = len(forward.handed_on)

@@ -101,6 +101,7 @@ class Tracing:
     Attributes:
       asks_compiling: whether it has asked.
       asks_requires_grad: whether it has asked that of a tensor whose derivative autograd does not know of.
+      first_gradient: which of its inputs is the first gradient; of those before, in `backward`, some require none.
       arguments_require_grad: whether arguments of a module or function require a gradient, for autograd to say.
       held: what a module holds, where one is traced.
       written: the parameters among that which have other values when it returns.
@@ -132,6 +133,7 @@ class Tracing:
         self.asks_compiling = False
         self.asks_requires_grad = False
         self.arguments_require_grad = False
+        self.first_gradient = 0
         self._says_compiling = says_compiling
         self.held: HeldTensors | None = None
         self.written: Sequence[str] = ()
@@ -206,7 +208,9 @@ class Tracing:
         is_unknown = self.is_differentiated or (self.recorder.follows_grad_mode and not self.arguments_require_grad)
         if DETACHED in vars(tensor) or not is_unknown:
             return False
-        may_be = self.recorder.varies(self.lower(tensor))
+        value = self.lower(tensor)
+        reached = self.recorder.reaches(value) if self.recorder.varies(value) else ()
+        may_be = any(i >= self.first_gradient or self._requires_grad.get(id(self._inputs[i])) for i in reached)
         self.asks_requires_grad |= may_be
         return may_be
 
