@@ -40,7 +40,7 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
       ops: JAX functions to use where the code calls an operation that has no translation, or one to be replaced: a
         torch operation (an overload or packet of `torch.ops`, or what `torch.library.custom_op` returns), or a Python
         function (around a Triton kernel, say). Each takes arrays in place of tensors, and the other arguments as they
-        are.
+        are. A custom operation keeps the backward that torch has for it, unless a jaxfn Function replaces it.
 
     Returns:
       Of a module, an `AdoptedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.

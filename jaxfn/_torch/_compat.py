@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
+import torch._library.autograd
+import torch.library
 import torch.utils.checkpoint
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._subclasses.fake_tensor import (
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "APPLYING_CLASS",
+    "AUTOGRAD_OF_OPERATIONS",
     "BATCH_NORM",
     "BELOW_FUNCTIONALIZATION",
     "CLAMP_SPLITS_TIES",
@@ -55,6 +58,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "accumulation_hooks",
+    "any_requires_grad",
     "apply_below",
     "decomposed",
     "decompositions",
@@ -62,14 +66,20 @@ __all__ = [
     "global_backward_hooks",
     "global_forward_hooks",
     "gradient_hooks",
+    "has_formula",
+    "has_formula_for_gpus_alone",
     "held_by",
+    "interpret_script",
     "is_accumulating",
     "is_below_autograd",
     "is_composite",
+    "is_custom",
     "lstsq_result",
     "memory",
     "plain_torch",
+    "python_kernel",
     "saved_by",
+    "script_attributes",
     "takes_boxed_gradients",
     "without_functions",
     "without_modes",
@@ -101,6 +111,26 @@ PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 LINEAR_CROSS_ENTROPY: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
 
 SCRIPT_TYPES: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod  # pyright: ignore  # 2.8 to 2.15
+
+
+def interpret_script(script: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Evaluates TorchScript without its executor, which after a few runs has derivatives of its own (2.13).
+
+    Those begin with tensors that it detaches, and second derivatives traced through them are wrong.
+    """
+    values = [script.owner, *args] if isinstance(script, SCRIPT_TYPES[1]) else [*args]
+    values += [kwargs.get(a.name, a.default_value) for a in script.schema.arguments[len(values) :]]
+    return torch._C._jit_interpret_graph(script.inlined_graph, tuple(values))  # pyright: ignore
+
+
+def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module of TorchScript holds outside of Python, by name; nothing for other modules (2.13)."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return {}
+    held: Any = module._c
+    names = torch._C.ConcreteModuleType.from_jit_type(held._type()).get_attributes()  # pyright: ignore
+    return {name: held.getattr(name) for name in names}
+
 
 # What the batch norms of 1, 2 and 3 dimensions do (2.8 to 2.15).
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm, "forward"  # pyright: ignore[reportPrivateUsage]
@@ -137,6 +167,54 @@ def is_composite(operation: Any) -> bool:
     compiled = [name for name in names if dispatcher._dispatch_has_kernel(name)]  # others are of TorchScript alone
     key = "CompositeImplicitAutograd"
     return bool(compiled) and all(dispatcher._dispatch_has_kernel_for_dispatch_key(name, key) for name in compiled)
+
+
+# Where a custom operation looks up whether gradients are on and an argument requires one, as only then it applies the
+# Function that torch made of the registered backward (2.13).
+AUTOGRAD_OF_OPERATIONS = torch._library.autograd, "_C"
+any_requires_grad = torch._C._any_requires_grad  # pyright: ignore
+
+_Key: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage]
+_DEFINITIONS: Mapping[str, Any] = torch._library.custom_ops.OPDEFS  # pyright: ignore  # of `custom_op`, 2.13
+
+
+def is_custom(operation: Any) -> bool:
+    """Whether an overload is of a library of the user's, or of a package, and not of torch's (2.13)."""
+    namespace = operation.namespace if hasattr(operation, "_schema") else "prim"
+    return namespace not in ("aten", "prim", "prims") and "c10d" not in namespace
+
+
+def _has_python_code(operation: Any, key: str) -> bool:
+    """Whether Python code is registered for an overload under a dispatch key, by `torch.library` (2.13)."""
+    name = operation._schema.name.replace("::", "/")
+    overload = operation._schema.overload_name and f".{operation._schema.overload_name}"
+    return f"{name}{overload}/{key}" in torch.library._impls  # pyright: ignore[reportPrivateUsage]
+
+
+def python_kernel(operation: Any) -> Callable[..., Any] | None:
+    """The Python code that computes a custom operation, `None` where that is compiled (2.13).
+
+    Of an operation that no `custom_op` made only torch's dispatcher knows it, by a `partial`, in which no mode is on.
+    """
+    definition = _DEFINITIONS.get(operation._schema.name)
+    if definition is not None:
+        return next(iter(definition._backend_fns.values()), definition._init_fn)
+    keys = (_Key.CPU, _Key.CompositeExplicitAutograd, _Key.CUDA)  # here all devices are one
+    key = next((key for key in keys if _has_python_code(operation, key.name)), None)
+    return None if key is None else functools.partial(operation._op_dk, key)
+
+
+def has_formula(operation: Any) -> bool:
+    """Whether a backward is registered in Python for a custom operation (2.13)."""
+    definition = _DEFINITIONS.get(operation._schema.name)
+    if definition is not None:
+        return definition._backward_fn is not None
+    return any(_has_python_code(operation, key) for key in ("Autograd", "AutogradCPU"))
+
+
+def has_formula_for_gpus_alone(operation: Any) -> bool:
+    """Whether a backward is registered in Python for GPUs, and none for what is traced as on a CPU (2.13)."""
+    return _has_python_code(operation, "AutogradCUDA") and not has_formula(operation)
 
 
 @contextlib.contextmanager

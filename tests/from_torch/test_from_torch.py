@@ -428,7 +428,7 @@ def test_selections_evaluate_nothing_that_was_not_selected():
 
 @torch.library.custom_op("jaxfn_test::double", mutates_args=())
 def double(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
+    return torch.from_numpy(x.numpy() * 2)
 
 
 @double.register_fake
@@ -438,7 +438,7 @@ def _(x):
 
 @torch.library.custom_op("jaxfn_test::shapeless", mutates_args=())
 def shapeless(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
+    return torch.from_numpy(x.numpy() * 2)
 
 
 def launch(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
@@ -488,7 +488,8 @@ def test_the_rest_is_unaffected():
     F = jaxfn.from_torch(UsesOperations, ops={double: lambda x: x * 2})
     assert_same([F.apply(jnp.ones(3))], [np.full(3, 2.0)])
     with pytest.raises(
-        jaxfn.TranslationError, match="UsesOperations calls jaxfn_test.shapeless.default, of which torch"
+        jaxfn.TranslationError,
+        match=r"calls jaxfn_test.shapeless.default, whose code cannot be traced .*numpy.*what shapes",
     ):
         jax.grad(lambda x: F.apply(x).sum())(jnp.ones(3))
 
@@ -716,7 +717,7 @@ def test_explain_does_not_raise():
     for function, ops in ((UsesOperations, {}), (UsesOperations, {shapeless: lambda x: x}), (UsesKernel, {})):
         explanation = jaxfn.from_torch(function, ops=ops).explain(np.ones(3))
         assert not explanation.is_supported
-        assert any(word in str(explanation) for word in ("jaxfn_test.double.default", "compiled code"))
+        assert any(word in str(explanation) for word in ("jaxfn_test.double.default, ", "compiled code"))
     explanation = jaxfn.from_torch(function_of(_if)).explain(np.ones(3))
     assert "cannot be traced" in str(explanation) and "# the line" in str(explanation)
     assert "draws random numbers" in str(jaxfn.from_torch(Dropout).explain(np.ones(3), 0.5))

@@ -516,7 +516,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 @torch_functions.scripted
 def scripted_with_detach(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.erf(x).detach()
+    return x * torch.erf(x).detach() + (x * x).detach()
 
 
 for _ in range(3):  # from then on it differentiates by itself
@@ -525,6 +525,10 @@ for _ in range(3):  # from then on it differentiates by itself
 
 def script_with_derivatives_of_its_own(module, x):
     return scripted(x @ module.w)
+
+
+def script_that_detaches(module, x):
+    return scripted_with_detach(x @ module.w)
 
 
 def nodes_of_autograds_graph_looked_at(module, x):
@@ -587,6 +591,7 @@ def seeded_and_not_drawn(module, x):
 WHAT_CODE_DOES = [
     another_operation_in_a_trace, mistaken_in_a_trace, seeded_and_not_drawn,
     library_operations_with_hooks, script_with_derivatives_of_its_own,
+    script_that_detaches,
     nodes_of_autograds_graph_looked_at, data_exchanged_and_written,
     data_written_before_and_after_what_needs_no_values,
     library_operations_that_detach, whole_numbers_looked_at, checks_left_out_of_a_trace,
@@ -742,10 +747,6 @@ def hook_in_a_kernel(module, x):
     return torch.ops.jaxfn_test_modules.hooked_by_a_reference(x @ module.w)
 
 
-def script_that_detaches(module, x):
-    return scripted_with_detach(x @ module.w)
-
-
 def data_of_another_written(module, x):
     other = x.T @ x
     module.w.data = other
@@ -806,7 +807,6 @@ def hooks_of_saved_tensors(module, x):
         (hook_of_a_further_node, "`grad_fn`, MmBackward0"),
         (hook_of_a_gradient_that_is_there, "Use `register_hook`"),
         (hook_in_a_kernel, "Register a hook on the tensor.*in hooked_in_a_kernel"),
-        (script_that_detaches, "scripted_with_detach, TorchScript that detaches"),
         (data_of_another_written, r"Assign a copy: `tensor.data = other.clone\(\)`.*in data_of_another_written"),
         (data_of_a_buffer_that_is_written, "memory of two tensors"),
         (data_of_a_saved_tensor_written, r"saved for backward.*`tensor.clone\(\)`.*in data_of_a_saved_tensor_written"),

@@ -40,7 +40,7 @@ class Part:
             nodes = traced.graph_module.graph.nodes
             self.graph = str(traced.graph_module.graph).strip()
             self.operations = sorted({name_of(node.target) for node in nodes if node.op == "call_function"})
-            self.unsupported = traced.unsupported
+            self.unsupported = traced.missing
             self.code = code(traced.graph_module, traced.code.replacements.operations)
             self.draws = traced.draws
 

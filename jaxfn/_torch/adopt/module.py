@@ -18,6 +18,7 @@ from jaxfn._torch._compat import (
     gradient_hooks,
     held_by,
     memory,
+    script_attributes,
 )
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation
@@ -242,8 +243,8 @@ def _tensors(module: torch.nn.Module) -> _Tensors:
 def _held(module: torch.nn.Module, name: str) -> Any:
     """What a module holds by the name of a parameter or buffer."""
     path, _, own_name = name.rpartition(".")
-    parameters, buffers = held_by(module.get_submodule(path))
-    return parameters.get(own_name, buffers.get(own_name))
+    part = functools.reduce(getattr, path.split("."), module) if path else module  # TorchScript has no get_submodule
+    return next((x for tensors in held_by(part) for key, x in tensors.items() if key == own_name), None)
 
 
 def _has_values(tracing: Tracing, value: Any, node: torch.fx.Node) -> bool:
@@ -308,19 +309,21 @@ def _holding(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Ge
     """Puts tensors in the places of a module's own; whatever the module's attributes are inside, is put back."""
     own = _tensors(module)
     replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
-    before = [(part, _copied(vars(part))) for part in module.modules()]
+    before = [(part, _copied(vars(part)), script_attributes(part)) for part in module.modules()]
     try:
         for part in module.modules():
             for held in held_by(part):
                 for name, tensor in held.items():
                     if id(tensor) in replaced:
                         held[name] = replaced[id(tensor)]
-        for _, attributes in before:
+        for _, attributes, _ in before:
             _replace(attributes, replaced)
         yield
     finally:
-        for part, attributes in before:
+        for part, attributes, of_script in before:
             _put_back(vars(part), attributes)
+            for name, value in of_script.items():
+                setattr(part, name, value)
 
 
 @contextlib.contextmanager
@@ -391,7 +394,16 @@ def _put_back(container: Any, saved: _Container) -> Any:
 
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
     """What a module's behaviour depends on besides its tensors: modes, numbers, texts; other things by identity."""
-    return tuple((Same(part), *map(_attribute_key, vars(part).items())) for part in module.modules())
+    return tuple((Same(part), *map(_attribute_key, _all_attributes(part).items())) for part in module.modules())
+
+
+def _all_attributes(part: torch.nn.Module) -> dict[str, Any]:
+    of_script = script_attributes(part)
+    # Other objects are new ones each time that they are asked for.
+    return vars(part) | {name: x for name, x in of_script.items() if isinstance(x, (*_BY_VALUE, tuple, list, dict))}
+
+
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
@@ -399,14 +411,14 @@ def _attributes(module: torch.nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         owner = f"of {path or 'the module'} ({type(part).__name__})"
-        attributes = {**vars(part), "_parameters": None, "_buffers": None}
+        attributes = {**_all_attributes(part), "_parameters": None, "_buffers": None}
         found |= {f"the attribute {name} {owner}": _attribute_key(value) for name, value in attributes.items()}
         found |= {f"{name} {owner}": id(x) for held in held_by(part) for name, x in held.items()}
     return found
 
 
 def _attribute_key(value: Any) -> Any:
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+    if isinstance(value, _BY_VALUE):
         return type(value), value
     if isinstance(value, (tuple, list)):
         return type(value), *map(_attribute_key, cast(list[Any], value))

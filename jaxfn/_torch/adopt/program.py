@@ -15,7 +15,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.adopt.definition import Definition, TorchCode
-from jaxfn._torch.graph.interpreter import Translation, explain
+from jaxfn._torch.graph.interpreter import Translation, Unsupported, explain
 from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leftovers import cleaned_up, may_share_elements
 from jaxfn._torch.trace.running import running
@@ -90,7 +90,13 @@ class TracedGraph(Opaque):
     @property
     def is_translated(self) -> bool:
         """Whether JAX can run it, and the Functions that it applies."""
-        return not self.unsupported and all(function.traced.is_translated for function in self.functions)
+        return not self.missing
+
+    @property
+    def missing(self) -> list[Unsupported]:
+        """The operations that cannot be translated, also those in the Functions that it applies."""
+        inside = [entry for function in self.functions for entry in function.traced.missing]
+        return list(dict.fromkeys([*self.unsupported, *inside]))
 
     def run(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
         """The graph's results for JAX arrays.
@@ -100,7 +106,7 @@ class TracedGraph(Opaque):
         """
         owner = self.code.name
         if self.unsupported:
-            raise TranslationError(f"{owner}.{self.name}: {explain(self.unsupported)}")
+            raise TranslationError(f"{owner}.{self.name}: {explain(self.missing)}")
         if self.draws and key is None:
             raise TranslationError(
                 f"{owner}.{self.name} draws random numbers, and on JAX those come from an explicit key: "
@@ -162,6 +168,11 @@ class TorchContext(torch.autograd.function.FunctionCtx):
     def needs_input_grad(self) -> tuple[bool, ...]:
         self.jaxfn.on_read()
         return self.jaxfn.needs_input_grad
+
+    @needs_input_grad.setter
+    def needs_input_grad(self, flags: tuple[bool, ...]) -> None:
+        """The Function that torch makes of a custom operation hides an argument of its own meanwhile."""
+        self.jaxfn.needs_input_grad = flags
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -504,6 +515,7 @@ class Derivative(Trace):
         )
         with running(tracing):
             ctx = forward.ctx(method, tracing, needs_input_grad)
+            tracing.first_gradient = len(forward.input_specs if forward.runs_again else forward.kept[method])
             order = definition.stood_in.permuted_gradients
             arguments = put_in(given, [tracing.input(x.shape, x.dtype, x.permuted or order) for x in specs])
             num_added = len(forward.handed_on)
@@ -544,7 +556,7 @@ class BatchedForward(Trace):
     ) -> None:
         tracing = Tracing(definition.name, definition.replacements, definition.nested, definition.stood_in)
         with running(tracing):
-            inputs = put_in(arguments, [tracing.input(*spec) for spec in specs])
+            inputs = put_in(arguments, [tracing.input(*spec, requires_grad=True) for spec in specs])
             made = take_out(definition.function.vmap(info, in_dims, *inputs))
             values = [tracing.lower(tensor) for tensor in made.leaves]
             tracing.refuse_written_afterwards()

@@ -23,7 +23,7 @@ from jaxfn._torch.trace.running import running
 from jaxfn._torch.trace.state import Tracing
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import NeededValueError, TranslationError
-from jaxfn._torch.values.flat import Flat, put_in, take_out
+from jaxfn._torch.values.flat import Flat, put_in, slots, take_out
 from jaxfn._torch.values.statics import Recent
 from jaxfn._tree import as_array, is_array_leaf
 
@@ -54,10 +54,13 @@ class WholeProgram(Trace):
                 tracing.input(*spec, requires_grad=True if is_trained else None)
                 for spec, is_trained in zip(specs, are_trained, strict=True)
             ]
+            given = [*inputs]
+            for i in slots(arguments[-2:]) if tracing.arguments_require_grad else ():  # those that are no state
+                given[i] = tracing.as_argument(given[i])
             # As torch has it where a function is called: what is computed under `torch.no_grad()` has no derivative.
             tracing.recorder.follows_grad_mode = True
             with torch.enable_grad():
-                returned = whole.function(*put_in(arguments, inputs))
+                returned = whole.function(*put_in(arguments, given))
             tracing.recorder.follows_grad_mode = False
             tracing.refuse_written_afterwards()
             made = take_out(known_to_jax(returned))
@@ -133,6 +136,7 @@ class Whole:
     def __init__(self, code: TorchCode, function: Callable[..., Any]) -> None:
         self.code = code
         self.function = function
+        self.arguments_require_grad = False  # whether autograd is to know of them, as the code asks for that
         self._programs = Recent[WholeProgram](_PROGRAMS_KEPT)
 
     def traced(self, arguments: tuple[Any, ...], num_trained: int, state: Any) -> tuple[WholeProgram, Sequence[Any]]:
@@ -207,12 +211,16 @@ class _NewProgram(NamedTuple):
         code = self.whole.code
         tracing = Tracing(code.name, code.replacements, code.nested, says_compiling=says_compiling)
         tracing.recorder.assumed = assumed
+        tracing.arguments_require_grad = self.whole.arguments_require_grad
         try:
             with cleaned_up(code.name):
-                program = WholeProgram(self.whole, self.arguments.template, self.specs, self.are_trained, tracing)
+                result = WholeProgram(self.whole, self.arguments.template, self.specs, self.are_trained, tracing)
         except Exception as error:
-            return _Attempt(error, tracing.asks_compiling)
-        return _Attempt(program, tracing.asks_compiling)
+            result = error
+        if tracing.asks_requires_grad and not self.whole.arguments_require_grad:
+            self.whole.arguments_require_grad = True
+            return self._attempt(assumed, says_compiling=says_compiling)
+        return _Attempt(result, tracing.asks_compiling)
 
 
 class _Attempt(NamedTuple):

@@ -329,7 +329,7 @@ def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operatio
             return Operation(replacements[form], takes_half=True)
     entry = entry_name(name)
     if entry is None:
-        return _unsupported(node, refusal(name))
+        return _unsupported(node, node.meta.get("reason") or refusal(name))
     unknown_dtype = _unknown_dtype(node)
     if unknown_dtype is not None:
         return _unsupported(node, unknown_dtype)

@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         self.has_shared_inputs = False  # whether inputs stand for tensors that lie in each other's memory
         self.assumed: list[AssumedValue] | None = None  # what Python code was told of values that are not there
         self.follows_grad_mode = False  # whether what is computed under `torch.no_grad()` has no derivative
-        self.runs_script = False  # whether TorchScript runs, which detaches what it differentiates itself
+        self.not_torch_code: dict[Any, str] = {}  # why the Python code of a custom operation cannot be traced
         self.shared: list[tuple[Any, Any, str, str]] = []  # memory that torch has once for both; why, and what helps
         self.seen_nodes: set[Any] = set()  # those of autograd's graph that were looked at, and what they saved
         self.saved_memory: set[int | None] = set()
@@ -437,7 +437,7 @@ class Recorder(TorchDispatchMode):
         draws = draws_random_numbers(func)
         if draws:
             self._check_draw(func, kwargs)
-        replacement = self._replaced.get(str(func)) or self._replaced.get(str(func).rpartition(".")[0])
+        replacement = self.replacement(func)
         if replacement is not None and traced:
             return self.call(func, args, kwargs, self.shapes_of(replacement, args, kwargs))
         if not traced and not draws:
@@ -460,6 +460,10 @@ class Recorder(TorchDispatchMode):
         if func in _BY_MEMORY:
             self._refuse_unknown_order(args[0])
         return self._record(func, (args, kwargs), self._faked(func, args, kwargs))
+
+    def replacement(self, func: Any) -> Callable[..., Any] | None:
+        """The JAX function that stands for an operation."""
+        return self._replaced.get(str(func)) or self._replaced.get(str(func).rpartition(".")[0])
 
     def stood_in_inside(self, tensors: Sequence[torch.Tensor], function: str) -> StandIns:
         """What stands for things made outside, in a Function that is applied to these tensors."""
@@ -511,6 +515,7 @@ class Recorder(TorchDispatchMode):
         kwargs.pop("generator", None)
         node = self._new_node(target, _plain(args), _plain(kwargs))
         node.meta["line"] = running_line()
+        node.meta["reason"] = self.not_torch_code.get(target)
         return self._name(value, node)
 
     def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -533,10 +538,10 @@ class Recorder(TorchDispatchMode):
             )
             if not is_compiled_only:
                 raise
+            reason = self.not_torch_code.get(func, "of which torch knows only compiled code")
             raise TranslationError(
-                f"{self.owner} calls {func}, of which torch knows only compiled code and not what shapes it returns. "
-                f"Name a JAX function to stand for it: from_torch(..., ops={{torch.ops.{func}: function}})"
-                f"{source_line()}"
+                f"{self.owner} calls {func}, {reason}, and torch does not know what shapes it returns. Name a JAX "
+                f"function to stand for it: from_torch(..., ops={{torch.ops.{func}: function}}){source_line()}"
             ) from error
 
     def assume(self, problem: str, dtype: torch.dtype) -> Any:

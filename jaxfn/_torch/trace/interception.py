@@ -6,6 +6,8 @@ answer while tracing. `patches` is for what no mode sees.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +16,30 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import LINEAR_CROSS_ENTROPY, PACK, PAD, FunctionalTensor, plain_torch, without_functions
+from jaxfn._torch._compat import (
+    LINEAR_CROSS_ENTROPY,
+    OPERATION_TYPES,
+    PACK,
+    PAD,
+    FunctionalTensor,
+    has_formula,
+    has_formula_for_gpus_alone,
+    is_custom,
+    plain_torch,
+    python_kernel,
+    without_functions,
+)
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
 from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq
 from jaxfn._torch.trace.indexing import read, write
+from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.leftovers import exchange
 from jaxfn._torch.trace.nodes import node_of
 from jaxfn._torch.trace.recurrent import pack, pad, recurrent
 from jaxfn._torch.trace.selecting import call
 from jaxfn._torch.trace.selection import Selection
 from jaxfn._torch.trace.silent import detach, exchange_memory
-from jaxfn._torch.trace.state import THREAD, Tracing
+from jaxfn._torch.trace.state import LEAF, THREAD, Tracing
 from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import NeededValueError, TranslationError
 
@@ -51,8 +66,51 @@ class PythonLevel(TorchFunctionMode):
         if isinstance(kwargs.get("out"), torch.Tensor) and not kwargs["out"].numel():
             empty = kwargs["out"]  # which gets the result's size
             return _become(empty, self.__torch_function__(func, types, args, {**kwargs, "out": None}).to(empty.dtype))
+        if isinstance(func, OPERATION_TYPES):
+            return _call_operation(self.tracing, func, args, kwargs)
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+
+
+def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of an operation. Of a custom one torch applies the Function that it made of the registered backward.
+
+    Not if there is none, or a jaxfn Function replaces it: then the derivative is that of its code or its replacement.
+    """
+    overloads = operation.overloads() if hasattr(operation, "overloads") else []
+    overload = getattr(operation, overloads[0]) if len(overloads) == 1 else operation
+    is_traced = any(map(tracing.is_traced, torch_tree.tree_leaves((args, kwargs))))
+    if not (is_traced and is_custom(overload)):
+        return operation(*args, **kwargs)
+    refuse_operation(tracing.owner, overload)
+    replacement = tracing.recorder.replacement(overload)
+    if replacement is None:
+        kernel = python_kernel(overload)
+        if isinstance(kernel, functools.partial) and not has_formula(overload):
+            with contextlib.suppress(Exception):  # torch's dispatcher comes to it again, and says why
+                return kernel(*args, **kwargs)  # here, so that autograd inside goes through it, as in torch
+    if replacement is None or (has_formula(overload) and not hasattr(replacement, "_jaxfn_dispatcher")):
+        return operation(*args, **kwargs)
+    positional = [a for a in overload._schema.arguments if not a.kwarg_only]
+    args += tuple(kwargs.pop(a.name, a.default_value) for a in positional[len(args) :])
+    return call_replacement(tracing, overload, replacement, args, kwargs)
+
+
+def refuse_operation(owner: str, operation: Any) -> None:
+    """Raises for a custom operation that writes to its arguments, or whose backward would not be found."""
+    if has_formula_for_gpus_alone(operation):
+        raise TranslationError(
+            f"{owner} calls {operation}, whose backward is registered for AutogradCUDA alone and would be left out, as "
+            f"code is traced on a CPU. Register it for all devices, by torch.library.register_autograd{source_line()}"
+        )
+    names = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if names:
+        raise TranslationError(
+            f"{owner} calls {operation}, a custom operation that mutates its argument {', '.join(names)}. JAX's arrays "
+            "are immutable, and torch registers no derivative for such an operation. Write an operation that returns "
+            "the new value, or name a JAX function for a Python function around the call that returns it: "
+            f"from_torch(..., ops={{function: jax_function}}){source_line()}"
+        )
 
 
 def _answers(*functions: Any) -> Callable[[_Handler], _Handler]:
@@ -296,12 +354,6 @@ def _rrelu_arguments(
 # ---------------------------------------------------------------------------------------------------------- autograd
 
 
-@_answers(torch.Tensor.requires_grad.__get__)  # pyright: ignore
-def _requires_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    of_input = mode.tracing.requires_grad(args[0])
-    return func(*args, **kwargs) if of_input is None else of_input
-
-
 @_answers(torch.Tensor.detach_, torch.detach_)
 def _detach_in_place(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return detach_in_place(mode.tracing, func, *args, **kwargs)
@@ -324,10 +376,18 @@ def _require_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
             f"{mode.tracing.owner} sets `requires_grad` of a parameter to False while it runs, and to JAX a parameter "
             f"has one derivative. Use `.detach()`, or freeze it before the module is called{source_line()}"
         )
-    if not is_whole:
+    if is_whole:
+        if not flag:  # an argument, of which torch's caller would get no gradient
+            return detach(args[0])
+    else:
         # Detached to be a leaf of autograd inside, not to have no derivative in the whole.
         mode.tracing.recorder.continue_gradient(mode.tracing.lower(args[0]))
     return func(*args, **kwargs)
+
+
+@_answers(torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # pyright: ignore
+def _grad_of_leaf(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(vars(args[0]).get(LEAF, args[0]), *args[1:])
 
 
 @_answers(torch.Tensor.register_hook)

@@ -12,12 +12,14 @@ import functools
 import inspect
 import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users, source_line
@@ -28,7 +30,7 @@ from jaxfn._torch.trace.interception import detach_in_place
 from jaxfn._torch.trace.module_hooks import choose_hooks, set_up_inputs, set_up_outputs
 from jaxfn._torch.trace.nodes import GradFn
 from jaxfn._torch.trace.silent import detach as mark_detached
-from jaxfn._torch.trace.state import THREAD, Tracing
+from jaxfn._torch.trace.state import LEAF, THREAD, Tracing
 from jaxfn._torch.trace.tensor_hooks import register_hook
 from jaxfn._torch.values.errors import TranslationError
 
@@ -143,6 +145,20 @@ def _recompute(
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
 
+def _autograd_of_operations(original: Any) -> Any:
+    """torch's module as custom operations see it, whose registered backward counts wherever an argument is traced."""
+
+    def is_grad_enabled() -> bool:
+        return THREAD.tracing is not None or original.is_grad_enabled()
+
+    def requires_grad(*args: Any, **kwargs: Any) -> bool:
+        is_traced = THREAD.tracing and any(map(THREAD.tracing.is_traced, torch_tree.tree_leaves((args, kwargs))))
+        return is_traced or _compat.any_requires_grad(*args, **kwargs)
+
+    changed = {"is_grad_enabled": is_grad_enabled, "_any_requires_grad": requires_grad}
+    return types.SimpleNamespace(**(vars(original) | changed))
+
+
 def _stay(tracing: Tracing, original: Any, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor
 
@@ -186,26 +202,24 @@ def _make_leaves(
 
 def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tensor) -> Any:
     """`.grad_fn`, whose hooks autograd would call."""
-    node = original(tensor)
+    node = None if LEAF in vars(tensor) else original(tensor)
+    if node is None and _is_users_asking() and tracing.recorder.input_index(tracing.lower(tensor)) is None:
+        tracing.may_require_grad(tensor)
     if node is None or not tracing.recorder.follows_grad_mode or tracing.registers_on_nodes:
         return node
     return GradFn(tracing.owner, node)
 
 
 def _run_script(tracing: Tracing, original: Callable[..., Any], script: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Compiled TorchScript, whose own derivatives begin with tensors that it detaches."""
-    if tracing.recorder.runs_script:
-        return original(script, *args, **kwargs)
-    if "aten::detach" in str(script.inlined_graph):
-        raise TranslationError(
-            f"{tracing.owner} calls {script.name}, TorchScript that detaches a tensor, which cannot be told from "
-            f"what TorchScript detaches for itself. Detach in Python, or do not script it{source_line()}"
-        )
-    tracing.recorder.runs_script = True
-    try:
-        return original(script, *args, **kwargs)
-    finally:
-        tracing.recorder.runs_script = False
+    return _compat.interpret_script(script, args, kwargs)
+
+
+def _requires_grad(tracing: Tracing, original: Callable[..., bool], tensor: torch.Tensor) -> bool:
+    """`.requires_grad`: of an input what `ctx.needs_input_grad` says, of others whether there may be a derivative."""
+    of_input = tracing.requires_grad(tensor)
+    if of_input is not None:
+        return of_input
+    return original(tensor) or (_is_users_asking() and tracing.may_require_grad(tensor))
 
 
 def _enter_hooks(tracing: Tracing, original: Callable[[Any], Any], hooks: Any) -> Any:
@@ -220,8 +234,9 @@ def _enter_hooks(tracing: Tracing, original: Callable[[Any], Any], hooks: Any) -
 
 
 def _is_users_asking() -> bool:
-    """Whether it is the user's code that has called the stand-in whose answer calls this."""
-    return is_users(sys._getframe(3).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
+    """Whether it is the user's code that has called the stand-in whose answer calls this, also code without a file."""
+    filename = sys._getframe(3).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
+    return filename.startswith("<") or is_users(filename)
 
 
 def _is_grad_enabled(tracing: Tracing, original: Callable[[], bool]) -> bool:
@@ -298,8 +313,10 @@ _NAMES = [
     _Name(_compat.FunctionalTensor, "detach_", _answering(detach_in_place)),
     _Name(_compat.FunctionalTensor, "data", _answering_attribute(_data)),
     _Name(torch, "detach_", _answering(detach_in_place)),
+    _Name(_compat.FunctionalTensor, "requires_grad", _answering_attribute(_requires_grad)),
     _Name(_compat.FunctionalTensor, "grad_fn", _answering_attribute(_grad_fn)),
     _Name(*_compat.MAKING_LEAVES, _answering(_make_leaves)),
+    _Name(*_compat.AUTOGRAD_OF_OPERATIONS, _autograd_of_operations),
     _Name(*_compat.BATCH_NORM, _answering(_batch_norm)),
     _Name(*_compat.DETECTING_CAUSAL, _answering(_detect_causal)),
     _Name(_compat.FunctionalTensor, "register_hook", _answering(register_hook)),

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import random
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -31,17 +31,19 @@ from jaxfn._torch._compat import (
     FunctionalTensor,
     FunctionalTensorMode,
     functional,
+    is_custom,
+    python_kernel,
     without_functions,
     without_modes,
 )
 from jaxfn._torch.graph.recorder import WRITES_OUTSIDE, Recorder
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.trace import silent
-from jaxfn._torch.trace.interception import PythonLevel
+from jaxfn._torch.trace.interception import PythonLevel, refuse_operation
 from jaxfn._torch.trace.leftovers import note
 from jaxfn._torch.trace.patches import patched
-from jaxfn._torch.trace.state import THREAD, Tracing
-from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.trace.state import THREAD, Tracing, current
+from jaxfn._torch.values.errors import OtherTraceError, TranslationError
 
 
 @contextlib.contextmanager
@@ -123,10 +125,28 @@ class _Functionalization(FunctionalTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHECKS:
             return None
+        kernel = self._kernel(func, args, kwargs)
+        if kernel is not None:
+            try:
+                with self, without_functions() if isinstance(kernel, functools.partial) else PythonLevel(current()):
+                    return kernel(*args, **(kwargs or {}))
+            except OtherTraceError:
+                raise
+            except Exception as error:  # of any kind: it may be code for NumPy, or for a GPU
+                reason = f"whose code cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+                self._recorder.not_torch_code[func] = reason
         with without_functions():
             call = functools.partial(super().__torch_dispatch__, func, types, args, kwargs or {})
             value = silent.run(self._recorder, self, func, args, kwargs or {}, call)
             return note(torch_tree.tree_map_only(torch.Tensor, self._lifted, value))
+
+    def _kernel(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """The Python code of a custom operation on traced tensors, where that is to be traced."""
+        if not is_custom(func) or not any(map(current().is_traced, torch_tree.tree_leaves((args, kwargs)))):
+            return None
+        refuse_operation(self._recorder.owner, func)
+        is_opaque = self._recorder.replacement(func) is not None or func in self._recorder.not_torch_code
+        return None if is_opaque else python_kernel(func)
 
     def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor made outside, so that writes to it are seen; any other tensor as it is."""

@@ -139,9 +139,9 @@ def stop_detached(recorder: Recorder, *tensors: FunctionalTensor) -> None:
         _stop(recorder, tensor)
 
 
-def _is_the_users(recorder: Recorder) -> bool:
-    """Whether it is the code that detaches, and not autograd or TorchScript, for its own purposes."""
-    return is_below_autograd() and not recorder.runs_script and not is_accumulating()
+def _is_the_users() -> bool:
+    """Whether it is the code that detaches, and not autograd for its own purposes."""
+    return is_below_autograd() and not is_accumulating()
 
 
 def run(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
@@ -149,7 +149,7 @@ def run(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: 
     for x in written_by(func, args, kwargs) if recorder.shared or recorder.has_shared_inputs else []:
         if isinstance(x, FunctionalTensor):
             _check_shared(recorder, x)
-    is_detach = func is torch.ops.aten.detach.default and _is_the_users(recorder)
+    is_detach = func is torch.ops.aten.detach.default and _is_the_users()
     if not recorder.follows_grad_mode:
         with recorder.stopping_gradients() if is_detach else contextlib.nullcontext():
             return call()

@@ -23,6 +23,8 @@ from jaxfn._torch.trace.leftovers import note
 from jaxfn._torch.trace.selection import Selection, refuse
 from jaxfn._torch.trace.silent import DETACHED, stop_detached
 
+LEAF = "jaxfn_leaf"  # the attribute of an argument with the leaf of autograd's that it is a copy of
+
 
 class Replacements(NamedTuple):
     """What JAX functions stand for.
@@ -47,6 +49,7 @@ class Replacements(NamedTuple):
                 "would never be called. Name the Python function that the code calls (as torch.matmul, or "
                 "torch.nn.functional.linear), or the operations that explain() shows."
             )
+        ops = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}  # jaxfn Functions
         operations = {op: replacement for op, replacement in ops.items() if _is_operation(op)}
         functions = {op: replacement for op, replacement in ops.items() if op not in operations}
         return cls(ops, named_operations(operations), functions)
@@ -97,6 +100,9 @@ class Tracing:
 
     Attributes:
       asks_compiling: whether it has asked.
+      asks_requires_grad: whether it has asked that of a tensor whose derivative autograd does not know of.
+      first_gradient: which of its inputs is the first gradient; of those before, in `backward`, some require none.
+      arguments_require_grad: whether arguments of a module or function require a gradient, for autograd to say.
       held: what a module holds, where one is traced.
       written: the parameters among that which have other values when it returns.
       read_in_backward: what a `backward` reads of what it holds: the `backward`, the name, and the value then.
@@ -125,6 +131,9 @@ class Tracing:
         self.recorder = Recorder(owner, replacements.operations, stood_in)
         self.reads_flags = False
         self.asks_compiling = False
+        self.asks_requires_grad = False
+        self.arguments_require_grad = False
+        self.first_gradient = 0
         self._says_compiling = says_compiling
         self.held: HeldTensors | None = None
         self.written: Sequence[str] = ()
@@ -190,6 +199,29 @@ class Tracing:
         """What an input says when asked whether it requires a gradient; `None` for what is no input."""
         self.reads_flags |= id(tensor) in self._requires_grad
         return self._requires_grad.get(id(tensor))
+
+    def may_require_grad(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a derivative that autograd does not know of, as gradients are off in `backward`.
+
+        Elsewhere arguments of a module or function have such ones, of which `as_argument` lets autograd know.
+        """
+        is_unknown = self.is_differentiated or (self.recorder.follows_grad_mode and not self.arguments_require_grad)
+        if DETACHED in vars(tensor) or not is_unknown:
+            return False
+        value = self.lower(tensor)
+        reached = self.recorder.reaches(value) if self.recorder.varies(value) else ()
+        may_be = any(i >= self.first_gradient or self._requires_grad.get(id(self._inputs[i])) for i in reached)
+        self.asks_requires_grad |= may_be
+        return may_be
+
+    def as_argument(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An input that requires a gradient, and is no leaf, so that code may write to it."""
+        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+            return tensor
+        with without_functions(), torch.enable_grad():
+            argument = tensor.requires_grad_().clone()
+        vars(argument)[LEAF] = tensor
+        return argument
 
     def part_name(self, module: torch.nn.Module) -> str:
         """What messages call a module."""
