@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils import _pytree as torch_tree
 
+from jaxfn._compat import staging_traces, under_tracers
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.adopt.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import Translation, explain
@@ -86,6 +87,8 @@ class TracedGraph(NoArrays):
         self._constants = translation.constants
         # Called with arrays it runs as one compiled program; inside another program it leaves its operations there.
         self._run = jax.jit(translation.run, inline=True)
+        self._indices = translation.indices
+        self._run_with_extremes = jax.jit(functools.partial(translation.run, returns_extremes=True))
 
     @property
     def is_translated(self) -> bool:
@@ -97,6 +100,7 @@ class TracedGraph(NoArrays):
 
         Raises:
           TranslationError: an operation has no translation; random numbers are to be drawn, and there is no key.
+          IndexError: a concrete index is out of range, outside of `jax.jit`.
         """
         owner = self.code.name
         if self.unsupported:
@@ -107,7 +111,17 @@ class TracedGraph(NoArrays):
                 f"{self.code.call}(..., {self.code.key_name}=jax.random.key(0)), another key for each call"
             )
         try:
-            return self._run(arrays, key, self._constants())
+            if not self._indices or staging_traces():
+                return self._run(arrays, key, self._constants())
+            results, extremes = self._run_with_extremes(arrays, key, self._constants())
+            for indices, found in zip(self._indices, extremes, strict=True):
+                for index in [] if found is None else (under_tracers(found[0]).min(), under_tracers(found[1]).max()):
+                    if not indices.low <= index < indices.size:
+                        raise IndexError(
+                            f"{owner}.{self.name}: index {index} is out of range for a dimension of size "
+                            f"{indices.size}, at {indices.line}"
+                        )
+            return results
         except TranslationError as error:
             raise error if owner in str(error) else TranslationError(f"{owner}.{self.name}: {error}") from error
 

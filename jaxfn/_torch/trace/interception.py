@@ -16,7 +16,7 @@ from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import LINEAR_CROSS_ENTROPY, PACK, PAD, FunctionalTensor, plain_torch, without_functions
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
-from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq
+from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq, multilabel_margin_loss
 from jaxfn._torch.trace.indexing import read, write
 from jaxfn._torch.trace.leftovers import exchange
 from jaxfn._torch.trace.nodes import node_of
@@ -234,6 +234,7 @@ _COMPOSED = {
     torch.nn.functional.ctc_loss: ctc_loss,
     torch.linalg.lstsq: lstsq,
     torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
+    torch.nn.functional.multilabel_margin_loss: multilabel_margin_loss,
     torch.lstm: recurrent,
     torch.gru: recurrent,
     torch.rnn_tanh: recurrent,
@@ -247,16 +248,6 @@ _COMPOSED = {
 def _linear_cross_entropy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     """As a matrix product and a loss; in pieces, torch would compute the gradients in forward."""
     return func(*args, **{**kwargs, "options": None})
-
-
-@_answers(torch.nn.functional.multilabel_margin_loss)
-def _multilabel_margin_loss(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's rule for shapes has an axis more than what it computes where there is no batch."""
-    x, target, *rest = args
-    if x.ndim > 1 or not mode.tracing.is_traced(x):
-        return func(*args, **kwargs)
-    with mode:
-        return func(x.reshape(1, -1), target.reshape(1, -1), *rest, **kwargs).reshape(())
 
 
 @_answers(*_COMPOSED)
