@@ -665,7 +665,8 @@ def is_permuted(tensor: torch.Tensor) -> bool:
 
 WRITES_OUTSIDE = (
     "writes to a tensor that was made outside of the Function (a buffer of a module, say). On JAX that would happen "
-    "once, while tracing, and not in every call. Return the new value instead"
+    "once, while tracing, and not in every call. Return the new value instead; what a module keeps between calls comes "
+    "back from net.apply if it is registered by `self.register_buffer(name, tensor)`"
 )
 _NEEDS_VALUE = (
     "Python code asks for the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, an `assert`), "
