@@ -46,18 +46,26 @@ class WholeProgram(Trace):
     """
 
     def __init__(
-        self, whole: Whole, arguments: Any, specs: Sequence[Spec], are_trained: Sequence[bool], tracing: Tracing
+        self,
+        whole: Whole,
+        arguments: Any,
+        specs: Sequence[Spec],
+        are_trained: Sequence[bool],
+        tracing: Tracing,
+        sees_all: bool = False,
     ) -> None:
         code = whole.code
         with running(tracing):
             inputs = [
-                tracing.input(*spec, requires_grad=True if is_trained else None)
+                tracing.input(*spec, requires_grad=True if is_trained or sees_all else None)
                 for spec, is_trained in zip(specs, are_trained, strict=True)
             ]
             # As torch has it where a function is called: what is computed under `torch.no_grad()` has no derivative.
             tracing.recorder.follows_grad_mode = True
             with torch.enable_grad():
-                returned = whole.function(*put_in(arguments, inputs))
+                # Code may write to those that are no parameters, as it may not to leaves of autograd's graph.
+                given = [x.clone() if sees_all and not t else x for x, t in zip(inputs, are_trained, strict=True)]
+                returned = whole.function(*put_in(arguments, given))
             tracing.recorder.follows_grad_mode = False
             tracing.refuse_written_afterwards()
             made = take_out(known_to_jax(returned))
@@ -65,8 +73,7 @@ class WholeProgram(Trace):
             _check_gradients(tracing, inputs, made.leaves, values)
         self.written = tracing.written
         self.output = made.template
-        line = tracing.recorder.written_after_use
-        self._refusal = None if line is None else DeferredError(TranslationError, _AFTER_USE.format(code.name, line))
+        self.refusal: DeferredError | None = None  # why nothing but parameters can be differentiated by
         hook = tracing.hooked_where_used
         self._refusal_of_second = (
             None if hook is None else DeferredError(TranslationError, _HOOKED.format(code.name, hook))
@@ -76,7 +83,7 @@ class WholeProgram(Trace):
 
     def run(self, arrays: Sequence[Any], key: Any) -> Any:
         """What the code returns for JAX arrays."""
-        if self._refusal is not None or self._refusal_of_second is not None:
+        if self.refusal is not None or self._refusal_of_second is not None:
             arrays = [self._with_refusals(x, t) for x, t in zip(arrays, self._are_trained, strict=True)]
         return put_in(self.output, self.traced.run(arrays, key))
 
@@ -84,17 +91,17 @@ class WholeProgram(Trace):
         """An array that raises where a derivative by it would not be torch's."""
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        if self._refusal is not None and not is_trained:
-            x = without_derivative(self._refusal, jnp.asarray(x))
+        if self.refusal is not None and not is_trained:
+            x = without_derivative(self.refusal, jnp.asarray(x))
         if self._refusal_of_second is not None:
             x = _once_differentiable(self._refusal_of_second, jnp.asarray(x))
         return x
 
 
 _AFTER_USE = (
-    "{} writes by `.data` to a tensor that was used before. If autograd has saved it, torch's gradients take the new "
-    "values, and JAX's the old ones, so that only parameters can be differentiated by, and not arguments and buffers. "
-    "Write before the tensor is used, or use a copy of it before, `tensor.clone()`{}"
+    "{} writes by `.data` to a tensor that autograd saves where arguments or buffers require a gradient. torch's "
+    "gradients take the new values then, and JAX's the old ones, so that only parameters can be differentiated by. "
+    "Write before the tensor is used, or to a copy, `tensor.clone()`{}"
 )
 
 
@@ -180,12 +187,17 @@ class Whole:
 
 
 class _NewProgram(NamedTuple):
-    """What a program is made of."""
+    """What a program is made of.
+
+    Attributes:
+      sees_all: whether autograd is to know of all inputs, as of parameters.
+    """
 
     whole: Whole
     arguments: Flat
     specs: list[Spec]
     are_trained: list[bool]
+    sees_all: bool = False
 
     def __call__(self, assumed: list[AssumedValue] | None = None) -> WholeProgram:
         """The program.
@@ -209,9 +221,14 @@ class _NewProgram(NamedTuple):
         tracing.recorder.assumed = assumed
         try:
             with cleaned_up(code.name):
-                program = WholeProgram(self.whole, self.arguments.template, self.specs, self.are_trained, tracing)
+                program = WholeProgram(
+                    self.whole, self.arguments.template, self.specs, self.are_trained, tracing, self.sees_all
+                )
         except Exception as error:
             return _Attempt(error, tracing.asks_compiling)
+        line, for_all = tracing.recorder.writes_data, self._replace(sees_all=True)
+        if line and not self.sees_all and not for_all._attempt(assumed, says_compiling=says_compiling).is_translated:
+            program.refusal = DeferredError(TranslationError, _AFTER_USE.format(code.name, line))
         return _Attempt(program, tracing.asks_compiling)
 
 
