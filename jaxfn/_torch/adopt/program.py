@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -403,7 +404,7 @@ class Forward(Trace):
             self._derivatives,
             (method, given),
             specs,
-            functools.partial(Derivative, self, method, given, specs, needs_input_grad),
+            lambda specs: Derivative(self, method, given, specs, needs_input_grad),
             needs_input_grad,
         )
 
@@ -578,18 +579,28 @@ def known_or_made(
     known: Recent[_T],
     template: Any,
     specs: Sequence[Spec],
-    make: Callable[[], _T],
+    make: Callable[[Sequence[Spec]], _T],
     needs_input_grad: tuple[bool, ...] = (),
 ) -> _T:
-    """A trace for these arguments, an earlier one where there is one; kept, where that is safe."""
+    """A trace for these arguments, an earlier one where there is one; kept, where that is safe.
+
+    JAX's integers have 32 bits by default. Where torch or the code wants 64, they are traced as if they had.
+    """
     try:
         key = static_key(template), tuple(specs), ambient_key()
     except TypeError:
         key = None
     found = None if key is None else known.get(key, lambda trace: trace.fits(needs_input_grad))
     if found is None:
-        with cleaned_up(owner):
-            found = make()
+        try:
+            with cleaned_up(owner):
+                found = make(specs)
+        except (TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
+            wide = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
+            if isinstance(error, TranslationError) or wide == specs or not re.search("(?i)int64|long", str(error)):
+                raise
+            with cleaned_up(owner):
+                found = make(wide)
         if key is not None and not found.traced.reads_outside:
             known.put(key, found)
     return found

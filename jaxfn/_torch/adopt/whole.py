@@ -157,7 +157,7 @@ class Whole:
                 self._programs,
                 (new.arguments.template, tuple(new.are_trained), state),
                 new.specs,
-                new,
+                lambda specs: new._replace(specs=specs)(),
             )
         except NeededValueError as error:
             _, assumed = _assuming(new)
@@ -195,7 +195,7 @@ class _NewProgram(NamedTuple):
 
     whole: Whole
     arguments: Flat
-    specs: list[Spec]
+    specs: Sequence[Spec]
     are_trained: list[bool]
     sees_all: bool = False
 

@@ -90,6 +90,8 @@ def _cuda(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.Tensor.type)
 def _type(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) > 1 and args[1] is FunctionalTensor:  # the type of a tensor, as the code sees it
+        args = (args[0], torch.Tensor, *args[2:])
     if len(args) > 1 and isinstance(args[1], str):
         args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
     return func(*args, **kwargs)
@@ -200,31 +202,6 @@ def _resize(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     # Memory that torch would leave as it is, zeros here.
     longer = torch.cat([tensor.reshape(-1), tensor.new_zeros(max(missing, 0))])[: math.prod(shape)]
     return tensor if shape == tensor.shape else _become(tensor, longer.view(shape))
-
-
-# ------------------------------------------------------------------------------------------------ whole numbers
-
-# Where torch takes indices of 64 bits alone: which argument those are. JAX's have 32.
-_NEED_LONG = {
-    torch.nn.functional.one_hot: (0, "tensor"),
-    torch.take: (1, "index"),
-    torch.Tensor.take: (1, "index"),
-    torch.take_along_dim: (1, "indices"),
-    torch.Tensor.take_along_dim: (1, "indices"),
-}
-
-
-@_answers(*_NEED_LONG)
-def _with_long(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    place, name = _NEED_LONG[func]
-    return func(
-        *(_long(value) if i == place else value for i, value in enumerate(args)),
-        **{key: _long(value) if key == name else value for key, value in kwargs.items()},
-    )
-
-
-def _long(indices: Any) -> Any:
-    return indices.long() if isinstance(indices, torch.Tensor) and indices.dtype == torch.int32 else indices
 
 
 # ---------------------------------------------------------------------------------------------------------- composed
