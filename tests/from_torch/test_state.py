@@ -358,3 +358,34 @@ def test_objects_that_hold_each_other_are_no_trouble():
     for _ in range(3):
         np.testing.assert_array_equal(net(X), X * 2)
     assert len(runs) == 1
+
+
+# --- Mistakes of the caller.
+
+
+@row("I2")
+def test_a_wrong_shape_names_layer_input_and_shapes(capfd):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 2))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    net = jaxfn.from_torch(Model())
+    for call in (net, jax.jit(lambda x: net(x))):
+        with pytest.raises(jaxfn.TranslationError) as info:
+            call(X)
+        text = str(info.value).partition("\n----")[0]
+        assert "in layers.1 (Linear), with input of shape (2, 4)" in text and "(2, 4), (3, 2)" in text
+        assert "return self.layers(x)" in text and len(text.splitlines()) <= 5
+        assert info.value.__cause__ is None and "fake_tensor" not in capfd.readouterr().err
+
+
+@row("I2")
+def test_forgotten_buffers():
+    net = jaxfn.from_torch(nn.BatchNorm1d(2))
+    for buffers in (X, {}):
+        with pytest.raises(TypeError, match=r"net\.apply\(net\.parameters, net\.buffers, \.\.\.\)"):
+            net.apply(net.parameters, buffers, X)

@@ -154,10 +154,10 @@ class AdoptedModule(NoArrays):
         """The trace of a call, the arrays in its arguments, and the random key."""
         key = kwargs.pop(self._whole.code.key_name, None)
         # JAX hands dicts on in the order of their names; a trace is to be good for those as well.
-        arguments = (dict(sorted(parameters.items())), dict(sorted(buffers.items())), args, kwargs)
         with _LOCK:
             self._check_mode()
             self._check(parameters, buffers)
+            arguments = (dict(sorted(parameters.items())), dict(sorted(buffers.items())), args, kwargs)
             program, arrays = self._whole.traced(arguments, 1, _state_key(self.torch_module))
         return program, arrays, key
 
@@ -289,9 +289,15 @@ class AdoptedModule(NoArrays):
     def _check(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         tensors = _tensors(self.torch_module)
         name = self._whole.code.name
+        if not (hasattr(parameters, "keys") and hasattr(buffers, "keys")):
+            given = f"{type(parameters).__name__} and {type(buffers).__name__}"
+            raise TypeError(f"{name}: expected two dicts, net.apply(net.parameters, net.buffers, ...), got {given}")
         missing = [key for key in tensors if key not in parameters and key not in buffers]
         if missing:
-            raise TypeError(f"{name}: no array was given for {', '.join(missing)}, of its parameters and buffers")
+            raise TypeError(
+                f"{name}: no array was given for {', '.join(missing)}, of its parameters and buffers. Call "
+                "net.apply(net.parameters, net.buffers, ...)"
+            )
         twice = [key for key in parameters if key in buffers]
         if twice:
             raise TypeError(f"{name}: {', '.join(twice)} stands among the parameters and among the buffers")

@@ -255,7 +255,8 @@ class _Attempt(NamedTuple):
 
     def get(self) -> WholeProgram:
         if isinstance(self.result, Exception):
-            raise self.result
+            # A message that names the line needs no frames of torch's and jaxfn's.
+            raise self.result.with_traceback(None) if isinstance(self.result, TranslationError) else self.result
         return self.result
 
 

@@ -142,6 +142,7 @@ class Recorder(TorchDispatchMode):
         self.shared: list[tuple[Any, Any, str, str]] = []  # memory that torch has once for both; why, and what helps
         self.seen_nodes: set[Any] = set()  # those of autograd's graph that were looked at, and what they saved
         self.saved_memory: set[int | None] = set()
+        self.misfit: tuple[Exception | None, str] = None, ""  # what torch refused to compute, and the shapes
         self.writes_data: str | None = None  # the line that wrote by `.data`
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
@@ -528,6 +529,8 @@ class Recorder(TorchDispatchMode):
                 words in str(error) for words in ("fake impl", "Could not run")
             )
             if not is_compiled_only:
+                shapes = [tuple(x.shape) for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+                self.misfit = error, f"{func} got {', '.join(map(str, shapes))}"
                 raise
             raise TranslationError(
                 f"{self.owner} calls {func}, of which torch knows only compiled code and not what shapes it returns. "
