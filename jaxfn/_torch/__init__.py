@@ -83,10 +83,13 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
             "(the CPU build will do)"
         ) from error
     is_function_class = isinstance(torch_function, type) and issubclass(torch_function, torch.autograd.Function)
-    if not is_function_class and (isinstance(torch_function, type) or not callable(torch_function)):
+    is_instance = isinstance(torch_function, torch.autograd.Function)
+    if is_instance or (not is_function_class and (isinstance(torch_function, type) or not callable(torch_function))):
         raise TypeError(
             "from_torch takes a subclass of torch.autograd.Function, a torch.nn.Module (an instance) or a Python "
             f"function of tensors, not {torch_function!r}"
+            + is_instance
+            * ". Pass its class, and to apply what __init__ was given"
         )
     from jaxfn._torch.adopt.adopted import adopt
     from jaxfn._torch.adopt.canary import check_torch

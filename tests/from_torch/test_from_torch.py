@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from typing import Any
@@ -756,3 +757,57 @@ IMPORTS_NO_TORCH = "import sys, jaxfn; print('torch' in sys.modules)"
 def test_torch_is_optional(code: str, said: str):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said in result.stdout
+
+
+@row("H1")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_an_instance_of_a_function_is_no_function():
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+    with pytest.raises(TypeError, match="Pass its class, and to apply what __init__ was given"):
+        jaxfn.from_torch(Doubles())
+
+
+class ChecksDtype(torch.autograd.Function):
+    """As published code does that has only seen labels of 64 bits."""
+
+    @staticmethod
+    def forward(ctx, scores, target):
+        if target.dtype != torch.int64:
+            raise TypeError("target must be an int64 tensor")
+        ctx.save_for_backward(scores, target)
+        return torch.nn.functional.cross_entropy(scores, target)
+
+    @staticmethod
+    def backward(ctx, g):
+        scores, target = ctx.saved_tensors
+        assert target.dtype == torch.int64
+        return g * (scores.softmax(-1) - torch.nn.functional.one_hot(target, 3)) / len(target), None
+
+
+@row("H13")
+def test_int32_labels_where_the_code_itself_asks_for_int64():
+    scores, target = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32), np.array([2, 0], np.int32)
+    x = torch.tensor(scores, requires_grad=True)
+    value = ChecksDtype.apply(x, torch.tensor(target).long())
+    (gradient,) = torch.autograd.grad(value, x)
+    adopted = jaxfn.from_torch(ChecksDtype).apply
+    in_a_function = jaxfn.from_torch(lambda x, t: ChecksDtype.apply(x, t))
+    for call in (adopted, in_a_function, jax.jit(adopted)):
+        ours, slopes = jax.value_and_grad(call)(scores, target)
+        np.testing.assert_allclose(ours, value.detach(), rtol=1e-6)
+        np.testing.assert_allclose(slopes, gradient, rtol=1e-5, atol=1e-7)
+    with pytest.raises(TypeError, match="int64"):
+        adopted(scores, target.astype(np.int16))
+
+
+@row("H2")
+@pytest.mark.filterwarnings("ignore:.*Type. is deprecated")
+def test_the_type_of_a_tensor():
+    function = importlib.import_module("torch.autograd._functions").Type
+    x = np.ones(2, np.float32)
+    output, pull = jax.vjp(lambda x: jaxfn.from_torch(function).apply(x, "torch.HalfTensor"), x)
+    assert output.dtype == "float16" and pull(jnp.ones(2, "float16"))[0].dtype == "float32"

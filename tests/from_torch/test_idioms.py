@@ -750,3 +750,71 @@ def test_parts_of_programs_are_refused():
 
     with pytest.raises(jaxfn.TranslationError, match=r"(?s)Chooses hands torch a part of its program.*torch\.cond\(x"):
         jaxfn.from_torch(Chooses).apply(X)
+
+
+# --- Writes by `.data` to what autograd has saved, or has not.
+
+
+def result_written(x):
+    y = x.exp()
+    y.data.mul_(2)
+    return y
+
+
+def result_written_after_use(x):
+    y = x.tanh()
+    z = y.sum()
+    y.data.zero_()
+    return z
+
+
+def operand_written_after_use(x):
+    y = torch.nn.functional.huber_loss(x, torch.ones_like(x), reduction="none")
+    x.data.add_(1)
+    return y
+
+
+def view_of_a_result_written(x):
+    y = x.relu()
+    y.data.view(-1).add_(1)
+    return y
+
+
+def unsaved_result_written(x):
+    y = x.sin()
+    y.data.mul_(2)
+    return y
+
+
+def data_exchanged(x):
+    y = torch.sigmoid(x)
+    y.data = y.data * 2
+    return y
+
+
+def copy_written_before_use(x):
+    x = x.clone()
+    x.data.clamp_(0.1)
+    return x**2
+
+
+@pytest.mark.parametrize(
+    "code", [result_written, result_written_after_use, operand_written_after_use, view_of_a_result_written]
+)
+@row("I2")
+def test_data_that_is_saved_for_arguments_and_written_is_refused(code):
+    adopted = jaxfn.from_torch(code)
+    np.testing.assert_allclose(adopted(X), code(torch.tensor(X)), rtol=1e-6)
+    for transform in (lambda f: f, jax.jit):
+        with pytest.raises(jaxfn.TranslationError, match=rf"(?s){code.__name__} writes by `.data`.*in {code.__name__}"):
+            transform(jax.grad(lambda x: adopted(x).sum()))(X)
+
+
+@pytest.mark.parametrize("code", [unsaved_result_written, data_exchanged, copy_written_before_use])
+@BOTH
+@row("I2")
+def test_data_that_is_not_saved_is_written(code, transform):
+    x = torch.tensor(X, requires_grad=True)
+    (gradient,) = torch.autograd.grad(code(x).sum(), x)
+    adopted = jaxfn.from_torch(code)
+    np.testing.assert_allclose(transform(jax.grad(lambda x: adopted(x).sum()))(X), gradient, rtol=1e-6)

@@ -301,6 +301,7 @@ def assert_same(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10 * scale)
 
 
+@pytest.mark.filterwarnings("ignore:.*changes the attribute kept")
 @row("I2", "I3")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:For backward hooks to be called")
 @pytest.mark.parametrize("order", [1, 2])
@@ -313,6 +314,7 @@ def test_backward_hooks_of_modules_are_torchs(name, order):
             assert_same(of_jax(make, args, differentiated, order), of_torch(make, args, differentiated, order))
 
 
+@pytest.mark.filterwarnings("ignore:.*changes the attribute kept")
 @row("I2")
 @pytest.mark.parametrize("name", ["in each other", "hooks of a tensor, and of a parameter", "past the output too"])
 def test_hooks_in_a_checkpoint_get_whole_gradients_at_second_order(name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -138,7 +137,7 @@ class Adapter:
             self._batched,
             (arguments.template, dims, info.batch_size),
             specs,
-            functools.partial(BatchedForward, self.definition, arguments.template, specs, info, tuple(dims)),
+            lambda specs: BatchedForward(self.definition, arguments.template, specs, info, tuple(dims)),
         )
         if batched.traced.draws and key_dim is not None:
             raise TranslationError(
@@ -208,7 +207,7 @@ class Adapter:
             self._forwards,
             arguments,
             specs,
-            functools.partial(Forward, self.definition, arguments, specs, flags),
+            lambda specs: Forward(self.definition, arguments, specs, flags),
             flags,
         )
         program.refusal = program.refusal or self._refusals.get(_identities(arguments))

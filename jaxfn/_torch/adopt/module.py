@@ -6,11 +6,15 @@ import contextlib
 import functools
 import inspect
 import threading
+import types
+import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import numpy as np
 import torch
 
 from jaxfn._torch._compat import (
@@ -18,6 +22,7 @@ from jaxfn._torch._compat import (
     gradient_hooks,
     held_by,
     memory,
+    plain_torch,
     script_attributes,
 )
 from jaxfn._torch.adopt.definition import TorchCode
@@ -42,7 +47,7 @@ _Tensors = dict[str, torch.Tensor]
 
 
 class AdoptedModule(Opaque):
-    """A torch module on JAX.
+    """A torch module on JAX, in the mode, train or eval, that it had when it was adopted.
 
     While a call is traced, once for its shapes, no other thread may use the torch module itself.
 
@@ -50,7 +55,7 @@ class AdoptedModule(Opaque):
       torch_module: the module itself.
     """
 
-    __slots__ = ("_whole", "torch_module")
+    __slots__ = ("_in_mode", "_modes", "_noted", "_whole", "torch_module")
 
     torch_module: torch.nn.Module
 
@@ -63,6 +68,9 @@ class AdoptedModule(Opaque):
         code = TorchCode(name, replacements, nested, parameters, "net.apply")
         object.__setattr__(self, "torch_module", module)
         object.__setattr__(self, "_whole", Whole(code, self._called))
+        object.__setattr__(self, "_modes", _modes(module))
+        object.__setattr__(self, "_in_mode", {})  # what train and eval have returned
+        object.__setattr__(self, "_noted", set())  # the attributes that were warned of
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"an adopted module is not changed: {name} (see load, and torch_module)")
@@ -81,6 +89,26 @@ class AdoptedModule(Opaque):
         """The buffers, and the parameters that require no gradient, by their names: new JAX arrays of their values."""
         with _LOCK:
             return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trained(x)}
+
+    def train(self, mode: bool = True) -> AdoptedModule:
+        """The module in train mode, or in eval mode: with the same torch module, whose own mode stays as it is.
+
+        Raises:
+          TranslationError: a part has a `train` of its own, which changes more than modes.
+
+        Torch counterpart: `Module.train`, which changes the module and returns it.
+        """
+        with _LOCK:
+            if mode not in self._in_mode:
+                code = self._whole.code
+                self._in_mode[mode] = net = AdoptedModule(self.torch_module, code.replacements, code.nested)
+                object.__setattr__(net, "_modes", _switched(self.torch_module, mode))
+                object.__setattr__(net, "_in_mode", self._in_mode)
+            return self._in_mode[mode]
+
+    def eval(self) -> AdoptedModule:
+        """The module in eval mode; see `train`."""
+        return self.train(False)
 
     def apply(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], *args: Any, **kwargs: Any
@@ -127,9 +155,10 @@ class AdoptedModule(Opaque):
         """The trace of a call, the arrays in its arguments, and the random key."""
         key = kwargs.pop(self._whole.code.key_name, None)
         # JAX hands dicts on in the order of their names; a trace is to be good for those as well.
-        arguments = (dict(sorted(parameters.items())), dict(sorted(buffers.items())), args, kwargs)
         with _LOCK:
+            self._check_mode()
             self._check(parameters, buffers)
+            arguments = (dict(sorted(parameters.items())), dict(sorted(buffers.items())), args, kwargs)
             program, arrays = self._whole.traced(arguments, 1, _state_key(self.torch_module))
         return program, arrays, key
 
@@ -177,6 +206,7 @@ class AdoptedModule(Opaque):
         """
         kwargs.pop(self._whole.code.key_name, None)
         with _LOCK:
+            self._check_mode()
             return self._whole.explain((self.parameters, self.buffers, args, kwargs), 1)
 
     def _called(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
@@ -191,15 +221,17 @@ class AdoptedModule(Opaque):
         for name in permuted:
             tracing.recorder.note_order(tracing.lower(tensors[name]), repr(name))
         names = {memory(own): name for name, own in _tensors(module).items() if memory(own) is not None}
-        guarding = functools.partial(_writing_nothing, module)
+        guarding = functools.partial(_writing_nothing, module, self._modes)
         order = f"a gradient, which may have its order from {permuted[0]!r}," if permuted else None
         tracing.recorder.stood_in = StandIns(names, permuted_gradients=order, guarding=guarding)
         _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
         tracing.part_names = {id(part): name for name, part in module.named_modules()}
-        tracing.held = HeldTensors(tensors, functools.partial(_held_by_turns, module))
+        tracing.held = HeldTensors(tensors, functools.partial(_held_by_turns, module, self._modes))
         given = {name: tracing.recorder.node(tracing.lower(tensors[name])) for name in parameters}
-        with _holding(module, tensors):
+        with _holding(module, self._modes, tensors):
+            before = _attributes(module)
             output = module(*args, **kwargs)
+            self._refuse_state(tracing, before)
             tracing.written = [
                 name for name, node in given.items() if not _has_values(tracing, _held(module, name), node)
             ]
@@ -211,12 +243,62 @@ class AdoptedModule(Opaque):
                     )
             return output, {name: _held(module, name) for name in buffers}
 
+    def _refuse_state(self, tracing: Tracing, before: Mapping[str, Any]) -> None:
+        """Raises where forward has set an attribute anew whose tensor it read; warns of others that it changed."""
+        owner, values, recorder = self._whole.code.name, _values(self.torch_module), tracing.recorder
+        constants = {_TensorKey(id(x), is_permuted(x)): x for x in recorder.constants.values()}
+        noted: list[str] = []
+        for name, old in _changes(self.torch_module, before).items():
+            new, keys = values.get(name), jax.tree_util.tree_leaves(old, is_leaf=lambda x: isinstance(x, _TensorKey))
+            is_constant = isinstance(new, torch.Tensor) and not tracing.is_traced(new)
+            read = [constants[key] for key in keys if key in constants]
+            if is_constant and read:
+                with plain_torch():
+                    read = [x for x in read if not torch.equal(x, tracing.lower(new))]  # as after `x = x.to(device)`
+            if read:
+                raise TranslationError(
+                    f"{owner} reads {name} in forward, and sets it to something else, which in torch lasts until the "
+                    "next call. On JAX every call would start with the same tensor. Register it in __init__ by "
+                    "`self.register_buffer(name, tensor)`, and net.apply returns it among the buffers"
+                )
+            if name.startswith("the attribute") and name not in self._noted:
+                is_lost = recorder.reads_outside if isinstance(old, _TensorKey) else not is_constant
+                noted += [name] if is_lost else []
+        if noted:
+            self._noted.update(noted)
+            warnings.warn(
+                f"{owner} changes {', '.join(noted)} in forward. On JAX that does not last: every call starts with "
+                "what the torch module has. What is to last becomes a buffer (`self.register_buffer(name, tensor)`), "
+                "which net.apply returns",
+                stacklevel=2,
+            )
+
+    def _check_mode(self) -> None:
+        """Raises where the torch module's mode is no longer the one that was adopted."""
+        if self in self._in_mode.values():
+            return
+        for path, is_training in _modes(self.torch_module).items():
+            adopted = self._modes.get(path, is_training)
+            if adopted != is_training:
+                was, now = (("eval", "train")[mode] for mode in (adopted, is_training))
+                raise TranslationError(
+                    f"{self._whole.code.name}: {path or 'the module'} was in {was} mode when it was adopted, and is in "
+                    f"{now} mode now, which calls that are compiled already would not see. Use net.{now}() for the "
+                    "model in that mode (net.train() and net.eval() have the same parameters), or adopt it again"
+                )
+
     def _check(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         tensors = _tensors(self.torch_module)
         name = self._whole.code.name
+        if not (hasattr(parameters, "keys") and hasattr(buffers, "keys")):
+            given = f"{type(parameters).__name__} and {type(buffers).__name__}"
+            raise TypeError(f"{name}: expected two dicts, net.apply(net.parameters, net.buffers, ...), got {given}")
         missing = [key for key in tensors if key not in parameters and key not in buffers]
         if missing:
-            raise TypeError(f"{name}: no array was given for {', '.join(missing)}, of its parameters and buffers")
+            raise TypeError(
+                f"{name}: no array was given for {', '.join(missing)}, of its parameters and buffers. Call "
+                "net.apply(net.parameters, net.buffers, ...)"
+            )
         twice = [key for key in parameters if key in buffers]
         if twice:
             raise TypeError(f"{name}: {', '.join(twice)} stands among the parameters and among the buffers")
@@ -297,16 +379,39 @@ def _refuse_writes_to_shared(recorder: Recorder, tensors: _Tensors, own: _Tensor
         last_end, last = (place, begin + size), name
 
 
+def _modes(module: torch.nn.Module) -> dict[str, bool]:
+    """Which parts of a module are in train mode."""
+    return {path: part.training for path, part in module.named_modules()}
+
+
+def _switched(module: torch.nn.Module, mode: bool) -> dict[str, bool]:
+    """The modes of a module's parts after `train(mode)`, which is called while it holds tensors without values."""
+    with _holding(module, {}, {name: x.detach().to("meta") for name, x in _tensors(module).items()}):
+        before = _attributes(module)
+        module.train(mode)
+        changed = [name for name in _changes(module, before) if not name.startswith("the attribute training of")]
+        if changed:
+            raise TranslationError(
+                f"{type(module).__name__}.train({mode}) changes {', '.join(changed)}, and not only the mode. Call it "
+                "in torch, and adopt the module again by `from_torch(module)`"
+            )
+        return _modes(module)
+
+
 @contextlib.contextmanager
-def _held_by_turns(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
+def _held_by_turns(
+    module: torch.nn.Module, modes: Mapping[str, bool], tensors: Mapping[str, torch.Tensor]
+) -> Generator[None]:
     """`_holding`, by one thread at a time."""
-    with _LOCK, _holding(module, tensors):
+    with _LOCK, _holding(module, modes, tensors):
         yield
 
 
 @contextlib.contextmanager
-def _holding(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
-    """Puts tensors in the places of a module's own; whatever the module's attributes are inside, is put back."""
+def _holding(
+    module: torch.nn.Module, modes: Mapping[str, bool], tensors: Mapping[str, torch.Tensor]
+) -> Generator[None]:
+    """Puts tensors in the places of a module's own, in these modes; what its attributes were is put back."""
     own = _tensors(module)
     replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
     before = [(part, _copied(vars(part)), script_attributes(part)) for part in module.modules()]
@@ -318,6 +423,8 @@ def _holding(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Ge
                         held[name] = replaced[id(tensor)]
         for _, attributes, _ in before:
             _replace(attributes, replaced)
+        for path, part in module.named_modules():
+            part.training = modes.get(path, part.training)
         yield
     finally:
         for part, attributes, of_script in before:
@@ -327,17 +434,16 @@ def _holding(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Ge
 
 
 @contextlib.contextmanager
-def _writing_nothing(module: torch.nn.Module, who: str) -> Generator[None]:
+def _writing_nothing(module: torch.nn.Module, modes: Mapping[str, bool], who: str) -> Generator[None]:
     """Raises where what runs inside changes an attribute of a module or leaves a `.grad`; all stays as it was."""
     tracing = current()
     # Where a Function takes the module's tensors, it takes what is left in their `.grad` as well.
     tensors = [(name, x) for name, x in _tensors(module).items() if x.is_leaf and tracing.held is None]
     gradients = [x.grad for _, x in tensors]
-    with _held_by_turns(module, {}):
+    with _held_by_turns(module, modes, {}):
         before = _attributes(module)
         yield
-        after = _attributes(module)
-    written = [name for name in {**before, **after} if before.get(name, _MISSING) != after.get(name, _MISSING)]
+        written = [*_changes(module, before)]
     for (name, x), gradient in zip(tensors, gradients, strict=True):
         if x.grad is not None and x.grad is not gradient:
             x.grad = gradient
@@ -352,16 +458,25 @@ def _writing_nothing(module: torch.nn.Module, who: str) -> Generator[None]:
 _MISSING = object()
 
 
-def _copied(value: Any) -> Any:
-    """Containers copied, however deep, and what they hold as it is, beside the containers themselves."""
+def _copied(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """Containers and plain objects copied, and what they hold as it is, beside the containers themselves."""
+    fields, around = _fields(value, around), (*around, id(value))
+    if fields is not None:
+        return _Container(value, fields, {name: _copied(item, around) for name, item in fields.items()})
     if type(value) in (dict, OrderedDict):
-        return _Container(value, {name: _copied(item) for name, item in value.items()})
-    return _Container(value, list(map(_copied, value))) if type(value) in (list, set) else value
+        return _Container(value, value, {name: _copied(item, around) for name, item in value.items()})
+    return _Container(value, value, [_copied(x, around) for x in value]) if type(value) in (list, set) else value
+
+
+def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any] | None:
+    """The attributes of a plain object, such as a configuration; `None` for any other, and one that lies too deep."""
+    is_plain = not isinstance(value, (type, types.FunctionType, types.ModuleType, torch.nn.Module, torch.Tensor))
+    return getattr(value, "__dict__", None) if is_plain and id(value) not in around and len(around) < 4 else None
 
 
 def _replace(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
     """Puts tensors in the places of others in a container that was copied, and in those that it holds."""
-    if isinstance(saved.container, set):
+    if isinstance(saved.container, set) or saved.owner is not saved.container:
         return
     for place, part in saved.parts.items() if isinstance(saved.parts, dict) else enumerate(saved.parts):
         if isinstance(part, _Container):
@@ -371,8 +486,9 @@ def _replace(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
 
 
 class _Container(NamedTuple):
-    """A container, and what it held."""
+    """A container, and what it held; of a plain object, its attributes."""
 
+    owner: Any
     container: Any
     parts: Any
 
@@ -389,7 +505,7 @@ def _put_back(container: Any, saved: _Container) -> Any:
         parts = [original(part) for part in saved.parts]
     container.clear()
     (container.extend if isinstance(container, list) else container.update)(parts)
-    return container
+    return saved.owner
 
 
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -406,25 +522,51 @@ def _all_attributes(part: torch.nn.Module) -> dict[str, Any]:
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None))
 
 
-def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """The same for each attribute of a module and its parts, by what a message calls it."""
+def _values(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a module and its parts by what a message calls them, and the identities of their tensors."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         owner = f"of {path or 'the module'} ({type(part).__name__})"
         attributes = {**_all_attributes(part), "_parameters": None, "_buffers": None}
-        found |= {f"the attribute {name} {owner}": _attribute_key(value) for name, value in attributes.items()}
+        found |= {f"the attribute {name} {owner}": value for name, value in attributes.items()}
         found |= {f"{name} {owner}": id(x) for held in held_by(part) for name, x in held.items()}
     return found
 
 
-def _attribute_key(value: Any) -> Any:
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module's behaviour depends on, for each attribute of `_values`."""
+    return {name: _attribute_key(value) for name, value in _values(module).items()}
+
+
+def _changes(module: torch.nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """What `_attributes` has returned before for those attributes that have changed."""
+    names = {**before, **(after := _attributes(module))}
+    return {name: before.get(name) for name in names if before.get(name, _MISSING) != after.get(name, _MISSING)}
+
+
+class _TensorKey(NamedTuple):
+    """A tensor, and the order of its elements in memory."""
+
+    identity: int
+    permuted: bool
+
+
+def _attribute_key(value: Any, around: tuple[int, ...] = ()) -> Any:
     if isinstance(value, _BY_VALUE):
         return type(value), value
     if isinstance(value, (tuple, list)):
-        return type(value), *map(_attribute_key, cast(list[Any], value))
-    if isinstance(value, dict):
-        return dict, *((name, _attribute_key(item)) for name, item in cast(dict[Any, Any], value).items())
+        return type(value), *(_attribute_key(item, (*around, id(value))) for item in cast(list[Any], value))
+    if isinstance(value, set):
+        return set, *sorted((_attribute_key(item, (*around, id(value))) for item in cast(set[Any], value)), key=hash)
+    if isinstance(value, weakref.ref):  # to what is compared where it is held
+        return weakref.ref
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    fields = cast(dict[Any, Any], value) if isinstance(value, dict) else _fields(value, around)
+    if fields is not None:
+        own = dict if isinstance(value, dict) else Same(value)
+        return own, *((name, _attribute_key(item, (*around, id(value)))) for name, item in fields.items())
     if not isinstance(value, torch.Tensor):
         return Same(value)
     # One that was computed, as by a hook that makes a weight, is computed anew by every forward.
-    return (id(value), is_permuted(value)) if value.grad_fn is None else ("computed", value.shape)
+    return _TensorKey(id(value), is_permuted(value)) if value.grad_fn is None else ("computed", value.shape)

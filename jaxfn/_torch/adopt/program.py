@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils import _pytree as torch_tree
 
+from jaxfn._compat import staging_traces, under_tracers
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.adopt.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import Translation, Unsupported, explain
@@ -86,6 +88,8 @@ class TracedGraph(Opaque):
         self._constants = translation.constants
         # Called with arrays it runs as one compiled program; inside another program it leaves its operations there.
         self._run = jax.jit(translation.run, inline=True)
+        self._indices = translation.indices
+        self._run_with_extremes = jax.jit(functools.partial(translation.run, returns_extremes=True))
 
     @property
     def is_translated(self) -> bool:
@@ -103,6 +107,7 @@ class TracedGraph(Opaque):
 
         Raises:
           TranslationError: an operation has no translation; random numbers are to be drawn, and there is no key.
+          IndexError: a concrete index is out of range, outside of `jax.jit`.
         """
         owner = self.code.name
         if self.unsupported:
@@ -113,7 +118,17 @@ class TracedGraph(Opaque):
                 f"{self.code.call}(..., {self.code.key_name}=jax.random.key(0)), another key for each call"
             )
         try:
-            return self._run(arrays, key, self._constants())
+            if not self._indices or staging_traces():
+                return self._run(arrays, key, self._constants())
+            results, extremes = self._run_with_extremes(arrays, key, self._constants())
+            for indices, found in zip(self._indices, extremes, strict=True):
+                for index in [] if found is None else (under_tracers(found[0]).min(), under_tracers(found[1]).max()):
+                    if not indices.low <= index < indices.size:
+                        raise IndexError(
+                            f"{owner}.{self.name}: index {index} is out of range for a dimension of size "
+                            f"{indices.size}, at {indices.line}"
+                        )
+            return results
         except TranslationError as error:
             raise error if owner in str(error) else TranslationError(f"{owner}.{self.name}: {error}") from error
 
@@ -400,7 +415,7 @@ class Forward(Trace):
             self._derivatives,
             (method, given),
             specs,
-            functools.partial(Derivative, self, method, given, specs, needs_input_grad),
+            lambda specs: Derivative(self, method, given, specs, needs_input_grad),
             needs_input_grad,
         )
 
@@ -576,18 +591,28 @@ def known_or_made(
     known: Recent[_T],
     template: Any,
     specs: Sequence[Spec],
-    make: Callable[[], _T],
+    make: Callable[[Sequence[Spec]], _T],
     needs_input_grad: tuple[bool, ...] = (),
 ) -> _T:
-    """A trace for these arguments, an earlier one where there is one; kept, where that is safe."""
+    """A trace for these arguments, an earlier one where there is one; kept, where that is safe.
+
+    JAX's integers have 32 bits by default. Where torch or the code wants 64, they are traced as if they had.
+    """
     try:
         key = static_key(template), tuple(specs), ambient_key()
     except TypeError:
         key = None
     found = None if key is None else known.get(key, lambda trace: trace.fits(needs_input_grad))
     if found is None:
-        with cleaned_up(owner):
-            found = make()
+        try:
+            with cleaned_up(owner):
+                found = make(specs)
+        except (TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
+            wide = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
+            if isinstance(error, TranslationError) or wide == specs or not re.search("(?i)int64|long", str(error)):
+                raise
+            with cleaned_up(owner):
+                found = make(wide)
         if key is not None and not found.traced.reads_outside:
             known.put(key, found)
     return found

@@ -46,20 +46,27 @@ class WholeProgram(Trace):
     """
 
     def __init__(
-        self, whole: Whole, arguments: Any, specs: Sequence[Spec], are_trained: Sequence[bool], tracing: Tracing
+        self,
+        whole: Whole,
+        arguments: Any,
+        specs: Sequence[Spec],
+        are_trained: Sequence[bool],
+        tracing: Tracing,
+        sees_all: bool = False,
     ) -> None:
         code = whole.code
         with running(tracing):
             inputs = [
-                tracing.input(*spec, requires_grad=True if is_trained else None)
+                tracing.input(*spec, requires_grad=True if is_trained or sees_all else None)
                 for spec, is_trained in zip(specs, are_trained, strict=True)
             ]
-            given = [*inputs]
-            for i in slots(arguments[-2:]) if tracing.arguments_require_grad else ():  # those that are no state
-                given[i] = tracing.as_argument(given[i])
             # As torch has it where a function is called: what is computed under `torch.no_grad()` has no derivative.
             tracing.recorder.follows_grad_mode = True
             with torch.enable_grad():
+                # Code may write to those that are no parameters, as it may not to leaves of autograd's graph.
+                given = [x.clone() if sees_all and not t else x for x, t in zip(inputs, are_trained, strict=True)]
+                for i in slots(arguments[-2:]) if tracing.arguments_require_grad else ():  # those that are no state
+                    given[i] = tracing.as_argument(given[i])
                 returned = whole.function(*put_in(arguments, given))
             tracing.recorder.follows_grad_mode = False
             tracing.refuse_written_afterwards()
@@ -68,8 +75,7 @@ class WholeProgram(Trace):
             _check_gradients(tracing, inputs, made.leaves, values)
         self.written = tracing.written
         self.output = made.template
-        line = tracing.recorder.written_after_use
-        self._refusal = None if line is None else DeferredError(TranslationError, _AFTER_USE.format(code.name, line))
+        self.refusal: DeferredError | None = None  # why nothing but parameters can be differentiated by
         hook = tracing.hooked_where_used
         self._refusal_of_second = (
             None if hook is None else DeferredError(TranslationError, _HOOKED.format(code.name, hook))
@@ -79,7 +85,7 @@ class WholeProgram(Trace):
 
     def run(self, arrays: Sequence[Any], key: Any) -> Any:
         """What the code returns for JAX arrays."""
-        if self._refusal is not None or self._refusal_of_second is not None:
+        if self.refusal is not None or self._refusal_of_second is not None:
             arrays = [self._with_refusals(x, t) for x, t in zip(arrays, self._are_trained, strict=True)]
         return put_in(self.output, self.traced.run(arrays, key))
 
@@ -87,17 +93,17 @@ class WholeProgram(Trace):
         """An array that raises where a derivative by it would not be torch's."""
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        if self._refusal is not None and not is_trained:
-            x = without_derivative(self._refusal, jnp.asarray(x))
+        if self.refusal is not None and not is_trained:
+            x = without_derivative(self.refusal, jnp.asarray(x))
         if self._refusal_of_second is not None:
             x = _once_differentiable(self._refusal_of_second, jnp.asarray(x))
         return x
 
 
 _AFTER_USE = (
-    "{} writes by `.data` to a tensor that was used before. If autograd has saved it, torch's gradients take the new "
-    "values, and JAX's the old ones, so that only parameters can be differentiated by, and not arguments and buffers. "
-    "Write before the tensor is used, or use a copy of it before, `tensor.clone()`{}"
+    "{} writes by `.data` to a tensor that autograd saves where arguments or buffers require a gradient. torch's "
+    "gradients take the new values then, and JAX's the old ones, so that only parameters can be differentiated by. "
+    "Write before the tensor is used, or to a copy, `tensor.clone()`{}"
 )
 
 
@@ -154,7 +160,7 @@ class Whole:
                 self._programs,
                 (new.arguments.template, tuple(new.are_trained), state),
                 new.specs,
-                new,
+                lambda specs: new._replace(specs=specs)(),
             )
         except NeededValueError as error:
             _, assumed = _assuming(new)
@@ -184,12 +190,17 @@ class Whole:
 
 
 class _NewProgram(NamedTuple):
-    """What a program is made of."""
+    """What a program is made of.
+
+    Attributes:
+      sees_all: whether autograd is to know of all inputs, as of parameters.
+    """
 
     whole: Whole
     arguments: Flat
-    specs: list[Spec]
+    specs: Sequence[Spec]
     are_trained: list[bool]
+    sees_all: bool = False
 
     def __call__(self, assumed: list[AssumedValue] | None = None) -> WholeProgram:
         """The program.
@@ -214,12 +225,22 @@ class _NewProgram(NamedTuple):
         tracing.arguments_require_grad = self.whole.arguments_require_grad
         try:
             with cleaned_up(code.name):
-                result = WholeProgram(self.whole, self.arguments.template, self.specs, self.are_trained, tracing)
+                result = WholeProgram(
+                    self.whole, self.arguments.template, self.specs, self.are_trained, tracing, self.sees_all
+                )
         except Exception as error:
             result = error
         if tracing.asks_requires_grad and not self.whole.arguments_require_grad:
             self.whole.arguments_require_grad = True
             return self._attempt(assumed, says_compiling=says_compiling)
+        if isinstance(result, WholeProgram):
+            line, for_all = tracing.recorder.writes_data, self._replace(sees_all=True)
+            if (
+                line
+                and not self.sees_all
+                and not for_all._attempt(assumed, says_compiling=says_compiling).is_translated
+            ):
+                result.refusal = DeferredError(TranslationError, _AFTER_USE.format(code.name, line))
         return _Attempt(result, tracing.asks_compiling)
 
 
@@ -246,7 +267,8 @@ class _Attempt(NamedTuple):
 
     def get(self) -> WholeProgram:
         if isinstance(self.result, Exception):
-            raise self.result
+            # A message that names the line needs no frames of torch's and jaxfn's.
+            raise self.result.with_traceback(None) if isinstance(self.result, TranslationError) else self.result
         return self.result
 
 

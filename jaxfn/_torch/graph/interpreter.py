@@ -26,6 +26,7 @@ from jaxfn._torch.graph.source_lines import Line
 from jaxfn._torch.graph.targets import JaxCall, Operations, name_of, named_operations
 from jaxfn._torch.graph.wide import (
     CAREFUL,
+    INDEX_ARGUMENT,
     LARGEST,
     USUAL,
     CannotWidenError,
@@ -73,6 +74,7 @@ class Translation:
 
     Attributes:
       unsupported: all operations that cannot be translated, in the graph's order, each with the line that called it.
+      indices: what indexes a tensor; `run` returns the extremes of each with `returns_extremes`.
     """
 
     def __init__(self, graph_module: GraphModule, ops: Operations | None = None) -> None:
@@ -85,6 +87,7 @@ class Translation:
             calls.append(_StepCall(step, operation, num_drawn))
             num_drawn += isinstance(operation, Operation) and operation.draws
         self._stretches = _stretches(calls)
+        self.indices = [indices for call in calls for indices in _indices(call)]
         self._constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
         limits = {node: _limit(graph_module, node) for node in self._constants}
         known = {node: limit for node, limit in limits.items() if limit is not None}
@@ -98,13 +101,21 @@ class Translation:
         """The present values of the tensors that are no inputs; those made outside of the Function may change."""
         return [_constant(self._graph_module, node) for node in self._constants]
 
-    def run(self, inputs: Sequence[Any], key: Any = None, constants: Sequence[Any] | None = None) -> Any:
+    def run(
+        self,
+        inputs: Sequence[Any],
+        key: Any = None,
+        constants: Sequence[Any] | None = None,
+        *,
+        returns_extremes: bool = False,
+    ) -> Any:
         """The outputs of the graph for JAX arrays.
 
         Args:
           inputs: one JAX array for each placeholder, in order.
           key: a JAX random key, for graphs that draw random numbers.
           constants: what `constants()` returned; by default what it returns now.
+          returns_extremes: whether to return the smallest and the largest of each of `indices`, too.
 
         Returns:
           What the graph returns, with the same structure; arrays have the dtypes that torch recorded, as x64 allows.
@@ -127,7 +138,9 @@ class Translation:
                 if node.op == "placeholder":
                     values[node] = _recorded(next(remaining), node)
                 elif node.op == "output":
-                    return self._narrowed(call.step, _substitute(call.step.arguments, values))[0]
+                    outputs = self._narrowed(call.step, _substitute(call.step.arguments, values))[0]
+                    extremes = [_extremes(values.get(x.node)) for x in self.indices] if returns_extremes else []
+                    return (outputs, extremes) if returns_extremes else outputs
                 elif node.op != "get_attr":
                     values[node] = self._value(call, values, key)
         raise TranslationError("the graph has no output")
@@ -194,6 +207,45 @@ class Translation:
                     "jax.config.update('jax_enable_x64', True) JAX's integers have 32"
                 )
         return each_narrowed(arguments)
+
+
+class Indices(NamedTuple):
+    """What indexes a tensor's elements.
+
+    Attributes:
+      node: its node.
+      low: the smallest index that there is.
+      size: how many there are from 0.
+      line: the line of torch code that indexes, or where none is known the operation.
+    """
+
+    node: Node
+    low: int
+    size: int
+    line: str
+
+
+def _indices(call: _StepCall) -> Iterator[Indices]:
+    """The indices among the arguments of a call, where torch checks their range and the table's entry is used."""
+    step, name = call.step, name_of(call.step.node.target)
+    short, line = short_name(name), line_of(step.node) or name
+    place = None if "_unsafe" in name or "_backward" in name else INDEX_ARGUMENT.get(short)
+    if place is None or call.operation is not TABLE.get(entry_name(name) or ""):
+        return
+    at, shape = step.arguments[place], _results(step.arguments[0])[0].shape
+    if short in ("index", "index_put"):  # a mask is alone, or refused
+        parts = [(x, size) for x, size in zip(at, shape, strict=False) if x is not None]
+        yield from (Indices(x, -size, size, line) for x, size in parts if _results(x)[0].dtype in _WHOLE)
+    elif short in ("take", "put"):
+        yield Indices(at, -shape.numel(), shape.numel(), line)
+    else:
+        size = shape[0 if short == "embedding" else step.arguments[1]] if shape else 1
+        yield Indices(at, -size if short == "index_fill" else 0, size, line)
+
+
+def _extremes(indices: Any) -> Any:
+    """The smallest and the largest of some indices; `None` where there is none, or they are not kept."""
+    return (indices.min(), indices.max()) if isinstance(indices, jax.Array) and indices.size else None
 
 
 class _StepCall(NamedTuple):

@@ -142,7 +142,8 @@ class Recorder(TorchDispatchMode):
         self.shared: list[tuple[Any, Any, str, str]] = []  # memory that torch has once for both; why, and what helps
         self.seen_nodes: set[Any] = set()  # those of autograd's graph that were looked at, and what they saved
         self.saved_memory: set[int | None] = set()
-        self.written_after_use: str | None = None  # the line that wrote by `.data` to what was computed with before
+        self.misfit: tuple[Exception | None, str] = None, ""  # what torch refused to compute, and the shapes
+        self.writes_data: str | None = None  # the line that wrote by `.data`
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
         self._values_of: dict[torch.fx.Node, torch.fx.Node] = {}  # the nodes that others have the same values as
@@ -275,10 +276,6 @@ class Recorder(TorchDispatchMode):
     def is_used(self, tensor: torch.Tensor) -> bool:
         """Whether anything was computed from a tensor that has a derivative."""
         return any(user.meta["varies"] for user in self.node(tensor).users)
-
-    def may_be_saved(self, tensor: torch.Tensor) -> bool:
-        """Whether derivatives of what was computed from a tensor may need its values."""
-        return any(user.meta["varies"] and user.target not in _NEEDS_NO_VALUES for user in self.node(tensor).users)
 
     def without_gradient(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor with the values of another one and without its derivative."""
@@ -537,6 +534,8 @@ class Recorder(TorchDispatchMode):
                 words in str(error) for words in ("fake impl", "Could not run")
             )
             if not is_compiled_only:
+                shapes = [tuple(x.shape) for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+                self.misfit = error, f"{func} got {', '.join(map(str, shapes))}"
                 raise
             reason = self.not_torch_code.get(func, "of which torch knows only compiled code")
             raise TranslationError(
@@ -670,7 +669,8 @@ def is_permuted(tensor: torch.Tensor) -> bool:
 
 WRITES_OUTSIDE = (
     "writes to a tensor that was made outside of the Function (a buffer of a module, say). On JAX that would happen "
-    "once, while tracing, and not in every call. Return the new value instead"
+    "once, while tracing, and not in every call. Return the new value instead; what a module keeps between calls comes "
+    "back from net.apply if it is registered by `self.register_buffer(name, tensor)`"
 )
 _NEEDS_VALUE = (
     "Python code asks for the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, an `assert`), "
@@ -694,7 +694,6 @@ def _has_derivative(value: Any) -> bool:
     return any(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors)
 
 
-_NEEDS_NO_VALUES = (aten.clone.default, aten.add.Tensor, aten.sub.Tensor, _CARRIED)
 # Which argument has the values of what these give, if shape and dtype are the same.
 _KEEPS_VALUES: Mapping[Any, int] = {
     _CARRIED: 0,

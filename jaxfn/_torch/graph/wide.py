@@ -311,8 +311,8 @@ _JOINING = {
     "diagonal_scatter": (0, 1),
     "index_put": (0, 2),
 }
-# Which arguments are places in a tensor. No tensor has places beyond 32 bits.
-_PLACES = {
+# Which arguments are indices of a tensor's elements. No tensor has places beyond 32 bits.
+INDEX_ARGUMENT = {
     **dict.fromkeys(["index", "_unsafe_index", "index_put", "_unsafe_index_put", "take", "embedding", "put"], 1),
     "embedding_dense_backward": 1,
     **dict.fromkeys(["gather", "index_select", "scatter", "scatter_add", "scatter_reduce"], 2),
@@ -368,8 +368,8 @@ def call_wide(
       CannotWidenError: it has no form for 64 bits.
     """
     arguments = list(arguments)
-    if name in _PLACES:
-        arguments[_PLACES[name]] = each_narrowed(arguments[_PLACES[name]])
+    if name in INDEX_ARGUMENT:
+        arguments[INDEX_ARGUMENT[name]] = each_narrowed(arguments[INDEX_ARGUMENT[name]])
         if not has_wide(arguments):
             return function(*arguments, **options)
     if name == "_to_copy" and not dtype.is_floating_point:

@@ -1,7 +1,7 @@
 """Reading and writing elements that index tensors and masks name.
 
-An index out of range raises in torch; here, as everywhere in JAX, reading gives the nearest element or nan, and writing
-does nothing.
+An index out of range raises in torch. Here reading gives NaN, or the smallest integer, and writing does nothing. Which
+indices are out of range differs by operation: negative ones count from the end only where they do in torch.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ refuse(
 
 @operation("aten.repeat_interleave.Tensor")
 def repeated_places(repeats: Array, *, output_size: int) -> Array:
-    """Each place as often as is said, `output_size` in all."""
-    return jnp.repeat(np.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+    """Each place as often as is said, `output_size` in all; no place, where those are not as many."""
+    places = jnp.repeat(np.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+    return jnp.where(repeats.sum() == output_size, places, repeats.shape[0])
 
 
 @operation("aten.nonzero_static")
@@ -60,6 +61,11 @@ def nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
     return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), 1)
 
 
+def read(x: Array, at: Any, *, wraps: bool = False) -> Array:
+    """Returns `x[at]`, filled where an index is out of range, as a negative one is unless it `wraps`."""
+    return x.at[at].get(mode="fill", wrap_negative_indices=wraps)
+
+
 @moving("aten.index", "aten._unsafe_index")
 def index(x: Array, indices: Indices) -> Array:
     if any(_is_mask(i) for i in indices):
@@ -67,7 +73,7 @@ def index(x: Array, indices: Indices) -> Array:
             "indexing with a boolean mask gives a result whose size depends on the mask's values, and JAX compiles for "
             "known sizes; keep the size with `torch.where(mask, x, 0)`"
         )
-    return x[_positions(indices)]
+    return read(x, _positions(indices), wraps=True)
 
 
 def _is_mask(indices: Array | None) -> bool:
@@ -83,7 +89,7 @@ def index_put(x: Array, indices: Indices, values: Array, accumulate: bool = Fals
     values = to_dtype(values, x.dtype)
     if any(_is_mask(i) for i in indices):
         return _mask_put(x, indices, values, accumulate)
-    return combined(x, _positions(indices), values, "add" if accumulate else "set")
+    return combined(x, _positions(indices), values, "add" if accumulate else "set", wraps=True)
 
 
 def _mask_put(x: Array, indices: Indices, values: Array, accumulate: bool) -> Array:
@@ -99,7 +105,7 @@ def _mask_put(x: Array, indices: Indices, values: Array, accumulate: bool) -> Ar
     if values.ndim > behind and values.shape[-behind - 1] != 1:
         # One value for each true element of the mask, in order.
         order = jnp.cumsum(mask.reshape(-1)) - 1
-        values = jnp.take(values, order, -behind - 1, mode="clip")
+        values = jnp.take(values, order, -behind - 1)
     chosen = mask.reshape(-1, *[1] * behind)
     return jnp.where(chosen, places + values if accumulate else values, places).reshape(x.shape)
 
@@ -109,7 +115,7 @@ def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     shape = jnp.broadcast_shapes(x.shape, mask.shape)
     mask = jnp.broadcast_to(mask, shape)
     order = jnp.cumsum(mask.reshape(-1)).reshape(shape) - 1
-    values = jnp.take(source.reshape(-1), order, mode="clip") if source.size else jnp.zeros(shape, x.dtype)
+    values = jnp.take(source.reshape(-1), order) if source.size else jnp.zeros(shape, x.dtype)
     return jnp.where(mask, values.astype(x.dtype), x)
 
 
@@ -124,18 +130,18 @@ def masked_scatter_backward(gradient: Array, mask: Array, sizes: Sequence[int]) 
 
 @moving("aten.take")
 def take(x: Array, indices: Array) -> Array:
-    return x.reshape(-1)[indices]
+    return read(x.reshape(-1), indices, wraps=True)
 
 
 @moving("aten.put")
 def put(x: Array, indices: Array, source: Array, accumulate: bool = False) -> Array:
     how = "add" if accumulate else "set"
-    return combined(x.reshape(-1), indices.reshape(-1), source.reshape(-1), how).reshape(x.shape)
+    return combined(x.reshape(-1), indices.reshape(-1), source.reshape(-1), how, wraps=True).reshape(x.shape)
 
 
 @moving("aten.index_select")
 def index_select(x: Array, dim: int, indices: Array) -> Array:
-    rows = jnp.take(vector(x), vector(indices), dim)
+    rows = read(vector(x), along(vector(x), dim, vector(indices)))
     return rows.reshape(()) if x.ndim == 0 else rows
 
 
@@ -149,8 +155,8 @@ def _along(x: Array, dim: int, indices: Array) -> tuple[Any, ...]:
 @operation("aten.gather")
 def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Array:
     if x.ndim == 0 or indices.ndim == 0:
-        return vector(x)[vector(indices)].reshape(indices.shape)
-    return x[_along(x, dim, indices)]
+        return read(vector(x), vector(indices)).reshape(indices.shape)
+    return read(x, _along(x, dim, indices))
 
 
 # The names of what `.at[...]` offers for what torch calls the reductions.
@@ -175,13 +181,16 @@ def scatter(x: Array, dim: int, indices: Array, source: Any, reduce: str | None 
     return combined(flat, _along(flat, dim, places), values, _COMBINE[reduce]).reshape(x.shape)
 
 
-def combined(x: Array, at: Any, values: Array, how: str) -> Array:
-    """`x.at[at]`, set to, added to or otherwise combined with `values`; of truth values, the sum is "or"."""
+def combined(x: Array, at: Any, values: Array, how: str, *, wraps: bool = False) -> Array:
+    """`x.at[at]`, set to, added to or otherwise combined with `values`; of truth values, the sum is "or".
+
+    Nothing is written where an index is out of range, as a negative one is unless it `wraps`.
+    """
     if x.dtype == np.bool_:
         how = {"add": "max", "multiply": "min"}.get(how, how)
     if how != "set":
         x, values = single_for_half((x, values))
-    return getattr(x.at[at], how)(values)
+    return getattr(x.at[at], how)(values, mode="drop", wrap_negative_indices=wraps)
 
 
 @moving("aten.scatter_add")
@@ -223,13 +232,14 @@ def index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Any = 1)
 @moving("aten.index_copy")
 def index_copy(x: Array, dim: int, indices: Array, source: Array) -> Array:
     flat = vector(x)
-    return flat.at[along(flat, dim, vector(indices))].set(vector(source)).reshape(x.shape)
+    return combined(flat, along(flat, dim, vector(indices)), vector(source), "set").reshape(x.shape)
 
 
 @moving("aten.index_fill")
 def index_fill(x: Array, dim: int, indices: Array, value: Any) -> Array:
     flat = vector(x)
-    return flat.at[along(flat, dim, vector(indices))].set(jnp.asarray(value, x.dtype)).reshape(x.shape)
+    at = along(flat, dim, vector(indices))
+    return combined(flat, at, jnp.asarray(value, x.dtype), "set", wraps=True).reshape(x.shape)
 
 
 @operation("aten.index_reduce")
@@ -245,7 +255,7 @@ def index_reduce(x: Array, dim: int, indices: Array, source: Array, reduce: str,
 @moving("aten.embedding")
 def embedding(weight: Array, indices: Array, padding_idx: int = -1, *_: Any) -> Array:
     """Rows of `weight`; the one at `padding_idx` gets no gradient."""
-    rows = weight[indices]
+    rows = read(weight, indices)
     if padding_idx == -1:
         return rows
     return jnp.where((indices == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
@@ -255,7 +265,7 @@ def embedding(weight: Array, indices: Array, padding_idx: int = -1, *_: Any) -> 
 def embedding_renorm(weight: Array, indices: Array, max_norm: float, norm_type: float) -> Array:
     """Rows that have an index, and are longer, made as long as `max_norm`."""
     norms = jnp.linalg.norm(weight, norm_type, 1, keepdims=True)
-    is_used = jnp.zeros((weight.shape[0], 1), bool).at[indices.reshape(-1)].set(True)
+    is_used = combined(jnp.zeros((weight.shape[0], 1), bool), indices.reshape(-1), jnp.ones((), bool), "set")
     return jnp.where(is_used & (norms > max_norm), weight * (max_norm / (norms + 1e-7)), weight)
 
 
@@ -267,9 +277,10 @@ def embedding_dense_backward(
     flat = indices.reshape(-1)
     kept = flat != padding_idx
     if scale_grad_by_freq:
-        counts = jnp.zeros(num_weights, rows.dtype).at[flat].add(1)
+        counts = combined(jnp.zeros(num_weights, rows.dtype), flat, jnp.ones((), rows.dtype), "add")
         rows = rows / counts[flat][:, None]
-    return jnp.zeros((num_weights, rows.shape[-1]), rows.dtype).at[flat].add(jnp.where(kept[:, None], rows, 0))
+    zeros = jnp.zeros((num_weights, rows.shape[-1]), rows.dtype)
+    return combined(zeros, flat, jnp.where(kept[:, None], rows, 0), "add")
 
 
 @operation("aten.searchsorted")
@@ -285,7 +296,7 @@ def searchsorted(
     dtype = result_type(boundaries, values)
     boundaries, values = boundaries.astype(dtype), values.astype(dtype)
     if sorter is not None:
-        boundaries = jnp.take_along_axis(boundaries, sorter, -1)
+        boundaries = gather(boundaries, boundaries.ndim - 1, sorter)
 
     def find(edges: Array, x: Array) -> Array:
         return jnp.searchsorted(edges, x, "right" if right or side == "right" else "left")

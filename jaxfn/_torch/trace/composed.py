@@ -20,6 +20,7 @@ from jax import Array, lax
 
 from jaxfn._torch._compat import lstsq_result
 from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.operations.indexing import read
 from jaxfn._torch.operations.promotion import widened
 from jaxfn._torch.trace.inside import CalledFunction
 from jaxfn._torch.trace.state import Tracing
@@ -57,15 +58,16 @@ def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     padding = None if padding is None else padding % weight.shape[0]
     reduce = _BAGS[given["mode"]]
 
-    def function(weight: Array, indices: Array, offsets: Array, *weights: Array) -> list[Array]:
-        chosen = weight[indices].astype(widened(weight.dtype))
+    def function(rows: Array, indices: Array, offsets: Array, *weights: Array) -> list[Array]:
+        chosen = rows.astype(widened(rows.dtype))
         chosen = chosen * weights[0][:, None] if weights else chosen
         places = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
         if padding is not None:
             places = jnp.where(indices == padding, bags, places)  # in no bag
-        return [reduce(chosen, places, bags).astype(weight.dtype)]
+        return [reduce(chosen, places, bags).astype(rows.dtype)]
 
-    operands = [weight, indices.reshape(-1), offsets, *([] if weights is None else [weights])]
+    indices = indices.reshape(-1)
+    operands = [torch.embedding(weight, indices), indices, offsets, *([] if weights is None else [weights])]
     return CalledFunction(tracing, function, "embedding_bag", [((bags, weight.shape[1]), weight.dtype)])(*operands)[0]
 
 
@@ -82,7 +84,7 @@ def _largest(rows: Array, places: Array, bags: int) -> Array:
     """The largest of each bag, whose derivative goes to the first of equals; 0 for an empty bag."""
     fixed, shape = lax.stop_gradient(rows), (bags, rows.shape[1])
     best = jnp.full(shape, -jnp.inf, rows.dtype).at[places].max(fixed, mode="drop")
-    is_best = fixed == best[jnp.minimum(places, bags - 1)]
+    is_best = (fixed == best[jnp.minimum(places, bags - 1)]) | jnp.isnan(fixed)
     order = jnp.where(is_best, jnp.arange(rows.shape[0])[:, None], rows.shape[0])
     first = jnp.full(shape, rows.shape[0]).at[places].min(order, mode="drop")
     values = jnp.take_along_axis(rows, jnp.minimum(first, rows.shape[0] - 1), 0)
@@ -119,6 +121,18 @@ def ctc_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     return losses.sum() if given["reduction"] == "sum" else losses[0] if is_single else losses
 
 
+def multilabel_margin_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.nn.functional.multilabel_margin_loss`; torch's decomposition also counts labels behind the first -1."""
+    given = _bound(func, args, kwargs)
+    x, target = torch.atleast_1d(given["input"], given["target"])
+    reduction = torch.nn.L1Loss(*(given[name] for name in ("size_average", "reduce", "reduction"))).reduction
+    is_label = (target == -1).cumsum(-1) == 0
+    is_other = ~((target[..., None] == torch.arange(x.shape[-1])) & is_label[..., None]).any(-2)
+    margins = (1 - x.gather(-1, target.where(is_label, 0))[..., None] + x[..., None, :]).relu()
+    losses = margins.where(is_label[..., None] & is_other[..., None, :], 0).sum((-2, -1)) / x.shape[-1]
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+
+
 def _separated(targets: Array, sizes: Array) -> Array:
     """Targets that lie one after the other, one row each, filled up with whatever comes next."""
     starts = jnp.cumsum(sizes) - sizes
@@ -135,6 +149,7 @@ def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int)
     That one takes the scores to be logarithms of probabilities which sum to 1: it has the probabilities in it besides.
     """
     labels = jnp.full(2 * target.shape[0] + 1, blank).at[1::2].set(target)
+    labels = jnp.where(np.arange(len(labels)) < 2 * size, labels, blank)  # behind the target there may be anything
     may_skip = jnp.concatenate([jnp.zeros(2, bool), (labels[2:] != blank) & (labels[2:] != labels[:-2])])[: len(labels)]
     places = np.arange(len(labels))
 
@@ -145,9 +160,9 @@ def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int)
         time, row = at
         ways = jnp.logaddexp(paths, moved(paths, 1))
         ways = jnp.where(may_skip, jnp.logaddexp(ways, moved(paths, 2)), ways)
-        return jnp.where(time < steps, jnp.maximum(ways + row[labels], _NEVER), paths), None
+        return jnp.where(time < steps, jnp.maximum(ways + read(row, labels), _NEVER), paths), None
 
-    first = jnp.where(places < 2, scores[0][labels], _NEVER)
+    first = jnp.where(places < 2, read(scores[0], labels), _NEVER)
     paths, _ = lax.scan(step, first, (jnp.arange(1, scores.shape[0]), scores[1:]))
     ends = jnp.where((places == 2 * size) | (places == 2 * size - 1), paths, _NEVER)
     total = jax.nn.logsumexp(ends)

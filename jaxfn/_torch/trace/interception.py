@@ -30,7 +30,7 @@ from jaxfn._torch._compat import (
     without_functions,
 )
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
-from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq
+from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq, multilabel_margin_loss
 from jaxfn._torch.trace.indexing import read, write
 from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.leftovers import exchange
@@ -148,6 +148,8 @@ def _cuda(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.Tensor.type)
 def _type(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) > 1 and args[1] is FunctionalTensor:  # the type of a tensor, as the code sees it
+        args = (args[0], torch.Tensor, *args[2:])
     if len(args) > 1 and isinstance(args[1], str):
         args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
     return func(*args, **kwargs)
@@ -260,31 +262,6 @@ def _resize(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return tensor if shape == tensor.shape else _become(tensor, longer.view(shape))
 
 
-# ------------------------------------------------------------------------------------------------ whole numbers
-
-# Where torch takes indices of 64 bits alone: which argument those are. JAX's have 32.
-_NEED_LONG = {
-    torch.nn.functional.one_hot: (0, "tensor"),
-    torch.take: (1, "index"),
-    torch.Tensor.take: (1, "index"),
-    torch.take_along_dim: (1, "indices"),
-    torch.Tensor.take_along_dim: (1, "indices"),
-}
-
-
-@_answers(*_NEED_LONG)
-def _with_long(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    place, name = _NEED_LONG[func]
-    return func(
-        *(_long(value) if i == place else value for i, value in enumerate(args)),
-        **{key: _long(value) if key == name else value for key, value in kwargs.items()},
-    )
-
-
-def _long(indices: Any) -> Any:
-    return indices.long() if isinstance(indices, torch.Tensor) and indices.dtype == torch.int32 else indices
-
-
 # ---------------------------------------------------------------------------------------------------------- composed
 
 _COMPOSED = {
@@ -292,6 +269,7 @@ _COMPOSED = {
     torch.nn.functional.ctc_loss: ctc_loss,
     torch.linalg.lstsq: lstsq,
     torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
+    torch.nn.functional.multilabel_margin_loss: multilabel_margin_loss,
     torch.lstm: recurrent,
     torch.gru: recurrent,
     torch.rnn_tanh: recurrent,
@@ -305,16 +283,6 @@ _COMPOSED = {
 def _linear_cross_entropy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     """As a matrix product and a loss; in pieces, torch would compute the gradients in forward."""
     return func(*args, **{**kwargs, "options": None})
-
-
-@_answers(torch.nn.functional.multilabel_margin_loss)
-def _multilabel_margin_loss(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """torch's rule for shapes has an axis more than what it computes where there is no batch."""
-    x, target, *rest = args
-    if x.ndim > 1 or not mode.tracing.is_traced(x):
-        return func(*args, **kwargs)
-    with mode:
-        return func(x.reshape(1, -1), target.reshape(1, -1), *rest, **kwargs).reshape(())
 
 
 @_answers(*_COMPOSED)

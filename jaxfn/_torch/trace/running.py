@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import random
+import re
 import traceback
 from collections.abc import Callable, Generator
 from typing import Any
@@ -61,7 +63,9 @@ def running(tracing: Tracing) -> Generator[None]:
         try:
             yield
         except Exception as error:
-            known = _explained(tracing.owner, error)
+            known, misfit = _explained(tracing.owner, error), _misfit(tracing, error)
+            if misfit is not None:
+                raise misfit from None
             if known is None:
                 raise
             raise known from error
@@ -74,6 +78,29 @@ def running(tracing: Tracing) -> Generator[None]:
             f"{tracing.owner} draws from Python's or NumPy's random numbers, which would be drawn once, while "
             "tracing. Draw with torch, and pass a key to apply."
         )
+
+
+# torch logs what it refuses to compute for fake tensors, besides raising it.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: THREAD.tracing is None)
+
+
+def _misfit(tracing: Tracing, error: Exception) -> TranslationError | None:
+    """What an error says that torch raised for shapes or dtypes, with the part of the module and its inputs."""
+    if tracing.recorder.misfit[0] is not error or re.search(
+        "(?i)int64|long", str(error)
+    ):  # for those see known_or_made
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    parts = [frame for frame in frames if id(frame.f_locals.get("self")) in tracing.part_names]
+    where = ""
+    for frame in parts[:1]:
+        inputs = {name: frame.f_locals.get(name) for name in frame.f_code.co_varnames[1 : frame.f_code.co_argcount]}
+        shapes = [f"{name} of shape {tuple(x.shape)}" for name, x in inputs.items() if isinstance(x, torch.Tensor)]
+        where = f" in {tracing.part_name(frame.f_locals['self'])}, with {', '.join(shapes)}"
+    return TranslationError(
+        f"{tracing.owner}: an operation does not fit its operands{where}.\n{tracing.recorder.misfit[1]}: {error}"
+        f"{source_line(frames)}\nPass inputs of the shapes and dtypes that the torch code takes"
+    )
 
 
 def _explained(owner: str, error: Exception) -> TranslationError | None:

@@ -15,7 +15,8 @@ gradient gets the derivative that the memory had before, by a node `carried(new,
 
 What autograd has saved for backward is memory too: written to by `.data`, which autograd does not see, torch's gradient
 takes the new values. Those are not known where JAX's derivative is taken, so that is refused. While tracing autograd
-saves for parameters only: gradients by arguments are refused where there may be such writes.
+saves for parameters only. Where there is such a write, code is traced again as if all inputs were parameters: if that
+is refused, so are gradients by the others.
 """
 
 from __future__ import annotations
@@ -118,13 +119,12 @@ def _refuse_if_saved(recorder: Recorder, tensor: FunctionalTensor) -> None:
         recorder.seen_nodes.add(node)  # which keeps what it saved, so that memory is not used twice
         waiting += [following for following, _ in node.next_functions]
         recorder.saved_memory |= {memory(x.elem) for x in saved_by(node) if isinstance(x, FunctionalTensor)}
-    if recorder.may_be_saved(tensor.from_functional()):
-        recorder.written_after_use = source_line()
+    recorder.writes_data = source_line()
     if memory(tensor.elem) in recorder.saved_memory:
         raise TranslationError(
             f"{recorder.owner} writes by `.data` to a tensor that autograd has saved for backward. torch's gradients "
             "take the new values there, without saying so, and JAX's the old ones. Write before the tensor is used, "
-            f"or use a copy of it before, `tensor.clone()`{source_line()}"
+            f"or to a copy, `tensor.clone()`{source_line()}"
         )
 
 

@@ -1,0 +1,229 @@
+"""Row H13: indices out of range raise in eager calls; in compiled ones they give NaN, or nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.marks import row
+
+torch = pytest.importorskip("torch")
+
+F = torch.nn.functional
+X = np.array([[1, 2.5, 3.25], [4, 5.75, 6]], np.float32)
+OFFSETS, WEIGHTS = torch.tensor([0]), torch.tensor([1.0, 2.0, 3.0])
+
+# The functions read `x` at an index `i`, an array of one element.
+READS: dict[str, Callable[[Any, Any], Any]] = {
+    "gather": lambda x, i: x.gather(1, i.expand(2, 1)),
+    "index_select": lambda x, i: x.index_select(1, i),
+    "x[:, i]": lambda x, i: x[:, i],
+    "x[i, i]": lambda x, i: x[:, :2][i, i],
+    "x[:, one]": lambda x, i: x[:, i[0]],
+    "take": lambda x, i: x[0].take(i),
+    "embedding": lambda x, i: F.embedding(i, x.T),
+    "embedding_max_norm": lambda x, i: F.embedding(i, x.T.clone(), max_norm=1.0),
+    "embedding_bag": lambda x, i: F.embedding_bag(i, x.T, OFFSETS),
+    "embedding_bag_max": lambda x, i: F.embedding_bag(i, x.T, OFFSETS, mode="max"),
+    "cross_entropy": lambda x, i: F.cross_entropy(x[:1], i),
+    "cross_entropy_weight": lambda x, i: F.cross_entropy(x[:1], i, weight=WEIGHTS),
+    "cross_entropy_smooth": lambda x, i: F.cross_entropy(x[:1], i, label_smoothing=0.1),
+    "nll_loss": lambda x, i: F.nll_loss(x, i.expand(2), reduction="none"),
+    "nll_loss_2d": lambda x, i: F.nll_loss(x.reshape(1, 3, 2, 1), i.expand(1, 2, 1)),
+    "multi_margin_loss": lambda x, i: F.multi_margin_loss(x[:1], i),
+    "multilabel_margin_loss": lambda x, i: F.multilabel_margin_loss(x[:1], i.expand(1, 3)),
+    "half": lambda x, i: x.bfloat16().gather(1, i.expand(2, 1)).float(),
+}
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "scatter": lambda x, i: x.scatter(1, i.expand(2, 1), 9.0),
+    "scatter_add": lambda x, i: x.scatter_add(1, i.expand(2, 1), x[:, :1]),
+    "scatter_reduce": lambda x, i: x.scatter_reduce(1, i.expand(2, 1), x[:, 1:2] + 0.5, "amax"),
+    "index_add": lambda x, i: x.index_add(1, i, x[:, :1]),
+    "index_copy": lambda x, i: x.index_copy(1, i, x[:, :1]),
+    "index_fill": lambda x, i: x.index_fill(1, i, 9.0),
+    "index_put": lambda x, i: x.index_put((torch.zeros(1, dtype=torch.long), i), torch.tensor([9.0])),
+    "index_put_add": lambda x, i: x.index_put((torch.arange(2), i), x[:, 0], accumulate=True),
+    "put": lambda x, i: x[0].clone().put_(i, torch.tensor([9.0])),
+}
+# Negative indices count from the end here, as in torch.
+WRAPS = ("x[:, i]", "x[i, i]", "x[:, one]", "take", "index_fill", "index_put", "index_put_add", "put")
+
+
+def torch_result(function: Callable[..., Any], index: int) -> tuple[Any, Any]:
+    """Value and gradient by `x` of the sum; an exception in place of both."""
+    x = torch.tensor(X, requires_grad=True)
+    value = function(x, torch.tensor([index]))
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    return value.detach().numpy(), gradient.numpy()
+
+
+def value_and_gradient(function: Callable[..., Any], x: Any, i: Any) -> tuple[Any, Any]:
+    value, pull = jax.vjp(lambda x: function(x, i), x)
+    return value, *pull(jnp.ones_like(value))
+
+
+@pytest.mark.parametrize("index", [0, 1, -1, -2])
+@pytest.mark.parametrize("name", [*READS, *WRITES])
+@row("H13")
+def test_indices_in_range_are_torchs(name, index):
+    function = {**READS, **WRITES}[name]
+    if index < 0 and name not in WRAPS:
+        pytest.skip("negative indices are out of range here")
+    expected = torch_result(function, index)
+    adopted = jaxfn.from_torch(function)
+    for call in (value_and_gradient, jax.jit(value_and_gradient, static_argnums=0)):
+        for got, want in zip(call(adopted, X, jnp.array([index])), expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("index", [7, -1, -9])
+@pytest.mark.parametrize("name", [*READS, *WRITES])
+@row("H13")
+def test_indices_out_of_range_are_never_another_element(name, index):
+    function = {**READS, **WRITES}[name]
+    if (index == -1 and name in WRAPS) or (index, name) == (-1, "multilabel_margin_loss"):
+        pytest.skip("the index is in range")
+    with pytest.raises((IndexError, RuntimeError)):
+        torch_result(function, index)
+    adopted = jaxfn.from_torch(function)
+    for eager in (adopted, lambda x, i: jax.grad(lambda x: adopted(x, i).sum())(x)):
+        with pytest.raises(IndexError, match=rf"index {index} is out of range for a dimension of size .*test_indices"):
+            eager(X, jnp.array([index]))
+    value, gradient = jax.jit(value_and_gradient, static_argnums=0)(adopted, X, jnp.array([index]))
+    if name in READS:
+        assert np.isnan(value).all()
+    else:
+        np.testing.assert_array_equal(value, X[0] if name == "put" else X)
+        np.testing.assert_array_equal(gradient, [[1] * 3, [name != "put"] * 3])
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int16, jnp.int8])
+@row("H13")
+def test_integers_become_the_smallest_one(dtype):
+    function = jax.jit(jaxfn.from_torch(lambda x, i: x[i]))
+    np.testing.assert_array_equal(function(X[0].astype(dtype), jnp.array([1, 7])), [2, jnp.iinfo(dtype).min])
+
+
+@row("H13")
+def test_ignored_labels_are_no_mistake():
+    def loss(x, labels):
+        return F.cross_entropy(x, labels, ignore_index=-1, reduction="none") + F.cross_entropy(
+            x, labels.where(labels >= 0, -100)
+        )
+
+    labels = np.array([-1, 2])
+    expected = loss(torch.tensor(X), torch.tensor(labels))
+    for call in (jaxfn.from_torch(loss), jax.jit(jaxfn.from_torch(loss))):
+        np.testing.assert_allclose(call(X, labels), expected, rtol=1e-6)
+
+
+@row("H13")
+def test_a_wrong_label_makes_the_mean_nan():
+    step = jax.jit(jaxfn.from_torch(lambda x, i: F.cross_entropy(x, i)))
+    assert np.isnan(step(X, jnp.array([0, 3]))) and np.isfinite(step(X, jnp.array([0, 2])))
+
+
+@row("H13")
+def test_a_module_says_which_index_and_line():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(4, 2)
+
+        def forward(self, i):
+            return self.table(i + 1)
+
+    net = jaxfn.from_torch(Model())
+    with pytest.raises(IndexError, match=r"Model\.forward: index 4 .* size 4, at .*self\.table\(i \+ 1\)"):
+        net(jnp.array([1, 3]))
+    with pytest.raises(IndexError):
+        jax.vmap(net)(jnp.array([[1], [3]]))
+    assert np.isnan(jax.jit(net)(jnp.array([1, 3]))).tolist() == [[False] * 2, [True] * 2]
+
+
+@row("H13")
+def test_a_function_that_is_applied_eagerly_raises_too():
+    class Lookup(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, table, i):
+            ctx.save_for_backward(i)
+            ctx.size = len(table)
+            return table[i]
+
+        @staticmethod
+        def backward(ctx, g):
+            (i,) = ctx.saved_tensors
+            return g.new_zeros(ctx.size, g.shape[1]).index_add(0, i, g), None
+
+    lookup = jaxfn.from_torch(Lookup).apply
+    with pytest.raises(IndexError, match=r"Lookup\.forward: index 2 .* size 2"):
+        lookup(X, jnp.array([0, 2]))
+    assert np.isnan(jax.jit(lookup)(X, jnp.array([0, 2]))[1]).all()
+    np.testing.assert_array_equal(
+        jax.jit(jax.grad(lambda x: lookup(x, jnp.array([0, 2])).sum()))(X), [[1] * 3, [0] * 3]
+    )
+
+
+@row("H13")
+def test_replacements_of_the_user_see_the_indices_unchecked():
+    adopted = jaxfn.from_torch(
+        lambda x, i: F.embedding(i, x), ops={torch.ops.aten.embedding: lambda w, i, *_: jnp.take(w, i % 2, 0)}
+    )
+    np.testing.assert_array_equal(adopted(X, jnp.array([5])), X[1:])
+
+
+@row("H13")
+def test_too_few_values_for_a_mask():
+    def spread(x, mask, values):
+        y = x.clone()
+        y[mask] = values
+        return y, x.masked_scatter(mask, values)
+
+    adopted = jaxfn.from_torch(spread)
+    mask = X > 3.5
+    for got, want in zip(adopted(X, mask, X[0]), spread(*map(torch.tensor, (X, mask, X[0]))), strict=True):
+        np.testing.assert_array_equal(got, want)
+    for got in adopted(X, mask, X[0, :2]):
+        np.testing.assert_array_equal(got, [X[0], [1, 2.5, np.nan]])
+
+
+@row("H13")
+def test_repeats_that_are_not_the_output_size():
+    adopted = jaxfn.from_torch(lambda x, n: torch.repeat_interleave(x, n, output_size=4))
+    np.testing.assert_array_equal(adopted(X[0], jnp.array([1, 2, 1])), X[0][[0, 1, 1, 2]])
+    with pytest.raises(IndexError):
+        adopted(X[0], jnp.array([1, 1, 1]))
+    assert np.isnan(jax.jit(adopted)(X[0], jnp.array([1, 2, 2]))).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("labels", [[[2, 0, -1], [1, -1, 0]], [[-1, 0, 1], [0, 1, 2]]])
+@row("H13")
+def test_labels_end_at_minus_one(labels, reduction):
+    def loss(x, labels):
+        return F.multilabel_margin_loss(x, labels, reduction=reduction)
+
+    x, scores = torch.tensor(X[:, ::-1].copy() / 4, requires_grad=True), X[:, ::-1] / 4
+    expected = loss(x, torch.tensor(labels))
+    expected.sum().backward()
+    value, gradient = value_and_gradient(jaxfn.from_torch(loss), scores, jnp.array(labels))
+    np.testing.assert_allclose(value, expected.detach(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, x.grad, rtol=1e-6)
+
+
+@row("H13")
+def test_padding_of_ctc_targets_may_be_anything():
+    scores = torch.randn(5, 2, 3).log_softmax(-1)
+    lengths = torch.tensor([5, 4]), torch.tensor([1, 2])
+    adopted = jaxfn.from_torch(lambda s, t: F.ctc_loss(s, t, *lengths, reduction="none"))
+    gradient = jax.grad(lambda s, t: adopted(s, t).sum())
+    tidy, untidy = jnp.array([[1, 0], [2, 1]]), jnp.array([[1, -7], [2, 1]])
+    np.testing.assert_array_equal(adopted(scores.numpy(), untidy), adopted(scores.numpy(), tidy))
+    np.testing.assert_array_equal(gradient(scores.numpy(), untidy), gradient(scores.numpy(), tidy))
+    assert np.isnan(adopted(scores.numpy(), jnp.array([[3, 0], [2, 1]]))).tolist() == [True, False]

@@ -1,0 +1,391 @@
+"""Rows I2 and I4: what a module keeps besides its parameters and buffers: its mode, attributes, and plain objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.marks import row
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+X = np.array([[0.5, -1.0], [2.0, 0.25]], np.float32)
+
+
+def called(module: Any, x: Any = X) -> Any:
+    with torch.no_grad():
+        return module(torch.tensor(x)).numpy()
+
+
+# --- Train and eval mode.
+
+
+def dropping() -> Any:
+    return nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.BatchNorm1d(3))
+
+
+@row("I4")
+def test_eval_and_train_return_the_model_in_that_mode():
+    module = dropping()
+    net = jaxfn.from_torch(module)
+    assert net.eval() is net.eval() is net.train().eval() and net.train() is not net.eval()
+    np.testing.assert_allclose(net.eval()(X), called(module.eval()), rtol=1e-5)
+    for in_train in (net.train(), net.eval().train()):
+        _, buffers = in_train.apply(net.parameters, net.buffers, X, key=jax.random.key(0))
+        assert buffers["2.num_batches_tracked"] == 1
+        with pytest.raises(jaxfn.TranslationError, match="random numbers"):
+            in_train(X)
+    assert not module.training and not module[1].training
+
+
+@row("I4")
+def test_the_mode_that_was_adopted_may_not_change():
+    module = dropping()
+    net = jaxfn.from_torch(module)
+    step = jax.jit(lambda p, x: net.apply(p, net.buffers, x, key=jax.random.key(0))[0])
+    before = step(net.parameters, X)
+    module[1].eval()
+    for call in (net, jax.jit(lambda x: net(x)), net.explain, lambda x: step(net.parameters, x[:1])):
+        with pytest.raises(
+            jaxfn.TranslationError, match=r"1 was in train mode when .* in eval mode now.*net\.eval\(\)"
+        ):
+            call(X)
+    np.testing.assert_array_equal(step(net.parameters, X), before)
+    module.eval()
+    np.testing.assert_allclose(jaxfn.from_torch(module)(X), net.eval()(X), rtol=1e-6)
+    module.train()
+    np.testing.assert_allclose(step(net.parameters, X), before)
+
+
+@row("I4")
+def test_eval_calls_a_train_of_the_modules_own():
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def train(self, mode=True):
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+        def forward(self, x):
+            return self.norm(x) + self.training
+
+    module = Frozen()
+    net = jaxfn.from_torch(module)  # torch has the norm in train mode until `train` is called
+    np.testing.assert_allclose(net.train()(X), called(module.train()), rtol=1e-5)
+    np.testing.assert_allclose(net.eval()(X), called(module.eval()), rtol=1e-5)
+
+
+@row("I4")
+def test_a_train_that_changes_more_than_the_mode_is_refused():
+    class Merges(nn.Linear):
+        merged = False
+
+        def train(self, mode=True):
+            super().train(mode)
+            if mode == self.merged:
+                self.weight.data += 1.0 if not mode else -1.0
+                self.merged = not mode
+            return self
+
+    module = Merges(2, 2)
+    before = module.weight.detach().clone()
+    with pytest.raises(jaxfn.TranslationError, match=r"Merges\.train\(False\) changes the attribute merged"):
+        jaxfn.from_torch(module).eval()
+    assert torch.equal(module.weight, before) and not module.merged and module.training
+
+
+@row("I4")
+def test_the_mode_in_a_backward_that_is_traced_later():
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.module = module
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * (2.0 if ctx.module.training else 3.0), None
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return Reads.apply(x, self)
+
+    net = jaxfn.from_torch(Model())
+    for model, slope in ((net, 2.0), (net.eval(), 3.0), (net.train(), 2.0)):
+        np.testing.assert_array_equal(jax.grad(lambda x: model(x).sum())(X), np.full_like(X, slope))
+
+
+# --- State in attributes.
+
+
+class Keeps(nn.Module):
+    """Calls `code(self, x)`, and keeps what that leaves in its attributes."""
+
+    def __init__(self, code: Any, **attributes: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.code = code
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any) -> Any:
+        return self.code(self, x)
+
+
+def recurrent(self, x):
+    self.h = torch.tanh(self.layer(x + self.h))
+    return self.h
+
+
+def counted(self, x):
+    self.h = self.h + 1
+    return x * self.h
+
+
+def read_by_python(self, x):
+    count = int(self.h)
+    self.h = self.h + 1
+    return x * count
+
+
+def in_a_dict(self, x):
+    self.state["h"] = torch.tanh(x + self.state["h"])
+    return self.state["h"]
+
+
+def in_an_object(self, x):
+    self.state.h = torch.tanh(x + self.state.h)
+    return self.state.h
+
+
+@pytest.mark.parametrize(
+    ("code", "attributes"),
+    [
+        (recurrent, {"h": torch.zeros(2)}),
+        (counted, {"h": torch.zeros(())}),
+        (read_by_python, {"h": torch.zeros(())}),
+        (in_a_dict, {"state": {"h": torch.zeros(2)}}),
+        (in_an_object, {"state": types.SimpleNamespace(h=torch.zeros(2))}),
+    ],
+)
+@row("I2")
+def test_a_tensor_that_is_read_and_set_anew_is_refused(code, attributes):
+    module = Keeps(code, **attributes)
+    net = jaxfn.from_torch(module)
+    for call in (net, jax.jit(lambda x: net(x)), jax.grad(lambda x: net(x).sum())):
+        with pytest.raises(jaxfn.TranslationError, match=r"Keeps reads the attribute (h|state) of .*register_buffer"):
+            call(X)
+    called(module)  # which torch can do afterwards
+
+
+@row("I2")
+def test_a_registered_buffer_is_returned():
+    module = Keeps(recurrent)
+    module.register_buffer("h", torch.zeros(2, 2))
+    net = jaxfn.from_torch(module)
+    buffers = net.buffers
+    for _ in range(3):
+        ours, buffers = net.apply(net.parameters, buffers, X)
+        np.testing.assert_allclose(ours, called(module), rtol=1e-6)
+
+
+@row("I2")
+def test_a_write_in_place_names_the_same_fix():
+    def code(self, x):
+        self.h.copy_(x)
+        return x
+
+    with pytest.raises(jaxfn.TranslationError, match=r"self\.register_buffer\(name, tensor\)"):
+        jaxfn.from_torch(Keeps(code, h=torch.zeros(2, 2)))(X)
+
+
+def from_nothing(self, x):
+    self.h = x if self.h is None else x + self.h
+    return self.h
+
+
+def absent(self, x):
+    self.h = getattr(self, "h", 0.0) + x
+    return self.h
+
+
+def appended(self, x):
+    self.h.append(x)
+    return torch.stack(self.h).sum(0)
+
+
+def a_number(self, x):
+    self.h += 1
+    return x * self.h
+
+
+def a_number_in_an_object(self, x):
+    self.h.count += 1
+    return x * self.h.count
+
+
+def set_by_python(self, x):
+    count = int(self.h)
+    self.h = torch.tensor(count + 1)
+    return x * count
+
+
+@pytest.mark.parametrize(
+    ("code", "make"),
+    [
+        (from_nothing, lambda: {"h": None}),
+        (absent, dict),
+        (appended, lambda: {"h": []}),
+        (a_number, lambda: {"h": 1}),
+        (a_number_in_an_object, lambda: {"h": types.SimpleNamespace(count=1)}),
+        (set_by_python, lambda: {"h": torch.tensor(2)}),
+    ],
+)
+@row("I2")
+def test_other_changes_are_warned_of_once(code, make):
+    module = Keeps(code, **make())
+    net = jaxfn.from_torch(module)
+    with pytest.warns(UserWarning, match=r"Keeps changes the attribute h of the module \(Keeps\).*register_buffer"):
+        first = net(X)
+    np.testing.assert_array_equal(net(X), first)
+    np.testing.assert_array_equal(jax.jit(lambda x: net(x))(X[:1]), first[:1])  # traced again: as often as there is
+    np.testing.assert_array_equal(called(module), first)
+
+
+def attention_is_shown(self, x):
+    self.seen = x.softmax(-1)
+    return self.seen * 2
+
+
+def moved(self, x):
+    self.table = self.table.to(x.device, x.dtype)
+    return x * self.table
+
+
+def made_once(self, x):
+    if self.table is None:
+        self.table = torch.arange(2.0)
+    return x * self.table
+
+
+@pytest.mark.parametrize(
+    ("code", "attributes"),
+    [
+        (attention_is_shown, {"seen": torch.zeros(2)}),
+        (moved, {"table": torch.arange(2.0)}),
+        (made_once, {"table": None}),
+    ],
+)
+@row("I2")
+def test_attributes_that_no_call_depends_on_are_no_state(code, attributes):
+    module = Keeps(code, **attributes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_allclose(jaxfn.from_torch(module)(X), called(module), rtol=1e-6)
+
+
+# --- Plain objects.
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    inner: Config
+
+
+class Custom:
+    def __init__(self, scale):
+        self.parts = [Config(scale)]
+
+
+SHAPES = {
+    "namespace": (types.SimpleNamespace(scale=2.0), lambda held: held),
+    "dataclass": (Config(2.0), lambda held: held),
+    "in a list": ([Config(2.0)], lambda held: held[0]),
+    "in a dict": ({"a": Config(2.0)}, lambda held: held["a"]),
+    "nested": (Around(Config(2.0)), lambda held: held.inner),
+    "in a list of an object": (Custom(2.0), lambda held: held.parts[0]),
+    "tuple": ((Config(2.0),), lambda held: held[0]),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@row("I4")
+def test_a_changed_plain_object_is_seen(name):
+    held, config = SHAPES[name]
+    module = Keeps(lambda self, x: x * config(self.config).scale, config=held)
+    net = jaxfn.from_torch(module)
+    for scale in (2.0, 3.0, 2.0):
+        config(held).scale = scale
+        np.testing.assert_array_equal(net(X), X * np.float32(scale))
+        np.testing.assert_array_equal(jax.grad(lambda x: net(x).sum())(X), np.full_like(X, scale))
+
+
+@row("I4")
+def test_a_changed_numpy_array_and_set_are_seen():
+    module = Keeps(lambda self, x: x * torch.from_numpy(self.table) * len(self.seen), table=X.copy(), seen={1})
+    net = jaxfn.from_torch(module)
+    np.testing.assert_array_equal(net(X), X * X)
+    module.table[0] = 7
+    module.seen.add(2)
+    np.testing.assert_array_equal(net(X), called(module))
+
+
+@row("I4")
+def test_objects_that_hold_each_other_are_no_trouble():
+    config = types.SimpleNamespace(scale=2.0)
+    config.again = config
+    module = Keeps(lambda self, x: x * self.config.scale, config=config)
+    config.module, runs = module, []
+    module.code, code = lambda self, x: runs.append(1) or code(self, x), module.code
+    net = jaxfn.from_torch(module)
+    for _ in range(3):
+        np.testing.assert_array_equal(net(X), X * 2)
+    assert len(runs) == 1
+
+
+# --- Mistakes of the caller.
+
+
+@row("I2")
+def test_a_wrong_shape_names_layer_input_and_shapes(capfd):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 2))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    net = jaxfn.from_torch(Model())
+    for call in (net, jax.jit(lambda x: net(x))):
+        with pytest.raises(jaxfn.TranslationError) as info:
+            call(X)
+        text = str(info.value).partition("\n----")[0]
+        assert "in layers.1 (Linear), with input of shape (2, 4)" in text and "(2, 4), (3, 2)" in text
+        assert "return self.layers(x)" in text and len(text.splitlines()) <= 5
+        assert info.value.__cause__ is None and "fake_tensor" not in capfd.readouterr().err
+
+
+@row("I2")
+def test_forgotten_buffers():
+    net = jaxfn.from_torch(nn.BatchNorm1d(2))
+    for buffers in (X, {}):
+        with pytest.raises(TypeError, match=r"net\.apply\(net\.parameters, net\.buffers, \.\.\.\)"):
+            net.apply(net.parameters, buffers, X)
