@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ __all__ = [
     "BELOW_FUNCTIONALIZATION",
     "CLAMP_SPLITS_TIES",
     "DETECTING_CAUSAL",
+    "FAKE_TENSOR_LOG",
     "HAS_COMPILED_APPLY",
     "HOOKS_OF_MODULE",
     "LINEAR_CROSS_ENTROPY",
@@ -108,6 +110,8 @@ PACK = torch._VF._pack_padded_sequence  # pyright: ignore
 PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 
 # In one step a matrix product and a loss: from 2.13 on.
+# Where torch writes what it refuses to compute for fake tensors, besides raising it (2.8 to 2.15).
+FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 LINEAR_CROSS_ENTROPY: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
 
 SCRIPT_TYPES: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod  # pyright: ignore  # 2.8 to 2.15

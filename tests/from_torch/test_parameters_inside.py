@@ -410,6 +410,7 @@ class Masked(torch.autograd.Function):
         return grad_output * ctx.module.mask, None
 
 
+@pytest.mark.filterwarnings("ignore:.*changes the attribute mask")
 @row("I5", "H8")
 @pytest.mark.parametrize("was_called", [False, True])
 def test_an_intermediate_that_backward_alone_uses_is_refused_where_it_is_differentiated(was_called):

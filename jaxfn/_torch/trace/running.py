@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import random
 import re
 import traceback
@@ -30,6 +29,7 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import (
+    FAKE_TENSOR_LOG,
     FunctionalTensor,
     FunctionalTensorMode,
     functional,
@@ -80,8 +80,8 @@ def running(tracing: Tracing) -> Generator[None]:
         )
 
 
-# torch logs what it refuses to compute for fake tensors, besides raising it.
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: THREAD.tracing is None)
+# The error says it all.
+FAKE_TENSOR_LOG.addFilter(lambda record: THREAD.tracing is None)
 
 
 def _misfit(tracing: Tracing, error: Exception) -> TranslationError | None:
