@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._compat import staging_traces, under_tracers
+from jaxfn._jaxpr import ArrayIdentity
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
 from jaxfn._torch.adopt.definition import Definition, TorchCode
 from jaxfn._torch.graph.interpreter import Translation, Unsupported, explain
@@ -385,14 +386,17 @@ class Forward(Trace):
         """The value of each slot that has one on JAX."""
         # What JAX gives for a clone is the array itself. A result that is an input would count as that input where it
         # is saved, and one that is an output would be marked, or differentiated twice, where that one is.
-        results, others = self.traced.run(inputs, key), [*inputs]
+        results = self.traced.run(inputs, key)
+        identity = ArrayIdentity(inputs)
+        others = set(map(identity.key, inputs))
         values: dict[int, Any] = {}
         for slot, source in enumerate(self.sources):  # those of the outputs come first
             if source.kind == "input":
                 values[slot] = inputs[source.place]
             elif source.kind == "result":
-                values[slot] = _distinct(results[source.place], others)
-                others += [values[slot]] if slot in self._outputs else []
+                value = results[source.place]
+                values[slot] = jnp.array(value, copy=True) if identity.key(value) in others else value
+                others |= {identity.key(values[slot])} if slot in self._outputs else set()
         return values
 
     def to_keep(self, method: str, inputs: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
@@ -624,7 +628,3 @@ def _slot_or_none(leaf: Any) -> Slot | None:
 
 def _is_among(value: object, values: Sequence[object]) -> bool:
     return any(value is other for other in values)
-
-
-def _distinct(value: Any, others: Sequence[Any]) -> Any:
-    return jnp.array(value, copy=True) if _is_among(value, others) else value
