@@ -100,6 +100,7 @@ def state(module: Any) -> tuple[Any, ...]:
     return tensors, module.inner.calls, list(module.inner.seen), module.inner.training
 
 
+@pytest.mark.filterwarnings("ignore:.*changes the attribute")
 @row("H16", "I2")
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_a_script_module_inside_a_module(train):
@@ -137,6 +138,7 @@ def test_a_module_of_which_a_call_fails_is_as_it_was():
     assert torch.isfinite(module(torch.tensor(X))).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*changes the attribute")
 @row("H16", "I1")
 def test_a_script_module_by_itself():
     module = scripted(Scripted()).double()
@@ -146,6 +148,7 @@ def test_a_script_module_by_itself():
     np.testing.assert_array_equal(buffers["count"], module.count)
 
 
+@pytest.mark.filterwarnings("ignore:.*changes the attribute")
 @row("H16", "I4")
 def test_what_a_script_module_holds_is_what_it_has_when_it_is_called():
     module = Outer().double().eval()
