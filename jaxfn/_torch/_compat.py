@@ -178,6 +178,9 @@ def is_composite(operation: Any) -> bool:
 AUTOGRAD_OF_OPERATIONS = torch._library.autograd, "_C"
 any_requires_grad = torch._C._any_requires_grad  # pyright: ignore
 
+# In 2.8 the operation ends in an assertion of torch's own; the versions in between were not tried.
+TRACES_CUSTOM_OPERATIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
 _Key: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage]
 _DEFINITIONS: Mapping[str, Any] = torch._library.custom_ops.OPDEFS  # pyright: ignore  # of `custom_op`, 2.13
 

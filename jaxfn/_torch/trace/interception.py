@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import (
+    TRACES_CUSTOM_OPERATIONS,
     LINEAR_CROSS_ENTROPY,
     OPERATION_TYPES,
     PACK,
@@ -90,7 +91,12 @@ def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwa
             with contextlib.suppress(Exception):  # torch's dispatcher comes to it again, and says why
                 return kernel(*args, **kwargs)  # here, so that autograd inside goes through it, as in torch
     if replacement is None or (has_formula(overload) and not hasattr(replacement, "_jaxfn_dispatcher")):
-        return operation(*args, **kwargs)
+        if TRACES_CUSTOM_OPERATIONS:
+            return operation(*args, **kwargs)
+        raise TranslationError(
+            f"{tracing.owner} calls {overload}, a custom operation, which can be traced with torch 2.13 or newer only. "
+            f"Replace it by a jaxfn Function: from_torch(..., ops={{{overload}: Function}}){source_line()}"
+        )
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]
     args += tuple(kwargs.pop(a.name, a.default_value) for a in positional[len(args) :])
     return call_replacement(tracing, overload, replacement, args, kwargs)
