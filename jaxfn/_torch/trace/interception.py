@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch._compat import (
-    TRACES_CUSTOM_OPERATIONS,
     LINEAR_CROSS_ENTROPY,
     OPERATION_TYPES,
     PACK,
     PAD,
+    TRACES_CUSTOM_OPERATIONS,
     FunctionalTensor,
     has_formula,
     has_formula_for_gpus_alone,
