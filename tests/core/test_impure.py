@@ -141,3 +141,19 @@ def test_effects_and_references_inside_forward(around, capfd):
     jax.effects_barrier()
     np.testing.assert_allclose(second, jax.grad(lambda x: x**2 * jnp.cos(x))(0.5), rtol=1e-5)
     assert capfd.readouterr().out.count("forward") in (1, 2)
+
+
+@row("A8")
+@pytest.mark.parametrize("around", [lambda f: f, jax.vmap], ids=["alone", "vmap"])
+def test_a_forward_that_branches_on_values_has_a_second_derivative_where_it_has_them(around):
+    """Eagerly a second run sees values, as the first did."""
+
+    def forward(ctx, x):
+        is_positive = around is jax.vmap or x > 0  # under vmap there is no value
+        ctx.c = jnp.cos(x) if is_positive else -jnp.cos(x)
+        return jnp.sin(x) if is_positive else -jnp.sin(x)
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
+    for x, sign in ((0.5, 1.0), (-0.5, 1.0 if around is jax.vmap else -1.0)):
+        second = around(jax.grad(jax.grad(f)))(jnp.full(2, x) if around is jax.vmap else x)
+        np.testing.assert_allclose(second, np.full(np.shape(second), -sign * np.sin(x)), rtol=1e-5)
