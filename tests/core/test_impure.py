@@ -157,3 +157,28 @@ def test_a_forward_that_branches_on_values_has_a_second_derivative_where_it_has_
     for x, sign in ((0.5, 1.0), (-0.5, 1.0 if around is jax.vmap else -1.0)):
         second = around(jax.grad(jax.grad(f)))(jnp.full(2, x) if around is jax.vmap else x)
         np.testing.assert_allclose(second, np.full(np.shape(second), -sign * np.sin(x)), rtol=1e-5)
+
+
+STAGED_FIRST = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, length=1)[1][0],
+    "jit of vmap": lambda f: jax.jit(lambda x: jax.vmap(f)(x[None])[0]),
+}
+
+
+@row("A8")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("program", STAGED_FIRST)
+def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, kind):
+    """JAX stages the call without a derivative, and `forward` runs again with other flags."""
+    plain = drawing(kind, []).Function
+
+    class ReadsFlags(plain):
+        @staticmethod
+        def forward(ctx, x):
+            y = plain.forward(ctx, x)
+            return y if ctx.needs_input_grad[0] else y + 0
+
+    y, pull = jax.vjp(STAGED_FIRST[program](ReadsFlags.apply), X)
+    np.testing.assert_allclose(pull(jnp.ones_like(y))[0] * jnp.sin(X), y * jnp.cos(X), rtol=1e-4)
