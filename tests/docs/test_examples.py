@@ -144,6 +144,7 @@ def test_from_torch_trains_as_torch_does():
     assert results.compilations == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*changes the attribute reset")  # which snntorch computes in every call
 def test_from_torch_model_trains_as_torch_does():
     results = load("from_torch_model").main(["--steps", "40"])
     np.testing.assert_allclose(results.jax_losses, results.torch_losses, rtol=1e-5)

@@ -195,7 +195,9 @@ class _Drawing:
             carried = self._like(parameters[0], seen, inner)
             results = (carried, results[-1]) if kind == "scan" else (carried,)
         if kind == "vmap":
-            axes = [self._out_axis(inner[r].rank, label in inner[r].batches) for r in results]
+            # A Function under vmap batches each floating output (row E1c), whatever it depends on.
+            may_be_batched = [label in inner[r].batches or inner[r].is_float for r in results]
+            axes = [self._out_axis(inner[r].rank, b) for r, b in zip(results, may_be_batched, strict=True)]
             options = Options(in_axes=options.in_axes, out_axes=tuple(axes))
         outputs = 1 if kind == "gradient" else len(results)
         names = tuple(self._name() for _ in range(outputs))
