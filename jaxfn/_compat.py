@@ -110,15 +110,10 @@ class StagedEqns:
                         self.program = weakref.ref(trace)
             trace = getattr(trace, "parent_trace", None)
 
-    def _present(self, frame: Any, first: int) -> list[Any]:
-        entries = frame.tracing_eqns[first:]
-        eqns: list[Any] = [entry() if callable(entry) else entry for entry in entries]  # functions, weak references
-        return [eqn for eqn in eqns if eqn is not None]
-
     def make_refs(self) -> bool:
         """Whether one of them makes a `jax.Ref`."""
         for frame in self._frames:
-            for eqn in self._present(*frame):
+            for eqn in _eqns_backwards(*frame):
                 if eqn.effects and any(type(x).__name__ == "InternalMutableArrayEffect" for x in eqn.effects):
                     return True
         return False
@@ -128,7 +123,7 @@ class StagedEqns:
         parts: list[Any] = []
         for frame, first in self._frames:
             consts = frame.constvar_to_val
-            for eqn in self._present(frame, first):
+            for eqn in _eqns_backwards(frame, first):
                 parts.append(eqn.primitive)
                 for tracer in operands_of(eqn):
                     atom = tracer.val
@@ -192,9 +187,9 @@ def traced_eqns_of_each() -> Iterator[Iterator[Any]]:
     return (_eqns_backwards(trace.frame) for trace in staging_traces())
 
 
-def _eqns_backwards(frame: Any) -> Iterator[Any]:
+def _eqns_backwards(frame: Any, first: int = 0) -> Iterator[Any]:
     entries = frame.tracing_eqns
-    for index in range(len(entries) - 1, -1, -1):
+    for index in range(len(entries) - 1, first - 1, -1):
         entry = entries[index]
         eqn = entry() if callable(entry) else entry  # 0.10.0 has functions here; both versions weak references, too
         if eqn is not None:
@@ -208,20 +203,18 @@ def depend_on_only(results: Sequence[Any], arrays: Sequence[Any]) -> bool:
         return True
     known = _variables(arrays)
     pending -= known
-    trace: Any = find_top_trace(())
-    while not hasattr(trace, "frame"):
-        trace = getattr(trace, "parent_trace", None)
-        if trace is None:
-            return False
-    consts = trace.frame.constvar_to_val
-    for entry in reversed(trace.frame.tracing_eqns):
-        if not pending:
-            break
-        eqn: Any = entry() if callable(entry) else entry
-        if eqn is not None and not pending.isdisjoint(eqn.outvars):
+    traces = staging_traces()
+    if not (pending and traces):
+        return not pending
+    frame = traces[0].frame
+    consts = frame.constvar_to_val
+    for eqn in _eqns_backwards(frame):
+        if not pending.isdisjoint(eqn.outvars):
             pending.difference_update(eqn.outvars)
             operands = {x.val for x in operands_of(eqn) if type(x.val) is Var} - known
             pending |= {v for v in operands if v not in consts or isinstance(consts[v], Tracer)}
+            if not pending:
+                break
     return not pending
 
 
