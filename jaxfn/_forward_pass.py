@@ -24,11 +24,10 @@ from jaxfn._compat import (
     NO_OPERATIONS,
     Operations,
     StagedEqns,
-    Var,
     is_staged,
     manual_axes_here,
     staging_traces,
-    under_tracers,
+    variables_under_tracers,
 )
 from jaxfn._context import ContextState, FunctionCtx, SavedNames, collect_saved, restore_ctx, use_saved_for_forward
 from jaxfn._hooks import Hooks, PackedResiduals, pack
@@ -439,7 +438,7 @@ def _run_forward(
         returned.spec,
         [jax.typeof(x) for x in arrays],
         [jax.typeof(x) for x in returned.arrays],
-        {v for v in map(under_tracers, arrays) if isinstance(v, Var)},
+        variables_under_tracers(arrays),
     )
     return ForwardResult(forward_pass, outputs, intermediates)
 

@@ -33,6 +33,7 @@ from jaxfn._compat import (
     staged_atom,
     staged_under,
     traced_eqns_of_each,
+    variables_under_tracers,
 )
 from jaxfn._jaxpr import stage
 from jaxfn._primitives import stop_p
@@ -54,10 +55,10 @@ def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequen
       given: The residuals and the cotangents or tangents.
       results: What the rule returned, `None` for zero.
     """
-    if depend_on_only(results, given):  # as nearly always
+    known = variables_under_tracers(given)
+    if depend_on_only(results, known):  # as nearly always
         return Outside()
     outer: list[Any] = [x for x in map(staged_under, results) if is_staged(x)]
-    known = {v for v in map(staged_atom, map(staged_under, given)) if isinstance(v, Var)}
     pending: dict[Any, Any] = {}
 
     def add(arrays: Sequence[Any]) -> None:
