@@ -554,14 +554,16 @@ class _ForwardPassMap(LinearMap):
         num_captured = len(forward_pass.rule_captures)
         given = [*residuals[self._num_guards + num_captured :], *vectors]
         outside = find_outside(forward_pass.stopped, given, results)
-        kept = NotImplementedError(_KEPT_OUTSIDE.format(name=self, method=method))
         if outside.has_escaped:
             methods = forward_pass.spec.methods
-            raise methods.escaped_tracer_error(method) if methods.rules_capture_staged() else kept
+            if methods.rules_capture_staged():
+                raise methods.escaped_tracer_error(method)
+            raise NotImplementedError(_KEPT_OUTSIDE.format(name=self, method=method))
         guards += outside.inputs
         indices = [i for i, x in enumerate(results) if x is not None]
         if (is_kept or outside.inputs or forward_pass.captures_arrays) and guards and indices:
-            message = forward_pass.captured_by_ctx() if forward_pass.captures_arrays else str(kept)
+            on_ctx = forward_pass.captures_arrays
+            message = forward_pass.captured_by_ctx() if on_ctx else _KEPT_OUTSIDE.format(name=self, method=method)
             error = DeferredError(NotImplementedError, message)
             for i, x in zip(indices, attach([results[i] for i in indices], (), guards, error), strict=True):
                 results[i] = x
