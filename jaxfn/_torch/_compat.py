@@ -178,8 +178,8 @@ def is_composite(operation: Any) -> bool:
 AUTOGRAD_OF_OPERATIONS = torch._library.autograd, "_C"
 any_requires_grad = torch._C._any_requires_grad  # pyright: ignore
 
-# In 2.8 the operation ends in an assertion of torch's own; the versions in between were not tried.
-TRACES_CUSTOM_OPERATIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+# In 2.8 such an operation ends in an assertion of torch's own; the versions in between were not tried.
+_TRACES_AUTOGRAD_OF_OPERATIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 _Key: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage]
 _DEFINITIONS: Mapping[str, Any] = torch._library.custom_ops.OPDEFS  # pyright: ignore  # of `custom_op`, 2.13
@@ -217,6 +217,11 @@ def has_formula(operation: Any) -> bool:
     if definition is not None:
         return definition._backward_fn is not None
     return any(_has_python_code(operation, key) for key in ("Autograd", "AutogradCPU"))
+
+
+def is_traceable(operation: Any) -> bool:
+    """Whether torch can trace a custom operation: before 2.13 none for which it made a Function."""
+    return _TRACES_AUTOGRAD_OF_OPERATIONS or not (operation._schema.name in _DEFINITIONS or has_formula(operation))
 
 
 def has_formula_for_gpus_alone(operation: Any) -> bool:

@@ -21,11 +21,11 @@ from jaxfn._torch._compat import (
     OPERATION_TYPES,
     PACK,
     PAD,
-    TRACES_CUSTOM_OPERATIONS,
     FunctionalTensor,
     has_formula,
     has_formula_for_gpus_alone,
     is_custom,
+    is_traceable,
     plain_torch,
     python_kernel,
     without_functions,
@@ -91,11 +91,11 @@ def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwa
             with contextlib.suppress(Exception):  # torch's dispatcher comes to it again, and says why
                 return kernel(*args, **kwargs)  # here, so that autograd inside goes through it, as in torch
     if replacement is None or (has_formula(overload) and not hasattr(replacement, "_jaxfn_dispatcher")):
-        if TRACES_CUSTOM_OPERATIONS:
+        if is_traceable(overload):
             return operation(*args, **kwargs)
         raise TranslationError(
-            f"{tracing.owner} calls {overload}, a custom operation, which can be traced with torch 2.13 or newer only. "
-            f"Replace it by a jaxfn Function: from_torch(..., ops={{{overload}: Function}}){source_line()}"
+            f"{tracing.owner} calls {overload}, a custom operation with autograd of its own, which needs torch 2.13 or "
+            f"newer. Replace it by a jaxfn Function: from_torch(..., ops={{{overload}: Function}}){source_line()}"
         )
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]
     args += tuple(kwargs.pop(a.name, a.default_value) for a in positional[len(args) :])
