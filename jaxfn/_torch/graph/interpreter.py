@@ -22,24 +22,20 @@ from torch.fx import GraphModule, Node
 
 from jaxfn._observe import OBSERVATION, Observation, line_name
 from jaxfn._torch._compat import plain_torch
+from jaxfn._torch.graph.int64 import (
+    CONSERVATIVE,
+    LARGEST,
+    TYPICAL,
+    has_int64,
+    is_large,
+    magnitude_bounds,
+    may_grow,
+    saturate_to_int32,
+    short_name,
+    to_int64,
+)
 from jaxfn._torch.graph.source_lines import Line
 from jaxfn._torch.graph.targets import JaxCall, Operations, name_of, named_operations
-from jaxfn._torch.graph.wide import (
-    CAREFUL,
-    INDEX_ARGUMENT,
-    LARGEST,
-    USUAL,
-    CannotWidenError,
-    call_wide,
-    each_narrowed,
-    has_form,
-    has_wide,
-    is_large,
-    lifted,
-    may_grow,
-    short_name,
-    sizes,
-)
 from jaxfn._torch.operations import TABLE, Operation, entry_name, refusal, single_for_half
 from jaxfn._torch.values.arrays import jax_dtype, to_jax
 from jaxfn._torch.values.errors import TranslationError
@@ -92,8 +88,8 @@ class Translation:
         limits = {node: _limit(graph_module, node) for node in self._constants}
         known = {node: limit for node, limit in limits.items() if limit is not None}
         sequence = [call.step for call in calls]
-        self._careful = sizes(sequence, known, CAREFUL)
-        self._usual = sizes(sequence, known, USUAL)
+        self._careful = magnitude_bounds(sequence, known, CONSERVATIVE)
+        self._usual = magnitude_bounds(sequence, known, TYPICAL)
         missing = (call.operation for call in calls if isinstance(call.operation, Unsupported))
         self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
@@ -129,7 +125,7 @@ class Translation:
         values: dict[Node, Any] = dict(zip(self._constants, constants, strict=True))
         remaining = iter(inputs)
         for stretch in self._stretches:
-            if stretch.is_recomputed and not self._may_be_wide(stretch.results):
+            if stretch.is_recomputed:
                 recomputed = jax.checkpoint(partial(self._results_of, stretch, values, key))
                 values |= zip(stretch.results, recomputed(), strict=True)
                 continue
@@ -139,7 +135,7 @@ class Translation:
                     values[node] = _recorded(next(remaining), node)
                 elif node.op == "output":
                     outputs = self._narrowed(call.step, _substitute(call.step.arguments, values))[0]
-                    extremes = [_extremes(values.get(x.node)) for x in self.indices] if returns_extremes else []
+                    extremes = [_extremes(saturate_to_int32(values.get(x.node))) for x in self.indices] if returns_extremes else []
                     return (outputs, extremes) if returns_extremes else outputs
                 elif node.op != "get_attr":
                     values[node] = self._value(call, values, key)
@@ -164,49 +160,43 @@ class Translation:
                 raise TranslationError(f"{name_of(node.target)}{_line(node)} draws random numbers: pass `key=`")
             arguments = (jax.random.fold_in(key, call.num_drawn), *arguments)
         if _has_32_bits() and self._needs_64_bits(step, arguments, options):
-            return self._run_wide(step, operation.function, arguments, options)
+            return self._run_with_int64(step, operation.function, arguments, options)
         with _told_line(node):
             return _recorded(operation.function(*arguments, **options), node)
-
-    def _may_be_wide(self, nodes: Sequence[Node]) -> bool:
-        return _has_32_bits() and any(result.dtype == torch.int64 for node in nodes for result in _results(node))
 
     def _needs_64_bits(self, step: Step, arguments: Any, options: Any) -> bool:
         """Whether an operation has an operand, or may have a result, that does not fit in 32 bits."""
         grows = self._careful.get(step.node, 0) > LARGEST and may_grow(short_name(name_of(step.node.target)))
-        return grows or step.has_large_numbers or has_wide((arguments, options))
+        return grows or step.has_large_numbers or has_int64((arguments, options))
 
-    def _run_wide(self, step: Step, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+    def _run_with_int64(self, step: Step, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
         """What an operation returns for whole numbers of 64 bits."""
-        node = step.node
-        name = short_name(name_of(node.target))
-        if node.target is operator.getitem:
+        if step.node.target is operator.getitem:
             return function(*arguments)
-        dtypes = [result.dtype for result in _results(node)]
-        try:
-            is_unknown = not hasattr(node.target, "_schema") or not dtypes
-            if is_unknown or (step.has_large_numbers and not has_form(name)):
-                raise CannotWidenError
-            result = call_wide(name, function, arguments, options, dtypes[0])
-        except CannotWidenError:
-            if step.has_large_numbers:
-                for number in _large_numbers((step.arguments, step.options)):
-                    _check_fits(number, node)
-            result = function(*self._narrowed(step, arguments), **self._narrowed(step, options))
-        return result if has_wide(result) else _recorded(result, node)
+        with jax.enable_x64(True):
+            return _recorded(function(*to_int64(arguments), **to_int64(options)), step.node)
 
     def _narrowed(self, step: Step, arguments: Any) -> Any:
         """The arguments of a step that takes 32 bits, or a message if it is plain that they do not fit."""
-        if not has_wide(arguments):
+        if not has_int64(arguments):
             return arguments
         operands: list[Any] = jax.tree_util.tree_leaves((step.arguments, step.options))
         for operand in operands:
             if isinstance(operand, Node) and self._usual.get(operand, 0) > LARGEST:
+                source = operand.args[0] if operand.target is operator.getitem else operand
                 raise TranslationError(
-                    f"{name_of(operand.target)}{_line(operand)} computes a number that needs 64 bits, and without "
+                    f"{name_of(source.target)}{_line(source)} computes a number that needs 64 bits, and without "
                     "jax.config.update('jax_enable_x64', True) JAX's integers have 32"
                 )
-        return each_narrowed(arguments)
+        return saturate_to_int32(arguments)
+
+
+# Which argument of an operation indexes a tensor's elements.
+_INDEX_ARGUMENT = {
+    **dict.fromkeys(["index", "index_put", "take", "embedding", "put"], 1),
+    **dict.fromkeys(["gather", "index_select", "scatter", "scatter_add", "scatter_reduce"], 2),
+    **dict.fromkeys(["index_add", "index_copy", "index_fill", "index_reduce"], 2),
+}
 
 
 class Indices(NamedTuple):
@@ -229,7 +219,7 @@ def _indices(call: _StepCall) -> Iterator[Indices]:
     """The indices among the arguments of a call, where torch checks their range and the table's entry is used."""
     step, name = call.step, name_of(call.step.node.target)
     short, line = short_name(name), line_of(step.node) or name
-    place = None if "_unsafe" in name or "_backward" in name else INDEX_ARGUMENT.get(short)
+    place = None if "_unsafe" in name or "_backward" in name else _INDEX_ARGUMENT.get(short)
     if place is None or call.operation is not TABLE.get(entry_name(name) or ""):
         return
     at, shape = step.arguments[place], _results(step.arguments[0])[0].shape
@@ -311,16 +301,14 @@ class Step(NamedTuple):
         """Whether a whole number among the arguments of an operation on whole numbers needs 64 bits."""
         if not _large_numbers((self.arguments, self.options)):
             return False
-        name = name_of(self.node.target)
-        if name.startswith(("aten.slice", "aten.narrow")):
+        if name_of(self.node.target).startswith(("aten.slice", "aten.narrow")):
             return False
         results = {tensor.dtype for tensor in _results(self.node)}
-        if torch.int64 in results or not has_form(short_name(name)):
-            return torch.int64 in results
         operands = {x.dtype for node in self.arguments if isinstance(node, Node) for x in _results(node)}
         if torch.bool in results:  # a comparison, for which torch has a number in the tensor's bits
             return torch.int64 in operands
-        return any(dtype.is_floating_point for dtype in results) and not operands.isdisjoint(_WHOLE)
+        is_ratio = any(dtype.is_floating_point for dtype in results) and not operands.isdisjoint(_WHOLE)
+        return torch.int64 in results or is_ratio
 
 
 _WHOLE = frozenset({torch.int64, torch.int32})
@@ -472,7 +460,8 @@ def _constant(graph_module: GraphModule, node: Node) -> Any:
     value: torch.Tensor = getattr(graph_module, str(node.target))
     limit = _limit(graph_module, node)
     if limit is not None and limit > LARGEST and _has_32_bits():
-        return lifted(value.detach().cpu().numpy())
+        with jax.enable_x64(True):
+            return to_jax(value)
     return to_jax(value)
 
 
@@ -483,15 +472,6 @@ def _limit(graph_module: GraphModule, node: Node) -> int | None:
         return None
     with plain_torch():
         return max(-int(value.amin()), int(value.amax()), 0)
-
-
-def _check_fits(number: int, node: Node) -> None:
-    """Raises where a whole number is too large for JAX with x64 off, which would take its last 32 bits."""
-    if is_large(number):
-        raise TranslationError(
-            f"the number {number}{_line(node)} needs 64 bits, and without jax.config.update('jax_enable_x64', True) "
-            "JAX's integers have 32"
-        )
 
 
 def _recorded(result: Any, node: Node) -> Any:
