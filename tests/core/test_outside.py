@@ -552,6 +552,31 @@ def test_an_array_without_a_derivative_may_be_kept_outside(program):
 
 
 @row("B14")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_an_eqn_that_computes_a_value_and_its_tangent(wrap):
+    """`jnp.where` is one eqn of `jit` for both, so the value seems to depend on the tangent of the gradient."""
+
+    class Relu(jaxfn.Function):
+        generate_jvp_rule = True
+
+        @staticmethod
+        def forward(ctx, x):
+            mask = x > 0
+            ctx.save_for_backward(mask)
+            return jnp.where(mask, x, 0.0)
+
+        @staticmethod
+        def backward(ctx, g):
+            return jnp.where(ctx.saved_tensors[0], g, 0.0)
+
+    def tangent(f):
+        slope = jax.grad(lambda x: jnp.sum(jnp.sin(f(x**3))))
+        return wrap(jax.grad(lambda x: jnp.sum(jax.jvp(slope, (x,), (x,))[1])))
+
+    np.testing.assert_allclose(tangent(Relu.apply)(X), tangent(jax.nn.relu)(X), rtol=1e-5)
+
+
+@row("B14")
 @pytest.mark.parametrize("logs", [False, True])
 def test_a_backward_that_branches_on_values(logs):
     """Eagerly its values are known, and stay known where something is kept outside that it does not read."""
