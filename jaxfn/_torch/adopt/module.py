@@ -31,7 +31,7 @@ from jaxfn._torch.adopt.whole import Whole, WholeProgram
 from jaxfn._torch.graph.recorder import Recorder, StandIns, is_permuted
 from jaxfn._torch.trace.leftovers import extent
 from jaxfn._torch.trace.silent import refuse_writes
-from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, Tracing, current
+from jaxfn._torch.trace.state import THREAD, HeldTensors, Nested, Replacements, Tracing, current
 from jaxfn._torch.trace.tensor_hooks import hooked
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
@@ -230,8 +230,12 @@ class AdoptedModule(Opaque):
         given = {name: tracing.recorder.node(tracing.lower(tensors[name])) for name in parameters}
         with _holding(module, self._modes, tensors):
             before = _attributes(module)
-            output = module(*args, **kwargs)
-            self._refuse_state(tracing, before)
+            THREAD.first_access = {}
+            try:
+                output = module(*args, **kwargs)
+                self._refuse_state(tracing, before, THREAD.first_access)
+            finally:
+                THREAD.first_access = None
             tracing.written = [
                 name for name, node in given.items() if not _has_values(tracing, _held(module, name), node)
             ]
@@ -243,12 +247,25 @@ class AdoptedModule(Opaque):
                     )
             return output, {name: _held(module, name) for name in buffers}
 
-    def _refuse_state(self, tracing: Tracing, before: Mapping[str, Any]) -> None:
-        """Raises where forward has set an attribute anew whose tensor it read; warns of others that it changed."""
+    def _refuse_state(
+        self, tracing: Tracing, before: Mapping[str, Any], first_access: Mapping[tuple[int, str], str]
+    ) -> None:
+        """Raises where forward has set an attribute anew whose tensor it read; warns of others that it changed.
+
+        An attribute that is set before it is read passes something on inside the call, and is no state.
+        """
         owner, values, recorder = self._whole.code.name, _values(self.torch_module), tracing.recorder
         constants = {_TensorKey(id(x), is_permuted(x)): x for x in recorder.constants.values()}
+        parts = {id(part): part for part in self.torch_module.modules()}
+        passed_on = {
+            f"the attribute {name} of {tracing.part_name(parts[key])}"
+            for (key, name), access in first_access.items()
+            if access == "set" and key in parts and (key, "__dict__") not in first_access
+        }
         noted: list[str] = []
         for name, old in _changes(self.torch_module, before).items():
+            if name in passed_on:
+                continue
             new, keys = values.get(name), jax.tree_util.tree_leaves(old, is_leaf=lambda x: isinstance(x, _TensorKey))
             is_constant = isinstance(new, torch.Tensor) and not tracing.is_traced(new)
             read = [constants[key] for key in keys if key in constants]

@@ -271,9 +271,11 @@ class _Thread(threading.local):
 
     Attributes:
       tracing: the innermost trace that it is making.
+      first_access: whether code that it traces first "read" or "set" an attribute, by the module's identity and name.
     """
 
     tracing: Tracing | None = None
+    first_access: dict[tuple[int, str], str] | None = None
 
 
 THREAD = _Thread()
