@@ -122,8 +122,9 @@ class TracedGraph(Opaque):
             if not self._indices or staging_traces():
                 return self._run(arrays, key, self._constants())
             results, extremes = self._run_with_extremes(arrays, key, self._constants())
-            for indices, found in zip(self._indices, extremes, strict=True):
-                for index in [] if found is None else (under_tracers(found[0]).min(), under_tracers(found[1]).max()):
+            for i, (smallest, largest) in extremes.items():
+                indices = self._indices[i]
+                for index in (under_tracers(smallest).min(), under_tracers(largest).max()):
                     if not indices.low <= index < indices.size:
                         raise IndexError(
                             f"{owner}.{self.name}: index {index} is out of range for a dimension of size "

@@ -211,16 +211,15 @@ def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tenso
 
 
 def _attribute(tracing: Tracing, original: Callable[..., Any], module: torch.nn.Module, name: str) -> Any:
-    if THREAD.first_access is not None and (name != "__dict__" or _is_users_asking()):
-        THREAD.first_access.setdefault((id(module), name), "read")
+    if name != "__dict__" or _is_users_asking():
+        tracing.first_access.setdefault((id(module), name), "read")
     return original(module, name)
 
 
 def _set_attribute(
     tracing: Tracing, original: Callable[..., None], module: torch.nn.Module, name: str, value: Any
 ) -> None:
-    if THREAD.first_access is not None:
-        THREAD.first_access.setdefault((id(module), name), "set")
+    tracing.first_access.setdefault((id(module), name), "set")
     original(module, name, value)
 
 
