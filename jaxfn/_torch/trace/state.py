@@ -273,9 +273,11 @@ class _Thread(threading.local):
 
     Attributes:
       tracing: the innermost trace that it is making.
+      in_whole_backward: the torch Functions whose whole `backward` it is tracing, in advance.
     """
 
     tracing: Tracing | None = None
+    in_whole_backward: tuple[Any, ...] = ()
 
 
 THREAD = _Thread()
