@@ -135,7 +135,7 @@ def multilabel_margin_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) 
 
 def one_hot(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     """`torch.nn.functional.one_hot`, which compares traced tensors with each class, also one out of range."""
-    given = {"num_classes": -1, **dict(zip(("tensor", "num_classes"), args, strict=False)), **kwargs}
+    given: dict[str, Any] = {"num_classes": -1, **dict(zip(("tensor", "num_classes"), args, strict=False)), **kwargs}
     num_classes = given["num_classes"] if given["num_classes"] >= 0 else int(given["tensor"].max()) + 1
     classes = torch.arange(num_classes)
     found = torch.embedding(classes[:, None], given["tensor"])  # negative where it is out of range
