@@ -208,7 +208,7 @@ def test_a_registered_buffer_is_returned():
     buffers = net.buffers
     for _ in range(3):
         ours, buffers = net.apply(net.parameters, buffers, X)
-        np.testing.assert_allclose(ours, called(module), rtol=1e-6)
+        np.testing.assert_allclose(ours, called(module), rtol=1e-6, atol=1e-6)
 
 
 @row("I2")
