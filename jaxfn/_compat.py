@@ -144,14 +144,12 @@ def under_tracers(array: Any) -> Any:
     return getattr(array, "val", array)  # of a literal
 
 
-@contextlib.contextmanager
-def outside_derivatives() -> Generator[None]:
-    """Makes the innermost trace that is not a derivative's the current one, as for `fwd` (0.10.0 to 0.12.0)."""
+def outside_derivatives() -> contextlib.AbstractContextManager[None]:
+    """Makes the innermost trace that is not a derivative's the current one (0.10.0 to 0.12.0)."""
     trace: Any = find_top_trace(())
     while _is_derivative(trace):
         trace = trace.parent_trace
-    with set_current_trace(trace):
-        yield
+    return set_current_trace(trace)
 
 
 def _is_derivative(trace: Any) -> bool:
@@ -197,8 +195,9 @@ def depend_on_only(results: Sequence[Any], known: Set[Var]) -> bool:
     for eqn in _eqns_backwards(frame):
         if not pending.isdisjoint(eqn.outvars):
             pending.difference_update(eqn.outvars)
-            operands = {x.val for x in operands_of(eqn) if type(x.val) is Var} - known
-            pending |= {v for v in operands if v not in consts or isinstance(consts[v], Tracer)}
+            for v in (x.val for x in operands_of(eqn)):
+                if type(v) is Var and v not in known and (v not in consts or isinstance(consts[v], Tracer)):
+                    pending.add(v)
             if not pending:
                 break
     return not pending
@@ -393,8 +392,8 @@ class _OwningPrimitive(Primitive):
 
         (0.10.0 to 0.12.0, where the table of rules that would save that is not public)
         """
-        primals, tangents = zip(*map(trace.to_primal_tangent_pair, args), strict=True)
-        tangents = list(map(_nonzero, tangents))
+        pairs = [trace.to_primal_tangent_pair(x) if has_tangent(x) else (x, None) for x in args]
+        primals, tangents = [x for x, _ in pairs], [_nonzero(t) for _, t in pairs]
         perturbed = [t is not None for t in tangents]
         with set_current_trace(trace.parent_trace):
             if not any(perturbed):

@@ -28,7 +28,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import compress, islice
-from operator import and_
+from operator import and_, or_
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ from jaxfn._hooks import Hooks
 from jaxfn._jaxpr import StagedFunction, stage
 from jaxfn._linearity import describe_nonlinearity, is_linear
 from jaxfn._outside import LiveArrays, find_outside, run_watched
-from jaxfn._primitives import DeferredError, LinearizingRule, LinearMap, Rule, attach, bind_linear_map, stop
+from jaxfn._primitives import DeferredError, LinearizingRule, LinearMap, Rule, attach, stop
 from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced
 
 
@@ -98,7 +98,7 @@ def _run_stopped(
     """
     orders = list(map(derivative_order, arrays))
     is_higher_order = max(orders, default=0) + any(perturbed) > 1
-    flags = tuple(a or b > 0 for a, b in zip(perturbed, orders, strict=True))
+    flags = tuple(map(or_, perturbed, map(bool, orders)))
     values = spec.inputs.without_refs(arrays)
     if spec.inputs.has_refs:
         spec.check_no_perturbed_refs(flags)
@@ -106,7 +106,8 @@ def _run_stopped(
         values = (
             attach(values, (), [ref[...] for ref in refs], _RefGuard(spec)) if any(map(is_traced, refs)) else values
         )
-    is_outside = is_differentiating() and not spec.may_capture_tracers
+    may_capture = spec.may_capture_tracers
+    is_outside = is_differentiating() and not may_capture
     with outside_derivatives() if is_outside else nullcontext():
         stopped = list(map(as_array, stop(values)))
         # What is saved is known by identity: at a higher order one array, captured or passed twice, is two.
@@ -117,7 +118,7 @@ def _run_stopped(
             remaining, before = iter(stopped), None
             stopped = [x if is_ref else next(remaining) for x, is_ref in zip(arrays, spec.inputs.are_refs, strict=True)]
             result = run_forward(spec, stopped, flags, hooks)
-        elif spec.may_capture_tracers and spec.methods.forward_captures():
+        elif may_capture and spec.methods.forward_captures():
             result = _run_staged(spec, stopped, flags, hooks)
         else:
             result = run_forward(spec, stopped, flags, hooks)
@@ -258,7 +259,9 @@ class _FunctionRule(LinearizingRule):
         is_differentiated_again = any(map(is_traced, (*inputs, *outputs)))
         if is_differentiated_again:
             # An output that is not used may be one that forward, run with other flags, saved.
-            dropped = (_saved_outputs(forward_pass) & set(forward_pass.differentiable)) - set(self.differentiable)
+            dropped = _saved_outputs(forward_pass).difference(self.differentiable)
+            if dropped:
+                dropped.intersection_update(forward_pass.differentiable)
             rule = _FunctionRule(result, [*self.differentiable, *dropped])
             operands = [*outputs, *(all_outputs[i] for i in dropped)]
             attached = attach(operands, rule.kept(result), inputs, rule, captured_error(spec))
@@ -384,7 +387,7 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
     A `forward` that read `ctx.needs_input_grad` may have saved less than that needs, so it runs again.
     """
     forward_pass, spec = result.forward_pass, result.forward_pass.spec
-    union = tuple(a or b for a, b in zip(forward_pass.perturbed, perturbed, strict=True))
+    union = tuple(map(or_, forward_pass.perturbed, perturbed))
     if not forward_pass.reads_flags or all(b or not a for a, b in zip(union, forward_pass.seen_flags, strict=True)):
         return result._replace(forward_pass=forward_pass.with_perturbed(union))
     if spec.inputs.has_refs:
