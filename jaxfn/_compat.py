@@ -388,9 +388,9 @@ class _OwningPrimitive(Primitive):
     def _bind_linearized(
         self, linearize: Callable[..., Any], trace: Any, args: Sequence[Any], params: dict[str, Any]
     ) -> Sequence[Any] | None:
-        """Does what the trace of `jax.linearize` and of reverse mode would, which traces the JVP rule to a jaxpr first.
+        """Does what a trace of `jax.linearize` or of reverse mode does by a rule of the primitive's own.
 
-        (0.10.0 to 0.12.0, where the table of rules that would save that is not public)
+        The table of these rules is not public, and without one JAX traces the JVP rule to a jaxpr (0.10.0 to 0.12.0).
         """
         pairs = [trace.to_primal_tangent_pair(x) if has_tangent(x) else (x, None) for x in args]
         primals, tangents = [x for x, _ in pairs], [_nonzero(t) for _, t in pairs]

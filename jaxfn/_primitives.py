@@ -281,16 +281,18 @@ def _attach_jvp(
 def _linearize_attach(
     primals: Sequence[Any], perturbed: Sequence[bool], *, spec: _AttachSpec
 ) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]] | None:
-    """Does what `_attach_jvp` does, the tangents apart, in the cases that are frequent."""
+    """Returns the outputs, and the function that gives their tangents; `None` in cases that `_attach_jvp` handles."""
     outputs, kept, inputs = spec.split(primals)
     own, _, flags = spec.split(perturbed)
     flags = [flag and is_inexact(jax.typeof(x).dtype) for x, flag in zip(inputs, flags, strict=True)]
     if not isinstance(spec.rule, LinearizingRule) or any(own) or not any(flags):
         return None
     attached, linear_map, residuals = spec.rule.linearize(outputs, kept, inputs, flags)
-    return attached, lambda tangents: bind_linear_map(
-        linear_map, residuals, list(compress(spec.split(tangents)[2], flags))
-    )
+
+    def push(tangents: Sequence[Any]) -> list[Any]:
+        return bind_linear_map(linear_map, residuals, list(compress(spec.split(tangents)[2], flags)))
+
+    return attached, push
 
 
 def _error_of(primal: Any, tangents: Sequence[Any], error: DeferredError) -> Any:
