@@ -203,14 +203,29 @@ def depend_on_only(results: Sequence[Any], known: Set[Var]) -> bool:
     return not pending
 
 
-def variables_under_tracers(arrays: Iterable[Any]) -> set[Var]:
+def variables_under_tracers(arrays: Iterable[Any], *, and_tangents: bool = False) -> set[Var]:
     """Returns the variables of the staged arrays among these, under tracers of derivatives and vmaps too.
 
     (0.10.0 to 0.12.0)
+
+    Args:
+      arrays: The arrays.
+      and_tangents: Whether to add the variables of their tangents.
     """
     kind = partial_eval.DynamicJaxprTracer
-    staged = [x if type(x) is kind else staged_under(x) for x in arrays]
-    return {x.val for x in staged if type(x) is kind and type(x.val) is Var}
+    found: set[Var] = set()
+    pending = list(arrays)
+    while pending:
+        tracer: Any = pending.pop()
+        if type(tracer) is kind:
+            if type(tracer.val) is Var:
+                found.add(tracer.val)
+        elif isinstance(tracer, Tracer):
+            if has_tangent(tracer):
+                pending += [tracer.primal, tracer.tangent] if and_tangents else [tracer.primal]
+            else:
+                pending.append(getattr(tracer, "val", None))
+    return found
 
 
 def operands_of(eqn: Any) -> Sequence[Any]:

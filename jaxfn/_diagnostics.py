@@ -171,6 +171,10 @@ _HINTS = {
     "ctx.needs_input_grad": (
         "it has one flag for each parameter of forward, without the ctx; its name may be used in place of a number"
     ),
+    "Linearization failed to produce known values": (
+        "a derivative goes through an operation that has none, such as a Pallas kernel. Make that operation a Function "
+        "of its own, with a backward, and call its apply here"
+    ),
     "Shapes must be 1D sequences of concrete values": _ASKS_FOR_VALUE,
 }
 

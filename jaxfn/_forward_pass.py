@@ -542,3 +542,8 @@ def _save(
             residual = ResidualSource(*known[id(array)], is_packed)
             order.append(indices.setdefault(residual, len(indices)))
     return SavedSpec(names, trees, list(indices), order), [as_array(x) for x in intermediates]
+
+
+def saved_leaves(ctx: FunctionCtx) -> list[jax.Array]:
+    """Returns the array leaves of all that a ctx keeps, in the order of `SavedSpec.order`."""
+    return [as_array(x) for value in collect_saved(ctx)[1] for x in flatten_saved(value)[0]]

@@ -20,12 +20,13 @@ _Results = TypeVar("_Results")
 
 @dataclass(eq=False)
 class CallMonitor:
-    """What a derivative check needs to know of each call, and whether Functions run without their rules.
+    """What a check of derivatives needs to know of each call, and how Functions run for it.
 
     It observes one trace, and is part of the key of JAX's caches, so that each one sees every call.
     """
 
     bypass_rules: bool  # whether outermost Functions run as their bare `forward`, which JAX then differentiates
+    stops_intermediates: bool = False  # whether saved intermediates have no derivative, as in torch
     # The Functions that were called, in order, each once.
     functions: dict[Any, None] = field(default_factory=dict[Any, None])
     # The gradients that `backward` returned in another dtype than its input's: (where, returned, expected).

@@ -55,7 +55,7 @@ def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequen
       given: The residuals and the cotangents or tangents.
       results: What the rule returned, `None` for zero.
     """
-    known = variables_under_tracers(given)
+    known = variables_under_tracers(given, and_tangents=True)  # one eqn may compute a value and its tangent
     if depend_on_only(results, known):  # as nearly always
         return Outside()
     outer: list[Any] = [x for x in map(staged_under, results) if is_staged(x)]

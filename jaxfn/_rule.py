@@ -45,10 +45,11 @@ from jaxfn._compat import (
     under_tracers,
     zeros_of,
 )
-from jaxfn._forward_pass import CallSpec, ForwardPass, ForwardResult, call_forward, run_forward
+from jaxfn._forward_pass import CallSpec, ForwardPass, ForwardResult, call_forward, run_forward, saved_leaves
 from jaxfn._hooks import Hooks
 from jaxfn._jaxpr import StagedFunction, stage
 from jaxfn._linearity import describe_nonlinearity, is_linear
+from jaxfn._observe import CALL_MONITOR
 from jaxfn._outside import LiveArrays, find_outside, run_watched
 from jaxfn._primitives import DeferredError, LinearizingRule, LinearMap, Rule, attach, stop
 from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced
@@ -558,7 +559,8 @@ def _attach_intermediates(result: ForwardResult, inputs: Sequence[Any]) -> Seque
     """Gives saved intermediates the derivative of the operations of `forward` that computed them."""
     spec, intermediates = result.forward_pass.spec, result.intermediates
     indices = [i for i, x in enumerate(intermediates) if is_inexact(x.dtype)]
-    if not indices:
+    monitor = CALL_MONITOR.value
+    if not indices or (monitor is not None and monitor.stops_intermediates):
         return intermediates
     rule: Rule | DeferredError = _IntermediatesRule(result, indices)
     if spec.inputs.has_refs:
@@ -667,15 +669,14 @@ class _IntermediatesMap(LinearMap):
         return function, [inputs[i] for i in self._perturbed]
 
     def _run_again(self, *arrays: Any) -> list[Any]:
+        """Returns what a second run keeps in the places of the intermediates, even if it counts as an output there."""
         forward_pass = self._forward_pass
-        result = run_forward(forward_pass.spec, arrays, forward_pass.seen_flags, forward_pass.hooks)
-        before, saved = forward_pass.saved, result.forward_pass.saved
-        if len(before.order) != len(saved.order):
+        with forward_pass.spec.scope("forward"):
+            leaves = saved_leaves(call_forward(forward_pass.spec, arrays, forward_pass.seen_flags)[1])
+        saved = forward_pass.saved
+        if len(saved.order) != len(leaves):
             raise self._changed()
-        # By leaf: which of them are one array may differ where they are traced otherwise.
-        found = {"input": arrays, "output": result.outputs, "intermediate": result.intermediates}
-        leaves = [before.leaf_of("intermediate", i) for i in self._indices]
-        return [found[source.kind][source.place] for source in (saved.sources[saved.order[i]] for i in leaves)]
+        return [leaves[saved.leaf_of("intermediate", i)] for i in self._indices]
 
     def _run_staged_again(self, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
         """Stages the second run; raises if it has other operations, or other constants, such as numbers drawn."""

@@ -109,9 +109,10 @@ HOOKS_OF_MODULE = torch.nn.Module, "_get_backward_hooks"
 PACK = torch._VF._pack_padded_sequence  # pyright: ignore
 PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 
-# In one step a matrix product and a loss: from 2.13 on.
 # Where torch writes what it refuses to compute for fake tensors, besides raising it (2.8 to 2.15).
 FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+# In one step a matrix product and a loss: from 2.13 on.
 LINEAR_CROSS_ENTROPY: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
 
 SCRIPT_TYPES: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod  # pyright: ignore  # 2.8 to 2.15

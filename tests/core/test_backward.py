@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.marks import row
+from tests.support.marks import KEEPS_TRACERS, row
 
 
 def returning(value, forward=None, **attributes):
@@ -355,6 +355,12 @@ def test_does_not_raise_where_nothing_is_differentiated_twice():
     assert jax.grad(mixed, argnums=1)(2.0, 1.0) == 12.0
     linear = once(lambda ctx, g: 2 * g, lambda ctx, x: 2 * x)
     assert jax.grad(jax.grad(linear))(3.0) == 0.0  # g is the constant 1 and nothing was saved
+
+
+@row("C14")
+@KEEPS_TRACERS
+def test_a_derivative_once_keeps_no_tracers():
+    f = once(lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
     with jax.checking_leaks():
         np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(f)))(jnp.arange(3.0)), [0, 3, 12])
 

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxfn
 from tests.support.cases import CASES, loss_of, make_args, residual_bytes, with_attributes
-from tests.support.marks import row, sampled
+from tests.support.marks import COMING, row, sampled
 from tests.support.transformations import BATCH, POLICIES, over_batch
 
 by_name = {case.name: case for case in CASES}
@@ -164,7 +164,8 @@ def test_names_inside_forward_are_found(saves, names, after):
     def chain(f):  # the input of f is no argument of the checkpointed function, so keeping it would show
         return jax.checkpoint(lambda x: after(f(jnp.sin(x) * 2)), policy=policy)
 
-    assert residual_bytes(chain(ours), (x,)) == residual_bytes(chain(by_hand), (x,))
+    saved, by_custom_vjp = (residual_bytes(chain(f), (x,)) for f in (ours, by_hand))
+    assert saved == by_custom_vjp or (COMING and saved < by_custom_vjp)  # JAX_CUSTOM_VJP3 saves one array twice
     assert jnp.allclose(jax.grad(chain(ours))(x), jax.grad(chain(by_hand))(x), rtol=1e-5)
 
 

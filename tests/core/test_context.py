@@ -11,7 +11,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import Linear, Pair, Relu, Swap
-from tests.support.marks import ALL_PERTURBED, RUNS_PRIMAL_TOO, row, sampled
+from tests.support.marks import ALL_PERTURBED, row, sampled
 
 MODES = {
     "eager": lambda f: f,
@@ -535,7 +535,6 @@ def test_intermediates_beside_refs():
 
 
 @row("B12")
-@RUNS_PRIMAL_TOO
 def test_counts():
     seen = []
 

@@ -12,7 +12,7 @@ import pytest
 from jax.interpreters import partial_eval
 
 import jaxfn
-from tests.support.marks import COMING, RUNS_PRIMAL_TOO, row, sampled
+from tests.support.marks import COMING, row, sampled
 from tests.support.programs import PROGRAMS
 
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
@@ -957,7 +957,6 @@ KEEPING = ["input", "intermediate", "attribute", "flags", "closure"]
 
 
 @row("A8")
-@RUNS_PRIMAL_TOO
 @pytest.mark.parametrize("kept", [k for k in KEEPING if k != "closure"])
 @pytest.mark.parametrize("program", FIRST)
 def test_forward_runs_once_in_a_first_derivative_or_again_if_it_reads_its_flags(program, kept):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.marks import row
+from tests.support.marks import TWO_TRACES, row
 
 X = jnp.array([0.3, 1.4, -0.7], jnp.float32)
 COUNT = {"draws": 0}
@@ -169,7 +169,9 @@ STAGED_FIRST = {
 
 @row("A8")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("program", STAGED_FIRST)
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=TWO_TRACES if name == "checkpoint" else ()) for name in STAGED_FIRST]
+)
 def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, kind):
     """JAX stages the call without a derivative, and `forward` runs again with other flags."""
     plain = drawing(kind, []).Function

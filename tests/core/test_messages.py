@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 import jaxfn
 from tests.support.marks import row
@@ -252,6 +253,35 @@ def test_a_Function_inside_another_one_is_the_one_that_is_named():
     with pytest.raises(AttributeError) as caught:
         outer.apply(X)
     assert "In Thing.forward" in str(caught.value) and "Outer" not in str(caught.value)
+
+
+def doubled_by_a_kernel(x):
+    def kernel(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+def saves_what_a_kernel_makes(ctx, x):
+    ctx.save_for_backward(doubled_by_a_kernel(x))
+    return x * x
+
+
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [
+        ("backward", lambda: made(forward=save_two, backward=lambda ctx, g: doubled_by_a_kernel(g))),
+        ("forward", lambda: made(forward=saves_what_a_kernel_makes, backward=lambda ctx, g: g * ctx.saved_tensors[0])),
+    ],
+)
+@row("L1")
+def test_a_second_derivative_through_a_kernel(method, make):
+    Thing = make()
+    with pytest.raises(ValueError, match="Linearization failed") as info:
+        jax.grad(lambda x: jax.grad(lambda x: (Thing.apply(x) ** 2).sum())(x).sum())(jnp.ones(3))
+    assert f"In Thing.{method}: a derivative goes through an operation that has none, such as a Pallas" in str(
+        info.value
+    )
 
 
 @row("L1")

@@ -7,7 +7,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import Gelu, StraightThrough
-from tests.support.marks import COMING, RUNS_PRIMAL_TOO, row
+from tests.support.marks import COMING, row
 
 
 def nth(f, n):
@@ -221,7 +221,6 @@ def test_nothing_differentiates_a_forward_that_cannot_be():
 
 
 @row("A8", "D3")
-@RUNS_PRIMAL_TOO
 def test_forward_runs_once_where_it_saves_intermediates():
     """At its first traced run too, when it is not known yet that it saves them."""
 

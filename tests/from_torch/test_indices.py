@@ -38,6 +38,7 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
     "nll_loss_2d": lambda x, i: F.nll_loss(x.reshape(1, 3, 2, 1), i.expand(1, 2, 1)),
     "multi_margin_loss": lambda x, i: F.multi_margin_loss(x[:1], i),
     "multilabel_margin_loss": lambda x, i: F.multilabel_margin_loss(x[:1], i.expand(1, 3)),
+    "one_hot": lambda x, i: (x[0] * F.one_hot(i, 3)).where(F.one_hot(i, 3) >= 0, torch.nan),
     "half": lambda x, i: x.bfloat16().gather(1, i.expand(2, 1)).float(),
 }
 WRITES: dict[str, Callable[[Any, Any], Any]] = {

@@ -14,7 +14,7 @@ from jaxfn import GradcheckError, gradcheck, gradgradcheck
 from tests.support import checking
 from tests.support.cases import Linear
 from tests.support.checking import failure, normal, passes, scaled_sine
-from tests.support.marks import TRACES_ALWAYS, lane_cases, row, sampled, thorough
+from tests.support.marks import lane_cases, row, sampled, thorough
 
 
 @row("G2")
@@ -312,7 +312,6 @@ def test_no_batching_rule_is_no_obstacle():
 
 
 @row("G2")
-@TRACES_ALWAYS
 def test_python_that_looks_at_values():
     @jaxfn.function
     def branching(ctx, x):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.marks import TRACES_ALWAYS, row
+from tests.support.marks import row
 
 
 @jaxfn.function
@@ -75,7 +75,6 @@ def inputs_of(f, x, steps):
 
 
 @row("K5")
-@TRACES_ALWAYS
 def test_eager_values_are_collected_in_the_order_of_the_calls():
     with jaxfn.logged() as log:
         y = wave(wave(X))
@@ -353,7 +352,6 @@ def test_a_jvp_that_reverse_mode_transposes_can_log():
 
 
 @row("K5")
-@TRACES_ALWAYS
 def test_numbers_and_numpy_arrays_are_collected_as_they_were():
     class Double(jaxfn.Function):
         @staticmethod

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfn
 from tests.support.cases import host_memory_is_apart
-from tests.support.marks import RUNS_PRIMAL_TOO, row, thorough
+from tests.support.marks import row, thorough
 
 
 @jaxfn.function
@@ -215,7 +215,6 @@ def test_integers_constants_and_outputs():
 
 
 @row("K2")
-@RUNS_PRIMAL_TOO
 def test_nothing_is_run_and_forward_is_traced_once():
     runs = []
 

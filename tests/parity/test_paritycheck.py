@@ -137,6 +137,84 @@ def test_a_kink_is_named():
     assert "clamp, abs" in str(report)
 
 
+class TorchSwish(torch.autograd.Function):
+    """It saves an intermediate, whose derivative torch drops from second derivatives."""
+
+    @staticmethod
+    def forward(ctx, x):
+        sigmoid = torch.sigmoid(x)
+        ctx.save_for_backward(x, sigmoid)
+        return x * sigmoid
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, sigmoid = ctx.saved_tensors
+        return grad_output * sigmoid * (1 + x * (1 - sigmoid))
+
+
+def swish(factor=1.0, of_stopped=False):
+    """Returns a port of `TorchSwish`, with its gradient times a factor, or without the second derivative by `x`."""
+
+    def forward(ctx, x):
+        sigmoid = jax.nn.sigmoid(x)
+        ctx.save_for_backward(x, sigmoid)
+        return x * sigmoid
+
+    def backward(ctx, grad_output):
+        x, sigmoid = ctx.saved_tensors
+        x = jax.lax.stop_gradient(x) if of_stopped else x
+        return factor * grad_output * sigmoid * (1 + x * (1 - sigmoid))
+
+    return jaxfn.autograd_function(forward, backward)
+
+
+SECOND = "second derivative, input 0"
+
+
+@row("H6")
+@pytest.mark.parametrize(
+    "port",
+    [
+        jaxfn.from_torch(TorchSwish),
+        jaxfn.from_torch(TorchSwish.apply),
+        jax.jit(jaxfn.from_torch(TorchSwish).apply),
+        jax.checkpoint(swish()),
+    ],
+    ids=["adopted", "function", "jit", "checkpoint"],
+)
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["live", "recorded"])
+def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
+    inputs = random((4,))
+    if is_recorded:
+        jaxfn.record_oracle(TorchSwish, inputs, tmp_path / "swish.npz")
+        report = jaxfn.paritycheck(port, tmp_path / "swish.npz")
+    else:
+        report = jaxfn.paritycheck(port, TorchSwish, inputs)
+    assert report, report
+    assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {SECOND}
+    assert verdicts(report)[SECOND] == "intermediate"
+    (note,) = report.notes
+    assert "neither an input nor an output" in note
+    assert "Save inputs or outputs" in note
+
+
+@row("H6")
+@pytest.mark.parametrize(
+    ("port", "wrong"),
+    [
+        (swish(1.001), "gradient of input 0"),
+        (swish(of_stopped=True), SECOND),
+        (lambda x: swish()(x) * 1.001, "output 0"),
+        (jax.nn.swish, SECOND),  # it saves nothing: only the port has the whole second derivative
+    ],
+    ids=["gradient", "second", "output", "without"],
+)
+def test_a_saved_intermediate_excuses_nothing_else(port, wrong):
+    report = jaxfn.paritycheck(port, TorchSwish, random((4,)))
+    assert not report
+    assert verdicts(report)[wrong] == "formula"
+
+
 @row("H6")
 def test_complex_in_torchs_convention():
     class TorchSquare(torch.autograd.Function):

@@ -102,7 +102,7 @@ class AdoptedModule(Opaque):
             if mode not in self._in_mode:
                 code = self._whole.code
                 self._in_mode[mode] = net = AdoptedModule(self.torch_module, code.replacements, code.nested)
-                object.__setattr__(net, "_modes", _switched(self.torch_module, mode))
+                object.__setattr__(net, "_modes", net._modes_after_train(mode))
                 object.__setattr__(net, "_in_mode", self._in_mode)
             return self._in_mode[mode]
 
@@ -221,14 +221,13 @@ class AdoptedModule(Opaque):
         for name in permuted:
             tracing.recorder.note_order(tracing.lower(tensors[name]), repr(name))
         names = {memory(own): name for name, own in _tensors(module).items() if memory(own) is not None}
-        guarding = functools.partial(_writing_nothing, module, self._modes)
         order = f"a gradient, which may have its order from {permuted[0]!r}," if permuted else None
-        tracing.recorder.stood_in = StandIns(names, permuted_gradients=order, guarding=guarding)
+        tracing.recorder.stood_in = StandIns(names, permuted_gradients=order, guarding=self._writing_nothing)
         _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
         tracing.part_names = {id(part): name for name, part in module.named_modules()}
-        tracing.held = HeldTensors(tensors, functools.partial(_held_by_turns, module, self._modes))
+        tracing.held = HeldTensors(tensors, self._held_by_turns)
         given = {name: tracing.recorder.node(tracing.lower(tensors[name])) for name in parameters}
-        with _holding(module, self._modes, tensors):
+        with self._holding(tensors):
             before = _attributes(module)
             output = module(*args, **kwargs)
             self._refuse_state(tracing, before)
@@ -244,11 +243,22 @@ class AdoptedModule(Opaque):
             return output, {name: _held(module, name) for name in buffers}
 
     def _refuse_state(self, tracing: Tracing, before: Mapping[str, Any]) -> None:
-        """Raises where forward has set an attribute anew whose tensor it read; warns of others that it changed."""
+        """Raises where forward has set an attribute anew whose tensor it read; warns of others that it changed.
+
+        An attribute that is set before it is read passes something on inside the call, and is no state.
+        """
         owner, values, recorder = self._whole.code.name, _values(self.torch_module), tracing.recorder
         constants = {_TensorKey(id(x), is_permuted(x)): x for x in recorder.constants.values()}
+        parts = {id(part): part for part in self.torch_module.modules()}
+        passed_on = {
+            f"the attribute {name} of {tracing.part_name(parts[key])}"
+            for (key, name), access in tracing.first_access.items()
+            if access == "set" and key in parts and (key, "__dict__") not in tracing.first_access
+        }
         noted: list[str] = []
         for name, old in _changes(self.torch_module, before).items():
+            if name in passed_on:
+                continue
             new, keys = values.get(name), jax.tree_util.tree_leaves(old, is_leaf=lambda x: isinstance(x, _TensorKey))
             is_constant = isinstance(new, torch.Tensor) and not tracing.is_traced(new)
             read = [constants[key] for key in keys if key in constants]
@@ -271,6 +281,70 @@ class AdoptedModule(Opaque):
                 "what the torch module has. What is to last becomes a buffer (`self.register_buffer(name, tensor)`), "
                 "which net.apply returns",
                 stacklevel=2,
+            )
+
+    def _modes_after_train(self, mode: bool) -> dict[str, bool]:
+        """The modes of the module's parts after `train(mode)`, called while it holds tensors without values."""
+        module = self.torch_module
+        with self._holding({name: x.detach().to("meta") for name, x in _tensors(module).items()}):
+            before = _attributes(module)
+            module.train(mode)
+            changed = [name for name in _changes(module, before) if not name.startswith("the attribute training of")]
+            if changed:
+                raise TranslationError(
+                    f"{self._whole.code.name}.train({mode}) changes {', '.join(changed)}, and not only the mode. Call "
+                    "it in torch, and adopt the module again by `from_torch(module)`"
+                )
+            return _modes(module)
+
+    @contextlib.contextmanager
+    def _holding(self, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
+        """Puts tensors in the places of the module's own, in its mode here; what its attributes were is put back."""
+        own = _tensors(self.torch_module)
+        replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
+        parts = dict(self.torch_module.named_modules())
+        before = [(part, _copied(vars(part)), script_attributes(part)) for part in parts.values()]
+        try:
+            for path, part in parts.items():
+                for held in held_by(part):
+                    for name, tensor in held.items():
+                        if id(tensor) in replaced:
+                            held[name] = replaced[id(tensor)]
+                part.training = self._modes.get(path, part.training)
+            for _, attributes, _ in before:
+                _replace(attributes, replaced)
+            yield
+        finally:
+            for part, attributes, of_script in before:
+                _put_back(vars(part), attributes)
+                for name, value in of_script.items():
+                    setattr(part, name, value)
+
+    @contextlib.contextmanager
+    def _held_by_turns(self, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
+        """`_holding`, by one thread at a time."""
+        with _LOCK, self._holding(tensors):
+            yield
+
+    @contextlib.contextmanager
+    def _writing_nothing(self, who: str) -> Generator[None]:
+        """Raises where what runs inside changes an attribute of the module or leaves a `.grad`; all stays as it was."""
+        module, tracing = self.torch_module, current()
+        # Where a Function takes the module's tensors, it takes what is left in their `.grad` as well.
+        tensors = [(name, x) for name, x in _tensors(module).items() if x.is_leaf and tracing.held is None]
+        gradients = [x.grad for _, x in tensors]
+        with self._held_by_turns({}):
+            before = _attributes(module)
+            yield
+            written = [*_changes(module, before)]
+        for (name, x), gradient in zip(tensors, gradients, strict=True):
+            if x.grad is not None and x.grad is not gradient:
+                x.grad = gradient
+                written.append(f"the .grad of {name}")
+        if written:
+            raise TranslationError(
+                f"{who} writes to {', '.join(written)}. On JAX that is lost: backward is traced once, and net.apply "
+                "has returned by then. Write in forward, or use the gradients that jax.grad returns"
             )
 
     def _check_mode(self) -> None:
@@ -382,77 +456,6 @@ def _refuse_writes_to_shared(recorder: Recorder, tensors: _Tensors, own: _Tensor
 def _modes(module: torch.nn.Module) -> dict[str, bool]:
     """Which parts of a module are in train mode."""
     return {path: part.training for path, part in module.named_modules()}
-
-
-def _switched(module: torch.nn.Module, mode: bool) -> dict[str, bool]:
-    """The modes of a module's parts after `train(mode)`, which is called while it holds tensors without values."""
-    with _holding(module, {}, {name: x.detach().to("meta") for name, x in _tensors(module).items()}):
-        before = _attributes(module)
-        module.train(mode)
-        changed = [name for name in _changes(module, before) if not name.startswith("the attribute training of")]
-        if changed:
-            raise TranslationError(
-                f"{type(module).__name__}.train({mode}) changes {', '.join(changed)}, and not only the mode. Call it "
-                "in torch, and adopt the module again by `from_torch(module)`"
-            )
-        return _modes(module)
-
-
-@contextlib.contextmanager
-def _held_by_turns(
-    module: torch.nn.Module, modes: Mapping[str, bool], tensors: Mapping[str, torch.Tensor]
-) -> Generator[None]:
-    """`_holding`, by one thread at a time."""
-    with _LOCK, _holding(module, modes, tensors):
-        yield
-
-
-@contextlib.contextmanager
-def _holding(
-    module: torch.nn.Module, modes: Mapping[str, bool], tensors: Mapping[str, torch.Tensor]
-) -> Generator[None]:
-    """Puts tensors in the places of a module's own, in these modes; what its attributes were is put back."""
-    own = _tensors(module)
-    replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
-    before = [(part, _copied(vars(part)), script_attributes(part)) for part in module.modules()]
-    try:
-        for part in module.modules():
-            for held in held_by(part):
-                for name, tensor in held.items():
-                    if id(tensor) in replaced:
-                        held[name] = replaced[id(tensor)]
-        for _, attributes, _ in before:
-            _replace(attributes, replaced)
-        for path, part in module.named_modules():
-            part.training = modes.get(path, part.training)
-        yield
-    finally:
-        for part, attributes, of_script in before:
-            _put_back(vars(part), attributes)
-            for name, value in of_script.items():
-                setattr(part, name, value)
-
-
-@contextlib.contextmanager
-def _writing_nothing(module: torch.nn.Module, modes: Mapping[str, bool], who: str) -> Generator[None]:
-    """Raises where what runs inside changes an attribute of a module or leaves a `.grad`; all stays as it was."""
-    tracing = current()
-    # Where a Function takes the module's tensors, it takes what is left in their `.grad` as well.
-    tensors = [(name, x) for name, x in _tensors(module).items() if x.is_leaf and tracing.held is None]
-    gradients = [x.grad for _, x in tensors]
-    with _held_by_turns(module, modes, {}):
-        before = _attributes(module)
-        yield
-        written = [*_changes(module, before)]
-    for (name, x), gradient in zip(tensors, gradients, strict=True):
-        if x.grad is not None and x.grad is not gradient:
-            x.grad = gradient
-            written.append(f"the .grad of {name}")
-    if written:
-        raise TranslationError(
-            f"{who} writes to {', '.join(written)}. On JAX that is lost: backward is traced once, and net.apply has "
-            "returned by then. Write in forward, or use the gradients that jax.grad returns"
-        )
 
 
 _MISSING = object()

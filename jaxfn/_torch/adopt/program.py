@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +21,7 @@ from jaxfn._torch.graph.interpreter import Translation, Unsupported, explain
 from jaxfn._torch.graph.targets import draws_random_numbers
 from jaxfn._torch.trace.leftovers import cleaned_up, may_share_elements
 from jaxfn._torch.trace.running import running
-from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.trace.state import THREAD, Tracing
 from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.flat import Slot, put_in, slots, take_out
 from jaxfn._torch.values.statics import Recent, ambient_key, static_key
@@ -30,16 +29,6 @@ from jaxfn._tree import Opaque
 
 # How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
 _DERIVATIVES_KEPT = 32
-
-
-class _BackwardsInProgress(threading.local):
-    """The torch Functions whose `backward` this thread is tracing in `whole_backward`, the outermost first."""
-
-    def __init__(self) -> None:
-        self.functions: list[Any] = []
-
-
-_IN_PROGRESS = _BackwardsInProgress()
 
 
 class Spec(NamedTuple):
@@ -122,8 +111,9 @@ class TracedGraph(Opaque):
             if not self._indices or staging_traces():
                 return self._run(arrays, key, self._constants())
             results, extremes = self._run_with_extremes(arrays, key, self._constants())
-            for indices, found in zip(self._indices, extremes, strict=True):
-                for index in [] if found is None else (under_tracers(found[0]).min(), under_tracers(found[1]).max()):
+            for i, (smallest, largest) in extremes.items():
+                indices = self._indices[i]
+                for index in (under_tracers(smallest).min(), under_tracers(largest).max()):
                     if not indices.low <= index < indices.size:
                         raise IndexError(
                             f"{owner}.{self.name}: index {index} is out of range for a dimension of size "
@@ -429,7 +419,7 @@ class Forward(Trace):
 
         The `backward` of this call is not traced in advance then: it contains another such call, and so on without end.
         """
-        return self.definition.original in _IN_PROGRESS.functions
+        return self.definition.original in THREAD.in_whole_backward
 
     def whole_backward(self) -> Derivative | None:
         """`backward` traced for all gradients, where there is one."""
@@ -438,11 +428,12 @@ class Forward(Trace):
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
         given = take_out(torch_tree.tree_map(_slot_or_none, outputs), lambda leaf: isinstance(leaf, Slot))
         specs = [self.specs[slot.index] for slot in given.leaves]
-        _IN_PROGRESS.functions.append(self.definition.original)
+        before = THREAD.in_whole_backward
+        THREAD.in_whole_backward = (*before, self.definition.original)
         try:
             return self.derivative("backward", given.template, specs, (True,) * len(self.needs_input_grad))
         finally:
-            _IN_PROGRESS.functions.pop()
+            THREAD.in_whole_backward = before
 
     def used_inputs(self) -> set[int]:
         """Which of its tensors `forward` or `backward` computes with, writes to, or gives a gradient.

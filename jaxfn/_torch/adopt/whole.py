@@ -57,16 +57,16 @@ class WholeProgram(Trace):
         code = whole.code
         with running(tracing):
             inputs = [
-                tracing.input(*spec, requires_grad=True if is_trained or sees_all else None)
+                tracing.input(*spec, requires_grad=True if is_trained else None)
                 for spec, is_trained in zip(specs, are_trained, strict=True)
             ]
             # As torch has it where a function is called: what is computed under `torch.no_grad()` has no derivative.
             tracing.recorder.follows_grad_mode = True
             with torch.enable_grad():
-                # Code may write to those that are no parameters, as it may not to leaves of autograd's graph.
-                given = [x.clone() if sees_all and not t else x for x, t in zip(inputs, are_trained, strict=True)]
-                for i in slots(arguments[-2:]) if tracing.arguments_require_grad else ():  # those that are no state
-                    given[i] = tracing.as_argument(given[i])
+                given = [*inputs]
+                for i in slots(arguments if sees_all else arguments[-2:]):  # the last two are no state
+                    if (sees_all or tracing.arguments_require_grad) and not are_trained[i]:
+                        given[i] = tracing.as_argument(inputs[i])
                 returned = whole.function(*put_in(arguments, given))
             tracing.recorder.follows_grad_mode = False
             tracing.refuse_written_afterwards()
@@ -233,13 +233,10 @@ class _NewProgram(NamedTuple):
         if tracing.asks_requires_grad and not self.whole.arguments_require_grad:
             self.whole.arguments_require_grad = True
             return self._attempt(assumed, says_compiling=says_compiling)
-        if isinstance(result, WholeProgram):
-            line, for_all = tracing.recorder.writes_data, self._replace(sees_all=True)
-            if (
-                line
-                and not self.sees_all
-                and not for_all._attempt(assumed, says_compiling=says_compiling).is_translated
-            ):
+        line = tracing.recorder.writes_data
+        if isinstance(result, WholeProgram) and line and not self.sees_all:
+            for_all = self._replace(sees_all=True)._attempt(assumed, says_compiling=says_compiling)
+            if not for_all.is_translated:
                 result.refusal = DeferredError(TranslationError, _AFTER_USE.format(code.name, line))
         return _Attempt(result, tracing.asks_compiling)
 

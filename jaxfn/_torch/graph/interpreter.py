@@ -74,7 +74,7 @@ class Translation:
 
     Attributes:
       unsupported: all operations that cannot be translated, in the graph's order, each with the line that called it.
-      indices: what indexes a tensor; `run` returns the extremes of each with `returns_extremes`.
+      indices: what indexes a tensor.
     """
 
     def __init__(self, graph_module: GraphModule, ops: Operations | None = None) -> None:
@@ -115,7 +115,7 @@ class Translation:
           inputs: one JAX array for each placeholder, in order.
           key: a JAX random key, for graphs that draw random numbers.
           constants: what `constants()` returned; by default what it returns now.
-          returns_extremes: whether to return the smallest and the largest of each of `indices`, too.
+          returns_extremes: whether to return the smallest and the largest of each of `indices`, too, by its number.
 
         Returns:
           What the graph returns, with the same structure; arrays have the dtypes that torch recorded, as x64 allows.
@@ -139,7 +139,9 @@ class Translation:
                     values[node] = _recorded(next(remaining), node)
                 elif node.op == "output":
                     outputs = self._narrowed(call.step, _substitute(call.step.arguments, values))[0]
-                    extremes = [_extremes(values.get(x.node)) for x in self.indices] if returns_extremes else []
+                    found = enumerate(values.get(indices.node) for indices in self.indices)
+                    known = {i: x for i, x in found if isinstance(x, jax.Array) and x.size}
+                    extremes = {i: (x.min(), x.max()) for i, x in known.items() if returns_extremes}
                     return (outputs, extremes) if returns_extremes else outputs
                 elif node.op != "get_attr":
                     values[node] = self._value(call, values, key)
@@ -241,11 +243,6 @@ def _indices(call: _StepCall) -> Iterator[Indices]:
     else:
         size = shape[0 if short == "embedding" else step.arguments[1]] if shape else 1
         yield Indices(at, -size if short == "index_fill" else 0, size, line)
-
-
-def _extremes(indices: Any) -> Any:
-    """The smallest and the largest of some indices; `None` where there is none, or they are not kept."""
-    return (indices.min(), indices.max()) if isinstance(indices, jax.Array) and indices.size else None
 
 
 class _StepCall(NamedTuple):

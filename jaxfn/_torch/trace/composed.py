@@ -133,6 +133,15 @@ def multilabel_margin_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) 
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
+def one_hot(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.nn.functional.one_hot`, which compares traced tensors with each class, also one out of range."""
+    given: dict[str, Any] = {"num_classes": -1, **dict(zip(("tensor", "num_classes"), args, strict=False)), **kwargs}
+    num_classes = given["num_classes"] if given["num_classes"] >= 0 else int(given["tensor"].max()) + 1
+    classes = torch.arange(num_classes)
+    found = torch.embedding(classes[:, None], given["tensor"])  # negative where it is out of range
+    return torch.where(found < 0, found, found == classes)
+
+
 def _separated(targets: Array, sizes: Array) -> Array:
     """Targets that lie one after the other, one row each, filled up with whatever comes next."""
     starts = jnp.cumsum(sizes) - sizes

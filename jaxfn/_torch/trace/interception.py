@@ -31,7 +31,7 @@ from jaxfn._torch._compat import (
     without_functions,
 )
 from jaxfn._torch.graph.source_lines import naming, running_line, source_line
-from jaxfn._torch.trace.composed import ctc_loss, embedding_bag, gaussian_nll_loss, lstsq, multilabel_margin_loss
+from jaxfn._torch.trace import composed
 from jaxfn._torch.trace.indexing import read, write
 from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.leftovers import exchange
@@ -271,11 +271,12 @@ def _resize(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- composed
 
 _COMPOSED = {
-    torch.nn.functional.embedding_bag: embedding_bag,
-    torch.nn.functional.ctc_loss: ctc_loss,
-    torch.linalg.lstsq: lstsq,
-    torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
-    torch.nn.functional.multilabel_margin_loss: multilabel_margin_loss,
+    torch.nn.functional.embedding_bag: composed.embedding_bag,
+    torch.nn.functional.ctc_loss: composed.ctc_loss,
+    torch.linalg.lstsq: composed.lstsq,
+    torch.nn.functional.gaussian_nll_loss: composed.gaussian_nll_loss,
+    torch.nn.functional.multilabel_margin_loss: composed.multilabel_margin_loss,
+    torch.nn.functional.one_hot: composed.one_hot,
     torch.lstm: recurrent,
     torch.gru: recurrent,
     torch.rnn_tanh: recurrent,

@@ -210,6 +210,19 @@ def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tenso
     return GradFn(tracing.owner, node)
 
 
+def _attribute(tracing: Tracing, original: Callable[..., Any], module: torch.nn.Module, name: str) -> Any:
+    if name != "__dict__" or _is_users_asking():
+        tracing.first_access.setdefault((id(module), name), "read")
+    return original(module, name)
+
+
+def _set_attribute(
+    tracing: Tracing, original: Callable[..., None], module: torch.nn.Module, name: str, value: Any
+) -> None:
+    tracing.first_access.setdefault((id(module), name), "set")
+    original(module, name, value)
+
+
 def _run_script(tracing: Tracing, original: Callable[..., Any], script: Any, /, *args: Any, **kwargs: Any) -> Any:
     return _compat.interpret_script(script, args, kwargs)
 
@@ -323,6 +336,8 @@ _NAMES = [
     _Name(_compat.BackwardHook, "setup_input_hook", _answering(set_up_inputs)),
     _Name(_compat.BackwardHook, "setup_output_hook", _answering(set_up_outputs)),
     _Name(*_compat.HOOKS_OF_MODULE, _answering(choose_hooks)),
+    _Name(torch.nn.Module, "__getattribute__", _answering(_attribute)),
+    _Name(torch.nn.Module, "__setattr__", _answering(_set_attribute)),
     _Name(torch, "is_grad_enabled", _answering(_is_grad_enabled)),
     _Name(torch.autograd.graph.saved_tensors_hooks, "__enter__", _answering(_enter_hooks)),
     _Name(torch.compiler, "is_compiling", _answering(_is_compiling)),

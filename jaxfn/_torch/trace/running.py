@@ -60,15 +60,16 @@ def running(tracing: Tracing) -> Generator[None]:
         stack.enter_context(_Functionalization(tracing.recorder))
         stack.enter_context(PythonLevel(tracing))
         before, THREAD.tracing = THREAD.tracing, tracing
+        if before is not None:  # a Function inside, which may look at the module's attributes too
+            tracing.first_access = before.first_access
         try:
             yield
         except Exception as error:
-            known, misfit = _explained(tracing.owner, error), _misfit(tracing, error)
-            if misfit is not None:
-                raise misfit from None
+            misfit = _misfit(tracing, error)
+            known = misfit or _explained(tracing.owner, error)
             if known is None:
                 raise
-            raise known from error
+            raise known from (None if misfit else error)
         finally:
             THREAD.tracing = before
             tracing.recorder.restore_gradients()
@@ -86,9 +87,8 @@ FAKE_TENSOR_LOG.addFilter(lambda record: THREAD.tracing is None)
 
 def _misfit(tracing: Tracing, error: Exception) -> TranslationError | None:
     """What an error says that torch raised for shapes or dtypes, with the part of the module and its inputs."""
-    if tracing.recorder.misfit[0] is not error or re.search(
-        "(?i)int64|long", str(error)
-    ):  # for those see known_or_made
+    is_for_known_or_made = re.search("(?i)int64|long", str(error))
+    if tracing.recorder.misfit[0] is not error or is_for_known_or_made:
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     parts = [frame for frame in frames if id(frame.f_locals.get("self")) in tracing.part_names]

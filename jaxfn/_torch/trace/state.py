@@ -109,6 +109,7 @@ class Tracing:
       kept: what Functions keep that they were applied to: the tensor, its value then, and what to call where that is
         another one in the end.
       part_names: the names of its parts, by identity.
+      first_access: whether code first "read" or "set" an attribute, by the module's identity and name.
       registers_on_nodes: whether torch registers hooks on autograd's graph, for autograd that the code calls.
       hooked_where_used: the line, if any, that registers a hook on a tensor that its own derivative may use.
       functions: the Functions that it applied, one after the other, each with what is known of the call.
@@ -140,6 +141,7 @@ class Tracing:
         self.read_in_backward: list[tuple[str, str, torch.fx.Node]] = []
         self.kept: list[tuple[torch.Tensor, torch.fx.Node, Callable[[], None]]] = []
         self.part_names: Mapping[int, str] = {}
+        self.first_access: dict[tuple[int, str], str] = {}
         self.registers_on_nodes = False
         self.hooked_where_used: str | None = None
         self.functions: list[Any] = []
@@ -271,9 +273,11 @@ class _Thread(threading.local):
 
     Attributes:
       tracing: the innermost trace that it is making.
+      in_whole_backward: the torch Functions whose whole `backward` it is tracing, in advance.
     """
 
     tracing: Tracing | None = None
+    in_whole_backward: tuple[Any, ...] = ()
 
 
 THREAD = _Thread()
