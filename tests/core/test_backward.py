@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.marks import KEEPS_TRACERS, row
+from tests.support.marks import row
 
 
 def returning(value, forward=None, **attributes):
@@ -358,7 +358,6 @@ def test_does_not_raise_where_nothing_is_differentiated_twice():
 
 
 @row("C14")
-@KEEPS_TRACERS
 def test_a_derivative_once_keeps_no_tracers():
     f = once(lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
     with jax.checking_leaks():

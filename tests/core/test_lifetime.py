@@ -11,7 +11,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import CASES, loss_of, make_args
-from tests.support.marks import KEEPS_TRACERS, row, sampled
+from tests.support.marks import row, sampled
 from tests.support.transformations import TRANSFORMATIONS
 
 # Plain functions too leave traces behind in shard_map over several devices, as far as the checker can tell; and what
@@ -22,7 +22,6 @@ FEW = ("exp", "gelu", "quantize")
 
 
 @row("B13")
-@KEEPS_TRACERS
 @sampled
 @pytest.mark.parametrize(
     ("name", "case"),

@@ -29,8 +29,5 @@ TWO_TRACES = pytest.mark.xfail(COMING, reason="JAX_REMAT3 takes the value of a c
 KEEPS_TRACES = pytest.mark.xfail(
     COMING, reason="JAX_CUSTOM_VJP3 keeps traces, and what they hold, until its caches are full or cleared"
 )
-KEEPS_TRACERS = pytest.mark.xfail(
-    COMING, reason="JAX_CUSTOM_VJP3 keeps what its functions capture until its caches are cleared", strict=False
-)
 TRACES_ALWAYS = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 traces a custom_vjp even where its values are known")
 NO_REMAT_TRANSPOSE = pytest.mark.xfail(COMING, reason="JAX_REMAT3 cannot transpose jax.checkpoint by itself yet")
