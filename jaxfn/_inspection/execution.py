@@ -193,6 +193,9 @@ class EqnInterpreter:
         return carry
 
     def _run_shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        def run(*operands: Any) -> Sequence[Any]:
+            return list(eval_eqn(eqn, operands))
+
         if id(eqn) not in self._shard_maps:  # a loop around it runs the eqn at every step
-            self._shard_maps[id(eqn)] = jax.jit(lambda *operands: list(eval_eqn(eqn, operands)))
+            self._shard_maps[id(eqn)] = jax.jit(run)
         return self._shard_maps[id(eqn)](*operands)
