@@ -614,8 +614,8 @@ def test_a_check_of_more_than_two_seconds_shows_its_progress_by_tqdm(monkeypatch
     bars = []
 
     class FakeBar:
-        def __init__(self, desc, **options):
-            self.desc, self.total, self.n, self.is_closed = desc, None, 0, False
+        def __init__(self, desc, total, initial, **options):
+            self.desc, self.total, self.n, self.is_closed = desc, total, initial, False
             bars.append(self)
 
         def update(self, count):

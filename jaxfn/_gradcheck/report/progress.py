@@ -25,7 +25,7 @@ class Progress:
         """Adds to the number of directions that have been computed."""
         self._done += count
         if self._bar is None and time.monotonic() - self._start > _SECONDS_BEFORE_SHOWN:
-            self._bar = _new_bar(self._title)
+            self._bar = _new_bar(self._title, self._expected, self._done)
         if self._bar is not None:
             self._bar.total = self._expected
             self._bar.update(self._done - self._bar.n)
@@ -36,9 +36,10 @@ class Progress:
             self._bar.close()
 
 
-def _new_bar(title: str) -> Any:
+def _new_bar(title: str, total: int, done: int) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
         return None
-    return tqdm(desc=title, unit=" directions", leave=False, disable=None)  # None: on a terminal only
+    # `disable=None` shows the bar on a terminal only.
+    return tqdm(desc=title, total=total, initial=done, unit=" directions", leave=False, disable=None)
