@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Format
 from jax.extend.core import DebugInfo, Jaxpr, Primitive, Var, find_top_trace, set_current_trace
@@ -52,6 +51,7 @@ __all__ = [
     "custom_jvp_call_p",
     "custom_lin_p",
     "custom_vjp_call_p",
+    "eval_context",
     "jit_p",
     "name_p",
     "random_bits_p",
@@ -859,36 +859,3 @@ def compile_as_written(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return lowered.compile(compiler_options={"xla_allow_excess_precision": False})  # 0.10.0 and 0.12.0 know it
     except jax.errors.JaxRuntimeError:
         return lowered.compile()
-
-
-def quick_key(seed: Any) -> jax.Array:
-    """A random key whose numbers are good for nothing but to be told apart: a tenth of JAX's time to compile.
-
-    `jax.extend.random` is not promised (0.10.0 and 0.12.0 have it).
-    """
-    return jax.random.key(seed, impl=_quick_generator())
-
-
-@functools.cache
-def _quick_generator() -> Any:
-    from jax.extend.random import define_prng_impl
-
-    def bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
-        places = jax.lax.iota(np.uint32, math.prod(shape)).reshape(shape) + 1
-        return (places * np.uint32(0x9E3779B1) + key[0] * np.uint32(0x85EBCA6B)).astype(f"uint{width}")
-
-    def split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return bits(key, 32, (*shape, 1))
-
-    def fold_in(key: jax.Array, data: int) -> jax.Array:
-        return key + jnp.asarray(data, np.uint32)
-
-    return define_prng_impl(
-        key_shape=(1,),
-        seed=lambda seed: seed.astype(np.uint32).reshape(1),
-        split=split,
-        random_bits=bits,
-        fold_in=fold_in,
-        name="jaxfn_quick",
-        tag="quick",
-    )

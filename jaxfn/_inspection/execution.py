@@ -1,8 +1,9 @@
 """`EqnInterpreter`: evaluates a jaxpr eqn by eqn, and notes what is not finite.
 
 Loops are run step by step, and of a `cond` the branch that is taken. XLA would need minutes to compile a program that
-also brings out whether each of some thousand values is finite; single operations it has compiled before. Only what a
-`shard_map` runs is compiled as a whole, by way of `harvest`.
+also brings out whether each of some thousand values is finite; single operations it has compiled before. A `shard_map`
+counts as a single operation: it is compiled as a whole, since JAX rejects a custom_vjp inside an eager one (0.10.0 to
+0.12.0).
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._compat import eqn_scope, eval_eqn
-from jaxfn._inspection.harvest import Harvest, Path, Probe, harvest_subjaxprs, split_operands
+from jaxfn._inspection.harvest import Path, split_operands
 from jaxfn._jaxpr import SubJaxpr, eval_jaxpr_with, subjaxprs
-from jaxfn._mesh_types import zeros_in_place_of
 from jaxfn._tree import is_inexact
 
 
@@ -58,7 +58,7 @@ def _name(number: Any) -> str:
     return "nan" if np.isnan(number) else "inf" if number.real > 0 else "-inf"
 
 
-_HAVE_STEPS = ("scan", "while", "shard_map")
+_HAVE_STEPS = ("scan", "while")
 
 
 class Frame(NamedTuple):
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
     Attributes:
       jaxpr: the jaxpr.
       path: indices of eqns, and of the sub-jaxprs that they run, from outside.
-      steps: which step of each loop, in the order in which they run, and which device of each `shard_map`.
+      steps: which step of each loop, in the order in which they run.
       outer: the frame of the eqn that runs it, that eqn's index, and the sub-jaxpr; `None` for the outermost jaxpr.
       is_last: whether no other step follows.
     """
@@ -108,7 +108,7 @@ class EqnInterpreter:
         self.noted: dict[tuple[Path, tuple[int, ...], Any], Noted] = {}
         self.selected: dict[tuple[Path, tuple[int, ...], Any], int] = {}
         self._num_steps: dict[tuple[Path, tuple[int, ...]], int] = {}  # of the sub-jaxprs that ran
-        self._compiled: dict[int, Callable[..., tuple[Sequence[Any], Harvest]]] = {}
+        self._shard_maps: dict[int, Callable[..., Sequence[Any]]] = {}  # compiled, by the id of their eqn
         self._run(jaxpr, consts, arguments, (), ())
 
     def frames_inside(self, frame: Frame, number: int) -> Iterator[Frame]:
@@ -155,7 +155,7 @@ class EqnInterpreter:
         if kind == "while":
             return self._run_while(inner, operands, path, steps)
         if kind == "shard_map":
-            return self._run_on_devices(eqn, operands, path, steps)
+            return self._run_shard_map(eqn, operands)
         taken = int(operands[0]) if kind == "cond" else 0
         sub = inner[taken]
         return self._run_step(sub, [operands[i] for i in sub.operands], (*path, taken), steps)
@@ -192,80 +192,10 @@ class EqnInterpreter:
             step += 1
         return carry
 
-    def _run_on_devices(self, eqn: Any, operands: list[Any], path: Path, steps: tuple[int, ...]) -> Sequence[Any]:
-        if id(eqn) not in self._compiled:  # which is run once for each step of loops around it
+    def _run_shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        def run(*operands: Any) -> Sequence[Any]:
+            return list(eval_eqn(eqn, operands))
 
-            def run(*operands: Any) -> tuple[Sequence[Any], Harvest]:
-                return harvest_subjaxprs(eqn, operands, _FirstNumbers())
-
-            self._compiled[id(eqn)] = jax.jit(run)
-        results, harvested = self._compiled[id(eqn)](*operands)
-        for inner, states in jax.device_get(harvested).items():
-            for where in np.argwhere(states[..., 0] >= 0):
-                self._note_inside(subjaxprs(eqn), inner, list(where), states[tuple(where)], path, steps)
-        return results
-
-    def _note_inside(
-        self,
-        subs: Sequence[SubJaxpr],
-        inner: Path,
-        where: list[int],
-        state: Any,
-        path: Path,
-        steps: tuple[int, ...],
-    ) -> None:
-        """Notes a harvested value: by its path inside `subs`, and its index along the axes of steps."""
-        sub, path, inner = subs[inner[0]], (*path, inner[0]), inner[1:]
-        length: Any = sub.length
-        step = 0
-        if sub.kind in ("scan", "shard_map"):
-            step = length - 1 - int(where.pop(0)) if sub.is_reversed else int(where.pop(0))
-        steps_inside = (*steps, step) if sub.kind in _HAVE_STEPS else steps
-        num_steps = length if sub.kind == "scan" else step + 1
-        self._num_steps[path, steps] = max(num_steps, self._num_steps.get((path, steps), 0))
-        if inner[0] == -1:
-            variable = sub.jaxpr.invars[inner[1]]
-        elif inner[1] == -1:
-            variable = sub.jaxpr.eqns[inner[0]].outvars[inner[2]]
-        else:
-            deeper = subjaxprs(sub.jaxpr.eqns[inner[0]])
-            self._note_inside(deeper, inner[1:], where, state, (*path, inner[0]), steps_inside)
-            return
-        shape = variable.aval.shape
-        index = tuple(map(int, np.unravel_index(int(state[0]), shape)))
-        self.noted[path, steps_inside, variable] = Noted(("nan", "inf", "-inf")[state[1]], shape, index)
-
-
-class _FirstNumbers(Probe):
-    """For each value, the flat index of the first NaN, or else first infinity, or -1; and of which kind it is."""
-
-    def is_wanted(self, eqn: Any) -> bool:
-        return any(is_inexact(v.aval.dtype) for v in eqn.outvars if hasattr(v.aval, "dtype"))
-
-    def values(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        return [_first_number(x) for x in results]
-
-    def argument_values(self, jaxpr: Any, arguments: Sequence[Any]) -> dict[int, Any]:
-        return {i: _first_number(x) for i, x in enumerate(arguments)}
-
-    def absent(self, value: Any) -> Any:
-        return zeros_in_place_of(value) + _NOTHING
-
-    def later(self, before: Harvest, now: Harvest) -> Harvest:
-        """Those of the first step that has something."""
-        has_something = jnp.stack([(state[..., 0] >= 0).any() for state in before.values()]).any()
-        return {key: jnp.where(has_something, before[key], now[key]) for key in now}
-
-
-_NOTHING = np.array([-1, 0], np.int32)
-
-
-def _first_number(x: Any) -> Any:
-    if not np.size(x) or not is_inexact(jax.typeof(x).dtype):
-        return jnp.asarray(_NOTHING)
-    x = jnp.ravel(x)
-    nans = jnp.isnan(x)
-    bad = jnp.where(nans.any(), nans, ~jnp.isfinite(x))
-    first = jnp.argmax(bad)
-    kind = jnp.where(jnp.isnan(x[first]), 0, jnp.where(jnp.real(x[first]) > 0, 1, 2))
-    return jnp.where(bad.any(), jnp.stack([first, kind]), _NOTHING).astype(jnp.int32)
+        if id(eqn) not in self._shard_maps:  # a loop around it runs the eqn at every step
+            self._shard_maps[id(eqn)] = jax.jit(run)
+        return self._shard_maps[id(eqn)](*operands)

@@ -43,8 +43,8 @@ class NotFinite:
       operation: what made it, as JAX calls that; "argument" where it was passed in.
       shape, index: of the operation's result, and of its first number of the kind.
       line: the line of code, "file:line (function)"; "" where only JAX's own code is on the way.
-      inside: what it lies in, from outside: "scan: step 3 of 10", "while: step 3", "shard_map: device 2",
-        "cond: branch 1", "checkpoint". Steps are counted from 0, as in the stacked arrays.
+      inside: what it lies in, from outside: "scan: step 3 of 10", "while: step 3", "cond: branch 1", "checkpoint".
+        Steps are counted from 0, as in the stacked arrays.
     """
 
     function: str | None
@@ -62,19 +62,30 @@ class NotFinite:
         reached = f" ({self.value})" if self.value else ""
         if self.operation == "argument":
             return f"{self.number} is in {self.value}, at index {self.index} of shape {self.shape}"
+        if self.operation == "shard_map":
+            where = f"a shard_map that is called in {where}"
         lines = [
             f"{self.number} begins in {where}{reached}",
             f"  {self.operation} gave it first, at index {self.index} of shape {self.shape}",
         ]
         lines += [f"  {self.line}"] * bool(self.line)
-        return "\n".join([*lines, *(f"  in {around}" for around in self.inside)])
+        lines += [f"  in {around}" for around in self.inside]
+        lines += [_SHARD_MAP_HINT] * (self.operation == "shard_map")
+        return "\n".join(lines)
+
+
+_SHARD_MAP_HINT = (
+    "  find_nan does not search inside shard_map: "
+    "call it on the function that shard_map maps, with the arguments of one device"
+)
 
 
 def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | None:
     """Finds, and prints, where a NaN or an infinity begins: in which Function, which of its methods, which line.
 
     The function is traced, with everything that it calls, and run once; nothing is left in other programs. What leads
-    to no NaN and no infinity in a result, or in what passes between JAX and a Function, is not told.
+    to no NaN and no infinity in a result, or in what passes between JAX and a Function, is not told. A `shard_map`
+    counts as one operation: there is no search inside it.
 
     Args:
       f: a function of arrays, jitted or not; `jax.value_and_grad(loss)`, to look into backward passes too.
@@ -334,8 +345,6 @@ def _around(frame: Frame, sub: SubJaxpr) -> list[str]:
         return [f"scan: step {length - 1 - frame.step if sub.is_reversed else frame.step} of {length}"]
     if sub.kind == "while":
         return [f"while: step {frame.step}"]
-    if sub.kind == "shard_map":
-        return [f"shard_map: device {frame.step}"]
     if sub.kind == "cond":
         return [f"cond: branch {frame.path[-1]}"]
     return [sub.kind] if sub.kind == "checkpoint" else []

@@ -71,17 +71,12 @@ class Probe:
     def check_unreachable(self, jaxpr: Any, what: str) -> None:
         """Raises where a program has values that are wanted and cannot be brought out, because of what it is."""
 
-    def argument_values(self, jaxpr: Any, arguments: Sequence[Any]) -> dict[int, Any]:
-        """What is wanted of the arguments of a program inside, by their places."""
-        return {}
-
 
 def harvest(
     jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], probe: Probe, path: Path = ()
 ) -> tuple[list[Any], Harvest]:
     """Returns the outputs of a jaxpr, and the values that the probe wants."""
-    given = probe.argument_values(jaxpr, arguments) if path else {}
-    harvested: Harvest = {(*path, -1, place): value for place, value in given.items()}
+    harvested: Harvest = {}
 
     def eval_and_harvest(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         own, inner = (*path, index), subjaxprs(eqn)

@@ -92,10 +92,10 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
             * ". Pass its class, and to apply what __init__ was given"
         )
     from jaxfn._torch.adopt.adopted import adopt
-    from jaxfn._torch.adopt.canary import check_torch
     from jaxfn._torch.adopt.function import adopted_function
     from jaxfn._torch.adopt.module import AdoptedModule
     from jaxfn._torch.adopt.nested import NESTED
+    from jaxfn._torch.adopt.self_test import check_torch
     from jaxfn._torch.trace.state import Replacements
 
     check_torch()

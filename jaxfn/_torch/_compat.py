@@ -1,6 +1,6 @@
 """The torch names that torch does not promise, in one place, with the versions that each was seen on.
 
-`adopt.canary` tries what they do on the version that is installed.
+`adopt.self_test` tests what they do on a version that jaxfn was not tested on.
 """
 
 from __future__ import annotations

@@ -2,10 +2,6 @@
 
 import functools
 import gc
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 import warnings
 
@@ -20,16 +16,17 @@ torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
 from jaxfn._torch import _compat  # noqa: E402
-from jaxfn._torch.adopt import canary as _canary  # noqa: E402
+from jaxfn._torch.adopt import self_test as _self_test  # noqa: E402
 from jaxfn._torch.values.errors import TranslationError  # noqa: E402
 
 
 @pytest.fixture
-def fresh_canary(monkeypatch, tmp_path):
-    """A process in which from_torch was not called yet, on a machine where it never was."""
-    monkeypatch.setattr(_canary, "_passed", [])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
+def untested_torch(monkeypatch):
+    """A torch that jaxfn was not tested on, and that from_torch has not tested yet in this process."""
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    _self_test._run_self_test.cache_clear()
+    yield
+    _self_test._run_self_test.cache_clear()
 
 
 def squared(slope):
@@ -63,79 +60,79 @@ Square = squared(lambda x: 2 * x)
 
 
 @row("H11")
-def test_what_passed_is_remembered(fresh_canary, monkeypatch):
-    _canary.check_torch()
-    (record,) = (fresh_canary / "jaxfn").iterdir()
-    assert torch.__version__ in record.read_text()
-    monkeypatch.setattr(_canary, "_passed", [])
-    monkeypatch.setattr(_canary, "answers", lambda: pytest.fail("it was tried again"))
-    _canary.check_torch()
+@pytest.mark.parametrize("version", ["2.8.0", "2.13.1+cpu", "2.15.0"])
+def test_a_tested_version_takes_no_self_test(untested_torch, monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(_self_test, "known_answers", lambda: pytest.fail("the self-test ran"))
+    jaxfn.from_torch(Square)
 
 
 @row("H11")
-def test_a_home_that_cannot_be_written_to(fresh_canary, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    monkeypatch.setattr(_canary, "answers", dict)
-    _canary.check_torch()
+@pytest.mark.parametrize("version", ["2.9.1", "2.14.0", "2.16.0a0+git123", "3.8.0"])
+def test_another_version_is_tested_once(untested_torch, monkeypatch, version):
+    runs = []
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(_self_test, "known_answers", lambda: runs.append(version) or {})
+    jaxfn.from_torch(Square)
+    jaxfn.from_torch(Square)
+    assert runs == [version]
 
 
 @row("H11")
-@pytest.mark.parametrize("name", _canary.answers())
-def test_each_answer_that_differs_is_named(fresh_canary, monkeypatch, name):
-    answer = _canary.answers()[name]
-    expected = np.asarray(answer.expected)
-    broken = ~expected if expected.dtype == bool else expected + 1
-    monkeypatch.setattr(_canary, "answers", lambda: {name: answer._replace(expected=broken)})
-    with pytest.raises(TranslationError) as caught:
-        jaxfn.from_torch(Square)
-    assert f"torch {torch.__version__}" in str(caught.value) and f"{name} (" in str(caught.value)
-    assert not list(fresh_canary.iterdir())
+@pytest.mark.parametrize("name", _self_test.known_answers())
+def test_the_installed_torch_gives_each_known_answer(name):
+    answer = _self_test.known_answers()[name]
+    np.testing.assert_allclose(answer.compute(jnp.array(answer.at)), answer.expected, rtol=1e-5, atol=1e-6)
 
 
 @row("H11")
-def test_the_first_call_may_be_in_the_midst_of_anything(tmp_path):
-    """The canary is no part of the program that is being traced, and needs gradients whatever is switched off."""
-    program = """
-        import jax, jax.numpy as jnp, jaxfn, torch
+def test_all_answers_that_differ_are_named(untested_torch, monkeypatch):
+    def shift(answer):
+        expected = np.asarray(answer.expected)
+        return answer._replace(expected=~expected if expected.dtype == bool else expected + 1)
 
-        class Square(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                ctx.save_for_backward(x)
-                return x * x
-
-            @staticmethod
-            def backward(ctx, g):
-                return 2 * g * ctx.saved_tensors[0]
-
-        def square(x):
-            return jaxfn.from_torch(Square).apply(x)
-
-        with torch.no_grad(), torch.inference_mode():
-            print(jax.jit(jax.grad(lambda x: jax.vmap(square)(x).sum()))(jnp.arange(3.0)))
-        eqns = jax.make_jaxpr(square)(jnp.float32(1)).eqns
-        print(eqns[0].primitive, len(eqns), eqns[-1].primitive)
-    """
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.stdout.splitlines() == ["[0. 2. 4.]", "stop 3 attach"], done.stderr
-    assert list((tmp_path / "jaxfn").iterdir())
+    shifted = {name: shift(answer) for name, answer in _self_test.known_answers().items()}
+    monkeypatch.setattr(_self_test, "known_answers", lambda: shifted)
+    for _ in range(2):  # and the next call is refused too
+        with pytest.raises(TranslationError, match=r"torch 2\.99\.0, which differs .* Install torch 2\.8, ") as caught:
+            jaxfn.from_torch(Square)
+        assert all(
+            f"{name} ({np.asarray(shifted[name].expected).tolist()} expected" in str(caught.value) for name in shifted
+        )
 
 
 @row("H11")
-def test_an_error_in_the_canary_is_an_answer_too(fresh_canary, monkeypatch):
-    def failing(x):
+def test_an_error_in_the_self_test_is_named_too(untested_torch, monkeypatch):
+    def fail(x):
         raise AttributeError("torch has lost it")
 
-    answer = _canary.answers()["a draw"]._replace(found=failing)
-    monkeypatch.setattr(_canary, "answers", lambda: {"a draw": answer})
+    answers = {"a draw": _self_test.known_answers()["a draw"]._replace(compute=fail)}
+    monkeypatch.setattr(_self_test, "known_answers", lambda: answers)
     with pytest.raises(TranslationError, match=r"a draw \(AttributeError: torch has lost it\)"):
         jaxfn.from_torch(Square)
 
 
 @row("H11")
-def test_torch_that_is_too_old(fresh_canary, monkeypatch):
+@pytest.mark.parametrize("around", ["jit of grad of vmap", "a jaxpr", "no_grad", "inference mode"])
+def test_the_self_test_runs_inside_any_transformation(untested_torch, around):
+    """It leaves nothing in the jaxpr that is being traced, and needs gradients whatever is switched off."""
+
+    def square(x):
+        return jaxfn.from_torch(Square).apply(x)
+
+    if around == "a jaxpr":
+        first, second = (str(jax.make_jaxpr(square)(jnp.float32(1))) for _ in range(2))
+        assert first == second
+    elif around == "jit of grad of vmap":
+        gradient = jax.jit(jax.grad(lambda x: jax.vmap(square)(x).sum()))
+        np.testing.assert_array_equal(gradient(jnp.arange(3.0)), [0, 2, 4])
+    else:
+        with torch.no_grad() if around == "no_grad" else torch.inference_mode():
+            np.testing.assert_array_equal(square(jnp.arange(3.0)), [0, 1, 4])
+
+
+@row("H11")
+def test_torch_that_is_too_old(untested_torch, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.7.1")
     with pytest.raises(TranslationError, match="needs torch 2.8 or newer, and this is 2.7.1"):
         jaxfn.from_torch(Square)

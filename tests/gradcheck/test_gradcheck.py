@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from itertools import count
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import pytest
 
 import jaxfn
 from jaxfn import GradcheckError, gradcheck, gradgradcheck
+from jaxfn._gradcheck.report import progress as _progress
 from tests.support import checking
 from tests.support.cases import Linear
 from tests.support.checking import failure, normal, passes, scaled_sine
@@ -606,19 +610,36 @@ def test_large_jacobians_show_their_worst_entries():
         failure(cumulative, normal(n)).plot()
 
 
-def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
-    import sys
+def test_a_check_of_more_than_two_seconds_shows_its_progress_by_tqdm(monkeypatch):
+    bars = []
 
-    from jaxfn._gradcheck.report import progress as _progress
+    class FakeBar:
+        def __init__(self, desc, total, initial, **options):
+            self.desc, self.total, self.n, self.is_closed = desc, total, initial, False
+            bars.append(self)
 
-    monkeypatch.setattr(_progress, "_PATIENCE", -1.0)
-    monkeypatch.setattr(_progress, "_INTERVAL", -1.0)
+        def update(self, count):
+            assert not self.is_closed
+            self.n += count
+
+        def close(self):
+            self.is_closed = True
+
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=FakeBar))
     passes(scaled_sine(1.0), normal(3))
-    assert capsys.readouterr().err == ""
+    assert not bars
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=count(step=2.1).__next__))
+    passes(scaled_sine(1.0), normal(3))
+    (bar,) = bars
+    assert "gradcheck of " in bar.desc and bar.n == bar.total > 0 and bar.is_closed
+
+
+def test_without_tqdm_there_is_no_progress(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=count(step=2.1).__next__))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     passes(scaled_sine(1.0), normal(3))
-    error = capsys.readouterr().err
-    assert "sine [" in error and "directions" in error and error.endswith("\r")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_warnings_are_none(recwarn):

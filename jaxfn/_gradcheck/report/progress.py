@@ -1,47 +1,45 @@
-"""A line on the terminal for checks that take long."""
+"""The progress bar of checks that take long."""
 
 from __future__ import annotations
 
-import sys
 import time
+from typing import Any
 
-_PATIENCE = 3.0  # seconds before anything is shown
-_INTERVAL = 0.2
-_WIDTH = 30
+_SECONDS_BEFORE_SHOWN = 2.0
 
 
 class Progress:
-    """Counts what is to be done and what is; shows it on a terminal once that takes more than a few seconds."""
+    """Counts the directions of a check; after two seconds it shows them by tqdm, where that is installed."""
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self._begin = self._shown = time.monotonic()
+        self._start = time.monotonic()
         self._expected = self._done = 0
-        self._has_line = False
-        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._bar: Any = None
 
     def expect(self, count: int) -> None:
-        """So many more steps are to come."""
+        """Adds to the number of directions to be computed."""
         self._expected += count
 
     def advance(self, count: int) -> None:
-        """So many steps are done."""
+        """Adds to the number of directions that have been computed."""
         self._done += count
-        now = time.monotonic()
-        if self._is_terminal and now - self._begin > _PATIENCE and now - self._shown > _INTERVAL:
-            self._shown = now
-            self._has_line = True
-            sys.stderr.write("\r" + self.line())
-            sys.stderr.flush()
-
-    def line(self) -> str:
-        """The progress in words and as a bar."""
-        filled = _WIDTH * self._done // max(self._expected, 1)
-        bar = "#" * filled + "." * (_WIDTH - filled)
-        return f"{self._title} [{bar}] {self._done:,} of {self._expected:,} directions"
+        if self._bar is None and time.monotonic() - self._start > _SECONDS_BEFORE_SHOWN:
+            self._bar = _new_bar(self._title, self._expected, self._done)
+        if self._bar is not None:
+            self._bar.total = self._expected
+            self._bar.update(self._done - self._bar.n)
 
     def close(self) -> None:
-        """Clears the line."""
-        if self._has_line:
-            sys.stderr.write("\r" + " " * len(self.line()) + "\r")
-            sys.stderr.flush()
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _new_bar(title: str, total: int, done: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    # `disable=None` shows the bar on a terminal only.
+    return tqdm(desc=title, total=total, initial=done, unit=" directions", leave=False, disable=None)
