@@ -38,7 +38,6 @@ __all__ = [
     "DETECTING_CAUSAL",
     "FAKE_TENSOR_LOG",
     "HAS_COMPILED_APPLY",
-    "HOOKS_OF_MODULE",
     "LINEAR_CROSS_ENTROPY",
     "MAKING_LEAVES",
     "OPERATION_TYPES",
@@ -47,8 +46,6 @@ __all__ = [
     "SCRIPT_TYPES",
     "SOLVE_FACTORS_TRANSPOSE",
     "WITHOUT_VALUES",
-    "BackwardHook",
-    "BackwardHookFunction",
     "CheckpointFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -78,6 +75,7 @@ __all__ = [
     "is_custom",
     "lstsq_result",
     "memory",
+    "module_backward_hooks",
     "plain_torch",
     "python_kernel",
     "saved_by",
@@ -98,12 +96,6 @@ BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
 
 # What the reentrant `torch.utils.checkpoint.checkpoint` applies: a function, a flag and its inputs (2.8 to 2.15).
 CheckpointFunction: Any = torch.utils.checkpoint.CheckpointFunction
-
-# What torch puts around the arguments and the results of a module that has backward hooks (2.8 to 2.15): an identity,
-# by the two methods of an object that is made for each call.
-BackwardHookFunction: Any = torch.nn.modules._functions.BackwardHookFunction  # pyright: ignore
-BackwardHook: Any = torch.utils.hooks.BackwardHook
-HOOKS_OF_MODULE = torch.nn.Module, "_get_backward_hooks"
 
 # What `pack_padded_sequence` and `pad_packed_sequence` call (2.8 to 2.15).
 PACK = torch._VF._pack_padded_sequence  # pyright: ignore
@@ -367,6 +359,23 @@ def global_forward_hooks() -> list[Callable[..., Any]]:
 def global_backward_hooks() -> list[Callable[..., Any]]:
     """What is called in backward where it comes to any module (2.8 to 2.15)."""
     return [*_modules._global_backward_hooks.values(), *_modules._global_backward_pre_hooks.values()]
+
+
+def module_backward_hooks(module: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """Returns the backward hooks that a call of a module has, global ones too, after the method that registered each.
+
+    The methods and attributes were seen on 2.8 to 2.15.
+    """
+    is_full, is_full_for_all = module._is_full_backward_hook, _modules._global_is_full_backward_hook
+    hooks: dict[str, Mapping[int, Callable[..., Any]]] = {
+        "register_full_backward_pre_hook": module._backward_pre_hooks,
+        "register_full_backward_hook" if is_full else "register_backward_hook": module._backward_hooks,
+        "register_module_full_backward_pre_hook": _modules._global_backward_pre_hooks,
+        "register_module_full_backward_hook"
+        if is_full_for_all
+        else "register_module_backward_hook": _modules._global_backward_hooks,
+    }
+    return [(method, hook) for method, registered in hooks.items() for hook in registered.values()]
 
 
 def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

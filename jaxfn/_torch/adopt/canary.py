@@ -212,13 +212,6 @@ def _slope_of_whole(code: Callable[[Any], Any], at: Any) -> Any:
     return jax.grad(adopted_function(code, Replacements.of({}), NESTED))(jnp.array(at))
 
 
-def _hook_of_a_module(at: Any) -> Any:
-    part = torch.nn.Tanh()
-    part.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: (grad_inputs[0] * 3,))  # pyright: ignore
-
-    return _slope_of_whole(lambda x: part(x).sum(), at)
-
-
 def _taken_before_in_a_module(at: Any) -> Any:
     return _slope_of_whole(lambda x: _round_taken_before(x).sum(), at)
 
@@ -250,7 +243,6 @@ def answers() -> dict[str, Answer | Snippet]:
         "a detached tensor": slope(lambda x: x * x.detach(), X, X),
         "a draw": Answer(_drawn, X, [True, True, True]),
         "ctx.needs_input_grad": Answer(_flags, X, [3 * X, 2 * X]),
-        "a backward hook of a module": Answer(_hook_of_a_module, X, 3 * (1 - np.tanh(X) ** 2)),
         "in a module, a Function applied by a name taken before": Answer(_taken_before_in_a_module, X, three),
         "derivatives at ties": slope(lambda x: _ties(x).expand(6) / 6, TIES, _torchs_slope_at_ties()),
         "a derivative of a derivative": slope(lambda x: x.sin(), X, np.cos(X)),

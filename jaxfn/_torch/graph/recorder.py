@@ -70,13 +70,6 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 _CARRIED = JaxCall(_carried, "carried")
 
 
-def _same(value: jax.Array) -> jax.Array:
-    return value
-
-
-_PASSED = JaxCall(_same, "passed")
-
-
 class StandIns(NamedTuple):
     """What stands for things made outside, in a trace and in those of the Functions that are applied in it.
 
@@ -341,31 +334,6 @@ class Recorder(TorchDispatchMode):
             f"{self.owner} uses {what}, kept in an object, a tuple, a closure or a partial: it would be a constant, "
             f"with the values that it has in torch and no gradient. Use the module's attribute{source_line()}"
         )
-
-    def passed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with the same values, a node of its own, which `feed` may give those of another one."""
-        return self._name(self._like(tensor), self._new_node(_PASSED, (self.node(tensor),)))
-
-    def feed(self, passed: Iterable[torch.fx.Node], tensors: Iterable[torch.Tensor]) -> None:
-        """Gives nodes of `passed` the values of these tensors, which were recorded before them."""
-        for node, tensor in zip(passed, tensors, strict=True):
-            node.args = (self.node(tensor),)
-
-    @contextlib.contextmanager
-    def recording_before(self, place: torch.fx.Node, who: str) -> Generator[None]:
-        """Inside, what is recorded comes before a node that is there; `who` is whose it is, for messages."""
-        with self.graph.inserting_before(place):
-            yield
-        seen: set[torch.fx.Node] = set()
-        for node in self.graph.nodes:
-            if node is place:
-                break
-            if not seen.issuperset(node.all_input_nodes):
-                raise TranslationError(
-                    f"{self.owner}: {who} use a parameter or buffer that the code writes to meanwhile, and on JAX they "
-                    f"would have its old value. Write to it before the module is called, or afterwards{source_line()}"
-                )
-            seen.add(node)
 
     def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         """`tensor`, whose node is from now on that of `of`, which has the same values."""
@@ -698,7 +666,6 @@ def _has_derivative(value: Any) -> bool:
 _KEEPS_VALUES: Mapping[Any, int] = {
     _CARRIED: 0,
     _STOP_GRADIENT: 0,
-    _PASSED: 0,
     aten.clone.default: 0,
     aten.copy.default: 1,
     aten.expand.default: 0,

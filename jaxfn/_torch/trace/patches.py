@@ -27,7 +27,7 @@ from jaxfn._torch.trace.applications import apply, apply_taken_before
 from jaxfn._torch.trace.composed import cumulative_batch_norm
 from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.interception import detach_in_place
-from jaxfn._torch.trace.module_hooks import choose_hooks, set_up_inputs, set_up_outputs
+from jaxfn._torch.trace.module_hooks import refuse_module_hooks
 from jaxfn._torch.trace.nodes import GradFn
 from jaxfn._torch.trace.silent import detach as mark_detached
 from jaxfn._torch.trace.state import LEAF, THREAD, Tracing
@@ -205,7 +205,7 @@ def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tenso
     node = None if LEAF in vars(tensor) else original(tensor)
     if node is None and _is_users_asking() and tracing.recorder.input_index(tracing.lower(tensor)) is None:
         tracing.may_require_grad(tensor)
-    if node is None or not tracing.recorder.follows_grad_mode or tracing.registers_on_nodes:
+    if node is None or not tracing.recorder.follows_grad_mode:
         return node
     return GradFn(tracing.owner, node)
 
@@ -333,9 +333,8 @@ _NAMES = [
     _Name(*_compat.BATCH_NORM, _answering(_batch_norm)),
     _Name(*_compat.DETECTING_CAUSAL, _answering(_detect_causal)),
     _Name(_compat.FunctionalTensor, "register_hook", _answering(register_hook)),
-    _Name(_compat.BackwardHook, "setup_input_hook", _answering(set_up_inputs)),
-    _Name(_compat.BackwardHook, "setup_output_hook", _answering(set_up_outputs)),
-    _Name(*_compat.HOOKS_OF_MODULE, _answering(choose_hooks)),
+    _Name(torch.nn.Module, "_get_backward_hooks", _answering(refuse_module_hooks)),
+    _Name(torch.nn.Module, "_get_backward_pre_hooks", _answering(refuse_module_hooks)),
     _Name(torch.nn.Module, "__getattribute__", _answering(_attribute)),
     _Name(torch.nn.Module, "__setattr__", _answering(_set_attribute)),
     _Name(torch, "is_grad_enabled", _answering(_is_grad_enabled)),
