@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import os
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -73,14 +71,6 @@ register_exclusion(os.path.dirname(__file__) + os.sep)
 def is_differentiating() -> bool:
     """Whether the current trace is that of a derivative (0.10.0 to 0.12.0)."""
     return _is_derivative(find_top_trace(()))
-
-
-def is_differentiating_in_reverse() -> bool:
-    """Whether the current trace is that of `jax.vjp` or `jax.grad`, not of `jax.jvp` or `jax.linearize`.
-
-    0.10.0 to 0.12.0; false too where an option makes JAX take reverse mode from `jax.jvp`.
-    """
-    return getattr(find_top_trace(()), "is_vjp", False)
 
 
 def staging_traces() -> list[Any]:
@@ -154,14 +144,12 @@ def under_tracers(array: Any) -> Any:
     return getattr(array, "val", array)  # of a literal
 
 
-@contextlib.contextmanager
-def outside_derivatives() -> Generator[None]:
-    """Makes the innermost trace that is not a derivative's the current one, as for `fwd` (0.10.0 to 0.12.0)."""
+def outside_derivatives() -> contextlib.AbstractContextManager[None]:
+    """Makes the innermost trace that is not a derivative's the current one (0.10.0 to 0.12.0)."""
     trace: Any = find_top_trace(())
     while _is_derivative(trace):
         trace = trace.parent_trace
-    with set_current_trace(trace):
-        yield
+    return set_current_trace(trace)
 
 
 def _is_derivative(trace: Any) -> bool:
@@ -207,8 +195,9 @@ def depend_on_only(results: Sequence[Any], known: Set[Var]) -> bool:
     for eqn in _eqns_backwards(frame):
         if not pending.isdisjoint(eqn.outvars):
             pending.difference_update(eqn.outvars)
-            operands = {x.val for x in operands_of(eqn) if type(x.val) is Var} - known
-            pending |= {v for v in operands if v not in consts or isinstance(consts[v], Tracer)}
+            for v in (x.val for x in operands_of(eqn)):
+                if type(v) is Var and v not in known and (v not in consts or isinstance(consts[v], Tracer)):
+                    pending.add(v)
             if not pending:
                 break
     return not pending
@@ -401,8 +390,37 @@ class _OwningPrimitive(Primitive):
     (0.10.0 to 0.12.0). So there is an empty one.
     """
 
+    linearize: Callable[..., Any] | None = None
+
     def bind(self, *args: Any, **params: Any) -> Any:
+        trace: Any = find_top_trace(())
+        if self.linearize is not None and hasattr(trace, "tangent_trace"):
+            results = self._bind_linearized(self.linearize, trace, args, params)
+            if results is not None:
+                return results
         return super().bind(*args, **_with_owner(params))
+
+    def _bind_linearized(
+        self, linearize: Callable[..., Any], trace: Any, args: Sequence[Any], params: dict[str, Any]
+    ) -> Sequence[Any] | None:
+        """Does what a trace of `jax.linearize` or of reverse mode does by a rule of the primitive's own.
+
+        The table of these rules is not public, and without one JAX traces the JVP rule to a jaxpr (0.10.0 to 0.12.0).
+        """
+        pairs = [trace.to_primal_tangent_pair(x) if has_tangent(x) else (x, None) for x in args]
+        primals, tangents = [x for x, _ in pairs], [_nonzero(t) for _, t in pairs]
+        perturbed = [t is not None for t in tangents]
+        with set_current_trace(trace.parent_trace):
+            if not any(perturbed):
+                return self.bind(*primals, **params)
+            linearized = linearize(primals, perturbed, **params)
+        if linearized is None:
+            return None
+        results, push = linearized
+        with set_current_trace(trace.tangent_trace):
+            pushed = push(tangents)
+        tracer = type(args[perturbed.index(True)])
+        return [x if t is None else tracer(trace, x, t) for x, t in zip(results, pushed, strict=True)]
 
 
 def _with_owner(params: dict[str, Any]) -> dict[str, Any]:
@@ -490,6 +508,7 @@ def make_primitive(
     jvp: Callable[..., tuple[Sequence[Any], Sequence[Any]]],
     batch: Callable[..., tuple[Sequence[Any], Sequence[int | None]]],
     avals: Callable[..., Sequence[Any]] | None = None,
+    linearize: Callable[..., tuple[Sequence[Any], Callable[..., Sequence[Any]]] | None] | None = None,
     transpose: Callable[..., Sequence[Any]] | None = None,
     drop_results: Callable[..., tuple[Sequence[bool], Sequence[bool], dict[str, Any]]] | None = None,
     evaluate_partially: Callable[..., Sequence[Any]] | None = None,
@@ -509,6 +528,8 @@ def make_primitive(
       batch: `batch(axis, operands, dims, **params)` returns the results and the axis of the batch in each. Called only
         where an operand is batched, or where collectives may use the axis by its name.
       avals: Returns the types of the results. Default: `evaluate`, for identities.
+      linearize: `linearize(primals, perturbed, **params)` returns the results, and the function from tangents of the
+        operands to tangents of the results; or `None` if only `jvp` can tell. Default: `jvp`.
       transpose: `transpose(cotangents, *operands, **params)`, with `None` for the linear operands, returns a cotangent
         for each operand.
       drop_results: `drop_results(used, num_operands, **params)`, where not all results are used, returns which results
@@ -524,6 +545,7 @@ def make_primitive(
     avals = _without_owner(avals or evaluate)
     primitive = _OwningPrimitive(name)
     primitive.multiple_results = True
+    primitive.linearize = linearize and _without_owner(linearize)
     primitive.def_impl(evaluate)
     primitive.def_abstract_eval(avals)
 
@@ -606,29 +628,6 @@ def make_primitive(
 def _nonzero(tangent: Any) -> Any:
     """Returns `None` for a tangent that is symbolically zero, or of an array that has no derivative."""
     return None if isinstance(tangent, ad.Zero) or getattr(tangent, "dtype", None) == jax.float0 else tangent
-
-
-class _Positional(inspect.Signature):
-    """The signature `(*args)`."""
-
-    def bind(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-        return _Bound(self, OrderedDict(args=args))
-
-
-class _Bound(inspect.BoundArguments):
-    def apply_defaults(self) -> None:
-        """Does nothing: `*args` has no default."""
-
-
-def describe_functions(*functions: Callable[..., Any]) -> None:
-    """Gives the functions of a custom derivative what JAX works out from their signatures at every call otherwise.
-
-    That is a tenth of the time of tracing a small custom_vjp. A version that does not look for it only loses that
-    (0.10.0 to 0.12.0).
-    """
-    for function in functions:
-        vars(function)["__signature__"] = _Positional([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-        vars(function)["__fun_debug_info__"] = _DEBUG_INFO
 
 
 def copy_array(array: Any) -> jax.Array:

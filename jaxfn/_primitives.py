@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any, NoReturn
 
 import jax
@@ -107,6 +108,12 @@ def _stop_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any
     return stop_p.bind(*primals), [None] * len(primals)  # again, for enclosing differentiations
 
 
+def _linearize_stop(
+    primals: Sequence[Any], perturbed: Sequence[bool]
+) -> tuple[list[Any], Callable[[Sequence[Any]], list[None]]]:
+    return stop_p.bind(*primals), lambda tangents: [None] * len(tangents)
+
+
 def _batch_stop(axis: VmapAxis, operands: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
     return stop_p.bind(*operands), dims
 
@@ -133,6 +140,7 @@ stop_p = make_primitive(
     "stop",
     evaluate=_evaluate_stop,
     jvp=_stop_jvp,
+    linearize=_linearize_stop,
     batch=_batch_stop,
     transpose=_transpose_stop,
     drop_results=_drop_from_stop,
@@ -185,6 +193,28 @@ class Rule:
     def without_outputs(self, used: Sequence[bool]) -> tuple[Rule, Sequence[bool]]:
         """Returns the rule without outputs that are not used, and which of them stay because it needs them."""
         return self, [True] * len(used)
+
+
+class LinearizingRule(Rule):
+    """A rule whose tangents are one linear map of the inputs' tangents."""
+
+    def linearize(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
+    ) -> tuple[Sequence[Any], LinearMap, Sequence[Any]]:
+        """Returns the outputs, attached for an enclosing differentiation, the linear map, and its residuals.
+
+        Args:
+          outputs, kept, inputs: As above.
+          perturbed: Which inputs have a tangent.
+        """
+        raise NotImplementedError
+
+    def __call__(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        perturbed = [t is not None for t in tangents]
+        attached, linear_map, residuals = self.linearize(outputs, kept, inputs, perturbed)
+        return attached, bind_linear_map(linear_map, residuals, list(compress(tangents, perturbed)))
 
 
 def attach(
@@ -246,6 +276,23 @@ def _attach_jvp(
     if captured is not None:
         own = [None if t is None else _error_of(x, [t], captured) for x, t in zip(outputs, own, strict=True)]
     return attached, list(map(_sum, by_rule, own))
+
+
+def _linearize_attach(
+    primals: Sequence[Any], perturbed: Sequence[bool], *, spec: _AttachSpec
+) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]] | None:
+    """Returns the outputs, and the function that gives their tangents; `None` in cases that `_attach_jvp` handles."""
+    outputs, kept, inputs = spec.split(primals)
+    own, _, flags = spec.split(perturbed)
+    flags = [flag and is_inexact(jax.typeof(x).dtype) for x, flag in zip(inputs, flags, strict=True)]
+    if not isinstance(spec.rule, LinearizingRule) or any(own) or not any(flags):
+        return None
+    attached, linear_map, residuals = spec.rule.linearize(outputs, kept, inputs, flags)
+
+    def push(tangents: Sequence[Any]) -> list[Any]:
+        return bind_linear_map(linear_map, residuals, list(compress(spec.split(tangents)[2], flags)))
+
+    return attached, push
 
 
 def _error_of(primal: Any, tangents: Sequence[Any], error: DeferredError) -> Any:
@@ -415,6 +462,7 @@ attach_p = make_primitive(
     "attach",
     evaluate=_evaluate_attach,
     jvp=_attach_jvp,
+    linearize=_linearize_attach,
     batch=_batch_attach,
     transpose=_transpose_attach,
     may_use_axis_names=True,

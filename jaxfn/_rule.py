@@ -5,7 +5,7 @@
 
 Where something differentiates the attached outputs, `_FunctionRule` makes the residuals and one `LinearMap`, from
 tangents of the inputs to tangents of the outputs: forward mode applies it (the user's `jvp`), reverse mode transposes
-it (the user's `backward`). Where JAX differentiates at the very call, a `jax.custom_vjp` does the same with less work.
+it (the user's `backward`).
 
 # Note: two orders of a straight-through rounding
 
@@ -28,20 +28,16 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import compress, islice
-from operator import and_, attrgetter
+from operator import and_, or_
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from jaxfn._compat import (
     copy_array,
     derivative_order,
-    describe_functions,
-    has_tangent,
     is_differentiating,
-    is_differentiating_in_reverse,
     is_staged,
     outside_derivatives,
     shape_struct,
@@ -49,14 +45,13 @@ from jaxfn._compat import (
     under_tracers,
     zeros_of,
 )
-from jaxfn._diagnostics import hide_own_frames
 from jaxfn._forward_pass import CallSpec, ForwardPass, ForwardResult, call_forward, run_forward, saved_leaves
 from jaxfn._hooks import Hooks
 from jaxfn._jaxpr import StagedFunction, stage
 from jaxfn._linearity import describe_nonlinearity, is_linear
 from jaxfn._observe import CALL_MONITOR
 from jaxfn._outside import LiveArrays, find_outside, run_watched
-from jaxfn._primitives import DeferredError, LinearMap, Rule, attach, bind_linear_map, stop
+from jaxfn._primitives import DeferredError, LinearizingRule, LinearMap, Rule, attach, stop
 from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced
 
 
@@ -104,7 +99,7 @@ def _run_stopped(
     """
     orders = list(map(derivative_order, arrays))
     is_higher_order = max(orders, default=0) + any(perturbed) > 1
-    flags = tuple(a or b > 0 for a, b in zip(perturbed, orders, strict=True))
+    flags = tuple(map(or_, perturbed, map(bool, orders)))
     values = spec.inputs.without_refs(arrays)
     if spec.inputs.has_refs:
         spec.check_no_perturbed_refs(flags)
@@ -112,7 +107,8 @@ def _run_stopped(
         values = (
             attach(values, (), [ref[...] for ref in refs], _RefGuard(spec)) if any(map(is_traced, refs)) else values
         )
-    is_outside = is_differentiating() and not spec.may_capture_tracers
+    may_capture = spec.may_capture_tracers
+    is_outside = is_differentiating() and not may_capture
     with outside_derivatives() if is_outside else nullcontext():
         stopped = list(map(as_array, stop(values)))
         # What is saved is known by identity: at a higher order one array, captured or passed twice, is two.
@@ -123,7 +119,7 @@ def _run_stopped(
             remaining, before = iter(stopped), None
             stopped = [x if is_ref else next(remaining) for x, is_ref in zip(arrays, spec.inputs.are_refs, strict=True)]
             result = run_forward(spec, stopped, flags, hooks)
-        elif spec.may_capture_tracers and spec.methods.forward_captures():
+        elif may_capture and spec.methods.forward_captures():
             result = _run_staged(spec, stopped, flags, hooks)
         else:
             result = run_forward(spec, stopped, flags, hooks)
@@ -185,73 +181,12 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
     outputs = list(result.outputs)
     for i in forward_pass.outputs.non_differentiable:
         outputs[i] = jax.lax.stop_gradient(outputs[i])
-    call = _RuledCall(rule, result, [outputs[i] for i in rule.differentiable])
-    may_have_tangents = forward_pass.spec.may_capture_tracers
-    if (
-        rule.is_reverse_only
-        and is_differentiating_in_reverse()
-        and any(map(has_tangent, inputs))
-        and not (may_have_tangents and any(map(has_tangent, (*result.outputs, *rule.kept(result)))))
-    ):
-        attached = _outputs_with_rule(call, list(inputs))
-    else:
-        attached = _outputs(call, inputs) if call.outputs else []
-    for i, y in zip(rule.differentiable, attached, strict=True):
-        outputs[i] = y
+    operands = [outputs[i] for i in rule.differentiable]
+    if operands:
+        attached = attach(operands, rule.kept(result), inputs, rule, captured_error(forward_pass.spec))
+        for i, y in zip(rule.differentiable, attached, strict=True):
+            outputs[i] = y
     return outputs
-
-
-@jax.tree_util.register_static
-class _RuledCall:
-    """A forward pass and its rule; the arrays have no tangents."""
-
-    def __init__(self, rule: _FunctionRule, result: ForwardResult, outputs: Sequence[Any]) -> None:
-        self.rule = rule
-        self.result = result
-        self.outputs = outputs
-
-
-def _outputs(call: _RuledCall, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Returns the outputs.
-
-    Where JAX differentiates at the call, and does not trace it to a jaxpr first, it calls the rule of a custom_vjp
-    directly, and linearizes any other primitive by tracing its rule again.
-    """
-    captured = captured_error(call.rule.forward_pass.spec)
-    return attach(call.outputs, call.rule.kept(call.result), inputs, call.rule, captured)
-
-
-def _fwd(call: _RuledCall, inputs: Any) -> tuple[Sequence[Any], _Residuals]:
-    arrays = [as_array(x.value) for x in inputs]
-    perturbed = [x.perturbed and is_inexact(array.dtype) for x, array in zip(inputs, arrays, strict=True)]
-    outputs, linear_map, residuals = call.rule.linearize(call.result, arrays, perturbed)
-    return list(outputs), _Residuals(linear_map, residuals)
-
-
-def _bwd(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-    nonzero = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-    try:
-        pulled = residuals.linear_map.all_cotangents(residuals.arrays, nonzero)
-    except Exception as error:
-        hide_own_frames(error)
-        raise
-    return None, residuals.linear_map.without_refs(pulled)  # to JAX, each `None` is a zero
-
-
-describe_functions(_outputs, _fwd, _bwd)
-_outputs_with_rule = jax.custom_vjp(_outputs)
-_outputs_with_rule.defvjp(_fwd, _bwd, symbolic_zeros=True)
-
-
-class _Residuals:
-    """The residual arrays and the linear map that reads them: a pytree node."""
-
-    def __init__(self, linear_map: _ForwardPassMap, arrays: Sequence[Any]) -> None:
-        self.linear_map = linear_map
-        self.arrays = arrays
-
-
-jax.tree_util.register_pytree_node(_Residuals, attrgetter("arrays", "linear_map"), _Residuals)
 
 
 def captured_error(spec: CallSpec) -> DeferredError:
@@ -274,7 +209,7 @@ _CAPTURED = (
 )
 
 
-class _FunctionRule(Rule):
+class _FunctionRule(LinearizingRule):
     """The rule of a forward pass. Its operands are the differentiable outputs, `kept`, and the inputs without Refs.
 
     Args:
@@ -310,18 +245,11 @@ class _FunctionRule(Rule):
         captured = list(islice(remaining, len(self.forward_pass.rule_captures)))
         return ForwardResult(self.forward_pass, found, intermediates, self._replay, list(remaining), captured)
 
-    def __call__(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
+    def linearize(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
+    ) -> tuple[Sequence[Any], LinearMap, Sequence[Any]]:
         outputs, kept, inputs = (list(map(as_array, xs)) for xs in (outputs, kept, inputs))  # JAX's own numbers
         result = self._result(outputs, kept)
-        attached, linear_map, residuals = self.linearize(result, inputs, [t is not None for t in tangents])
-        return attached, bind_linear_map(linear_map, residuals, [t for t in tangents if t is not None])
-
-    def linearize(
-        self, result: ForwardResult, inputs: Sequence[Any], perturbed: Sequence[bool]
-    ) -> tuple[Sequence[Any], _ForwardPassMap, Sequence[Any]]:
-        """Returns the outputs, attached for an enclosing differentiation, their derivative, and its residuals."""
         spec = self.forward_pass.spec
         leaves = spec.inputs.with_refs(inputs, None)
         flags = tuple(spec.inputs.with_refs(perturbed, False))
@@ -332,7 +260,9 @@ class _FunctionRule(Rule):
         is_differentiated_again = any(map(is_traced, (*inputs, *outputs)))
         if is_differentiated_again:
             # An output that is not used may be one that forward, run with other flags, saved.
-            dropped = (_saved_outputs(forward_pass) & set(forward_pass.differentiable)) - set(self.differentiable)
+            dropped = _saved_outputs(forward_pass).difference(self.differentiable)
+            if dropped:
+                dropped.intersection_update(forward_pass.differentiable)
             rule = _FunctionRule(result, [*self.differentiable, *dropped])
             operands = [*outputs, *(all_outputs[i] for i in dropped)]
             attached = attach(operands, rule.kept(result), inputs, rule, captured_error(spec))
@@ -428,7 +358,7 @@ class _FunctionRule(Rule):
             own, residuals = forward_pass.with_perturbed(flags).residuals(
                 spec.inputs.with_refs(inputs, None), result.outputs, result.intermediates, result.captured
             )
-            pulled = _ForwardPassMap(own, flags, self.differentiable, 0).all_cotangents(residuals, cotangents)
+            pulled = _ForwardPassMap(own, flags, self.differentiable, 0).transpose(residuals, cotangents)
             return [ct for ct in pulled if ct is not None]
 
         try:
@@ -458,7 +388,7 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
     A `forward` that read `ctx.needs_input_grad` may have saved less than that needs, so it runs again.
     """
     forward_pass, spec = result.forward_pass, result.forward_pass.spec
-    union = tuple(a or b for a, b in zip(forward_pass.perturbed, perturbed, strict=True))
+    union = tuple(map(or_, forward_pass.perturbed, perturbed))
     if not forward_pass.reads_flags or all(b or not a for a, b in zip(union, forward_pass.seen_flags, strict=True)):
         return result._replace(forward_pass=forward_pass.with_perturbed(union))
     if spec.inputs.has_refs:
@@ -525,21 +455,11 @@ class _ForwardPassMap(LinearMap):
         methods = self._forward_pass.spec.methods
         if methods.has_jvp and not methods.has_backward:
             return self._vjp_by_transposition(residuals, cotangents)
-        pulled = self.all_cotangents(residuals, cotangents)
-        return [pulled[i] for i in self._perturbed]
-
-    def all_cotangents(
-        self, residuals: Sequence[Any], cotangents: Sequence[jax.Array | None]
-    ) -> list[jax.Array | None]:
-        """Returns a cotangent for each array leaf of the inputs, by the user's `backward`."""
         output_cotangents: list[Any] = [None] * len(self._forward_pass.output_avals)
         for i, cotangent in zip(self._differentiable, cotangents, strict=True):
             output_cotangents[i] = cotangent
-        return self._run("backward", self._forward_pass.backward, residuals, output_cotangents)
-
-    def without_refs(self, cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Selects the cotangents of the array leaves that are not references."""
-        return self._forward_pass.spec.inputs.without_refs(cotangents)
+        pulled = self._run("backward", self._forward_pass.backward, residuals, output_cotangents)
+        return [pulled[i] for i in self._perturbed]
 
     def _run(
         self,
@@ -658,7 +578,7 @@ _WITH_REFS = (
 )
 
 
-class _IntermediatesRule(Rule):
+class _IntermediatesRule(LinearizingRule):
     """The derivative of saved intermediates."""
 
     def __init__(self, result: ForwardResult, indices: Sequence[int]) -> None:
@@ -666,16 +586,15 @@ class _IntermediatesRule(Rule):
         self._replay = result.replay
         self._indices = indices
 
-    def __call__(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
+    def linearize(
+        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
+    ) -> tuple[Sequence[Any], LinearMap, Sequence[Any]]:
         outputs, inputs = list(map(as_array, outputs)), list(map(as_array, inputs))
         if any(map(is_traced, (*inputs, *outputs))):
             outputs = attach(outputs, kept, inputs, self)
-        perturbed = [i for i, t in enumerate(tangents) if t is not None]
-        linear_map = _IntermediatesMap(self._forward_pass, self._replay, self._indices, perturbed, outputs, len(inputs))
-        given = [tangents[i] for i in perturbed]
-        return outputs, bind_linear_map(linear_map, [*inputs, *outputs, *kept], given)
+        indices = [i for i, flag in enumerate(perturbed) if flag]
+        linear_map = _IntermediatesMap(self._forward_pass, self._replay, self._indices, indices, outputs, len(inputs))
+        return outputs, linear_map, [*inputs, *outputs, *kept]
 
     @property
     def saves_inputs(self) -> bool:
