@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "APPLYING_CLASS",
     "AUTOGRAD_OF_OPERATIONS",
-    "BATCH_NORM",
     "BELOW_FUNCTIONALIZATION",
     "CLAMP_SPLITS_TIES",
     "DETECTING_CAUSAL",
@@ -73,7 +72,6 @@ __all__ = [
     "is_below_autograd",
     "is_composite",
     "is_custom",
-    "lstsq_result",
     "memory",
     "module_backward_hooks",
     "plain_torch",
@@ -128,9 +126,6 @@ def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
     names = torch._C.ConcreteModuleType.from_jit_type(held._type()).get_attributes()  # pyright: ignore
     return {name: held.getattr(name) for name in names}
 
-
-# What the batch norms of 1, 2 and 3 dimensions do (2.8 to 2.15).
-BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm, "forward"  # pyright: ignore[reportPrivateUsage]
 
 # What asks for the values of transformers' masks, to choose a kernel: a mask, a flag, a size (2.8 to 2.15).
 DETECTING_CAUSAL = torch.nn.modules.transformer, "_detect_is_causal_mask"
@@ -279,11 +274,6 @@ def _grouped_mm_without_values(
 WITHOUT_VALUES: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm_without_values  # pyright: ignore
 }
-
-
-def lstsq_result(parts: Any) -> Any:
-    """What `torch.linalg.lstsq` returns, of its parts (2.8 to 2.15)."""
-    return torch.return_types.linalg_lstsq(parts)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction  # pyright: ignore[reportPrivateUsage]

@@ -418,7 +418,7 @@ class Recorder(TorchDispatchMode):
                 "none. Name a JAX function to stand for what is called: from_torch(..., ops={operation: function})"
                 f"{source_line()}"
             )
-        if entry_name(str(func)) is None:
+        if entry_name(str(func)) is None and refusal(str(func)) is None:
             decomposed = self._decomposed(func, args, kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
@@ -496,7 +496,10 @@ class Recorder(TorchDispatchMode):
                 "the shape of what it returns depends on the values of a tensor, and JAX's shapes are static. Use "
                 "torch.where, or a mask that multiplies, instead of selecting elements"
             )
-            raise TranslationError(f"{self.owner}: {func}: {reason}{source_line()}") from None
+            raise TranslationError(
+                f"{self.owner}: {func}: {reason}. Or name a JAX function, ops={{torch.ops.{func}: jax_function}}"
+                f"{source_line()}"
+            ) from None
         except (RuntimeError, NotImplementedError) as error:
             is_compiled_only = isinstance(error, UnsupportedOperatorException) or any(
                 words in str(error) for words in ("fake impl", "Could not run")

@@ -24,7 +24,6 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users, source_line
 from jaxfn._torch.trace.applications import apply, apply_taken_before
-from jaxfn._torch.trace.composed import cumulative_batch_norm
 from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.interception import detach_in_place
 from jaxfn._torch.trace.module_hooks import refuse_module_hooks
@@ -176,13 +175,6 @@ def _as_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return copy.requires_grad_() if requires_grad and not copy.requires_grad else copy
 
 
-def _batch_norm(
-    tracing: Tracing, original: Callable[..., torch.Tensor], module: Any, input: torch.Tensor
-) -> torch.Tensor:
-    is_moving = module.training and module.track_running_stats and module.num_batches_tracked is not None
-    return cumulative_batch_norm(module, input) if module.momentum is None and is_moving else original(module, input)
-
-
 def _detect_causal(
     tracing: Tracing, original: Callable[..., bool], mask: Any, is_causal: bool | None = None, size: int | None = None
 ) -> bool:
@@ -330,7 +322,6 @@ _NAMES = [
     _Name(_compat.FunctionalTensor, "grad_fn", _answering_attribute(_grad_fn)),
     _Name(*_compat.MAKING_LEAVES, _answering(_make_leaves)),
     _Name(*_compat.AUTOGRAD_OF_OPERATIONS, _autograd_of_operations),
-    _Name(*_compat.BATCH_NORM, _answering(_batch_norm)),
     _Name(*_compat.DETECTING_CAUSAL, _answering(_detect_causal)),
     _Name(_compat.FunctionalTensor, "register_hook", _answering(register_hook)),
     _Name(torch.nn.Module, "_get_backward_hooks", _answering(refuse_module_hooks)),
