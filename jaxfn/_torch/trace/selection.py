@@ -46,5 +46,5 @@ def refuse(what: str) -> NoReturn:
     raise TranslationError(
         f"{what} of elements selected by a mask, x[mask]: how many there are depends on values, and JAX's shapes are "
         "static. What works are functions of each element, and assignment to the same mask. Write the rest with "
-        f"torch.where(mask, x, 0), which sums and the like may follow{naming(running_line())}{source_line()}"
+        f"torch.where, as in torch.where(mask, x, 0).sum(){naming(running_line())}{source_line()}"
     )
