@@ -23,7 +23,7 @@ pytree: Any = torch.utils._pytree
 DATABASE = {info.name: info for info in torch_internal("common_modules").module_db}
 
 # Those whose operation has no translation.
-REFUSED = {"nn.Bilinear", "nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d", "nn.MultiLabelMarginLoss", "nn.RReLU"}
+REFUSED = {"nn.Bilinear", "nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d", "nn.MultiLabelMarginLoss"}
 NAMES = [name for name in DATABASE if name not in REFUSED]
 # Which samples of each module, from 0 (the first) to 1 (the last): each in one dtype, for a trace is the same in both.
 PLACES = {torch.float32: [0.5], torch.float64: [0.0, 1.0]}
