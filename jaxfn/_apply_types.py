@@ -1,4 +1,4 @@
-"""What type checkers and editors see of `apply`: it takes what `forward` takes after the ctx.
+"""Types of `apply` for checkers and editors: it takes what `forward` takes after the ctx.
 
 They tell by the first parameter of `forward`, by the first line that fits:
 

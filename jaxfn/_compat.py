@@ -1,4 +1,4 @@
-"""What JAX does not promise, in one place, each with the versions that it was checked on.
+"""Everything that uses unpromised parts of JAX, each with the versions on which it was checked.
 
 Everything here is a function or a class of jaxfn's own: no module of JAX is handed on, and nothing reaches into
 `jax._src`. `tests/core/test_workarounds.py` reproduces each defect of JAX that is worked around, and fails once JAX
@@ -687,7 +687,7 @@ def eqn_scope(eqn: Any) -> Generator[None]:
 
 
 class _NoTraceback:
-    """In the place of a traceback: JAX takes a new one for each operation then."""
+    """A substitute for a traceback that makes JAX take a new one for each operation."""
 
     def __bool__(self) -> bool:
         return False
@@ -713,7 +713,7 @@ def eqn_source_line(eqn: Any) -> str:
 
 
 def scan_sizes(equation: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many its carry (0.10.0 to 0.12.0).
+    """Returns the numbers of constants and of carried values of a scan eqn (0.10.0 to 0.12.0).
 
     0.12.0 has them as a tree of its own instead of two numbers.
     """
@@ -725,22 +725,21 @@ def scan_sizes(equation: Any) -> tuple[int, int]:
 
 
 def while_sizes(equation: Any) -> tuple[int, int]:
-    """How many operands of a while loop are constants of its condition, and how many of its body (0.10.0 to 0.12.0)."""
+    """Returns the numbers of constants of a while loop's condition and of its body (0.10.0 to 0.12.0)."""
     return equation.params["cond_nconsts"], equation.params["body_nconsts"]
 
 
 def jit_options(equation: Any) -> dict[str, Any]:
-    """What `jax.jit` was told of a function, to tell it so again of one that returns a pair (0.10.0 to 0.12.0).
+    """Returns the options of a `jit` eqn, for a function that returns a pair (0.10.0 to 0.12.0).
 
-    Donations are left out: in a program that is written down, what was donated may be read again, since JAX compiles
-    it as a whole.
+    Donations are left out: JAX compiles a staged jaxpr as a whole, and may read a donated array again.
 
     Args:
-      equation: an equation of `jax.jit`.
+      equation: A `jit` eqn.
 
     Returns:
-      Arguments of `jax.jit`, for a function of the equation's operands. Its first result is a tuple of the equation's
-      results; of the second nothing is said.
+      Keyword arguments of `jax.jit`, for a function of the eqn's operands. Its first result is a tuple of the eqn's
+      results; nothing is known of the second.
     """
     params = equation.params
 
@@ -766,7 +765,7 @@ def is_plain_jit(equation: Any) -> bool:
 
 
 def platforms_of_branches(equation: Any) -> Sequence[tuple[str, ...] | None] | None:
-    """For each branch of a `cond`, the platforms that it is for, `None` for all others (0.10.0 to 0.12.0).
+    """Returns the platforms of each branch of a `cond` eqn, `None` for a default branch (0.10.0 to 0.12.0).
 
     `None` for a `cond` that does not choose by the platform.
     """
@@ -794,7 +793,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def cotangent_sharding(aval: Any) -> Any:
-    """How the cotangent of a value lies on explicit mesh axes (0.10.0 to 0.12.0).
+    """Returns the sharding of a value's cotangent on explicit mesh axes (0.10.0 to 0.12.0).
 
     As the value does, but for axes that the value is reduced over, and its cotangent is not yet, or the other way.
     """
@@ -802,7 +801,7 @@ def cotangent_sharding(aval: Any) -> Any:
 
 
 def memory_space(array: Any) -> Any:
-    """Which `jax.memory.Space` an array, traced or not, or a variable of a jaxpr is in (0.10.0 to 0.12.0)."""
+    """Returns the `jax.memory.Space` of an array, traced or not, or of a variable of a jaxpr (0.10.0 to 0.12.0)."""
     aval: Any = array.aval if isinstance(array, Var) else jax.typeof(array)
     return aval.memory_space
 

@@ -15,7 +15,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class CallableFunction(Generic[P, R_co]):
-    """What `function` and `autograd_function` return: a callable with a `Function` underneath.
+    """A callable with a `Function` underneath, which `function` and `autograd_function` return.
 
     Attributes:
       Function: the class that does the work.
@@ -42,7 +42,7 @@ class CallableFunction(Generic[P, R_co]):
         return f"<jaxfn function {self.__qualname__}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By the class underneath: pickle stores its name, and cloudpickle what it is where no name will be found."""
+        """Pickles the class underneath: pickle by name, and cloudpickle by definition where no name will be found."""
         return _callable_of, (self.Function,)
 
     def __deepcopy__(self, memo: object = None) -> CallableFunction[P, R_co]:

@@ -41,7 +41,7 @@ from jaxfn._tree import is_inexact, is_key, is_traced
 
 
 class _Kind(IntEnum):
-    """What a value is, as a function of the arguments."""
+    """The dependence of a value on the arguments."""
 
     ZERO = 0
     CONSTANT = 1
@@ -196,7 +196,7 @@ def _kinds_in_operation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
 
 
 def _linear_in(joined: Sequence[_Kind], others: Sequence[_Kind]) -> _Kind:
-    """Of what is linear in the `joined` operands together, where the others are constants."""
+    """Returns the dependence of what is linear in the `joined` operands together, where the others are constants."""
     return _Kind.OTHER if max(others, default=_Kind.ZERO) >= _Kind.LINEAR else _kind_of_sum(joined)
 
 

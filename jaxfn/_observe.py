@@ -20,7 +20,7 @@ _Results = TypeVar("_Results")
 
 @dataclass(eq=False)
 class CallMonitor:
-    """What a check of derivatives needs to know of each call, and how Functions run for it.
+    """A monitor of calls: what a check of derivatives learns of each, and how Functions run for it.
 
     It observes one trace, and is part of the key of JAX's caches, so that each one sees every call.
     """
@@ -59,7 +59,7 @@ LOG: ContextVar[dict[str, list[Any]] | None] = ContextVar("log", default=None)
 
 
 class Label(NamedTuple):
-    """What an array of a forward pass is."""
+    """The role of an array in a forward pass."""
 
     function: str
     method: str  # "forward", "backward" or "jvp": the method that takes the array or made it

@@ -41,7 +41,7 @@ from jaxfn._tree import is_inexact, is_traced
 
 
 class Outside(NamedTuple):
-    """By which inputs results depend on what was kept outside of ctx, or whether by an array of a finished jaxpr."""
+    """The inputs by which results depend on what was kept outside of ctx; or an array of a finished jaxpr did it."""
 
     inputs: Sequence[Any] = ()
     has_escaped: bool = False

@@ -22,7 +22,7 @@ from jaxfn._tree import is_array_leaf, is_inexact, is_none, is_wrapped_array, re
 
 
 class VmapInfo(NamedTuple):
-    """What `vmap` receives about the batch.
+    """The description of the batch that `vmap` receives.
 
     Attributes:
       batch_size: The number of elements.

@@ -39,7 +39,7 @@ _ELSEWHERE = 1.001  # times the inputs: another place, so that batches are not o
 
 @dataclass
 class Findings:
-    """What the small checks found.
+    """Findings of the property checks.
 
     Attributes:
       problems: what is wrong.
@@ -108,7 +108,7 @@ class Checks:
     def _run_twice(
         self, mode: Mode, directions: Sequence[Arrays], missing: list[Derivative], alone: list[Derivative]
     ) -> list[dict[str, Any]]:
-        """What is computed for all checks, in one program."""
+        """Runs all checks twice, in one program."""
         d = self.derivatives
         samples = self._samples()
         xs = list(map(np.asarray, self.xs))
@@ -229,7 +229,7 @@ class Checks:
         return bool(r["autodiff"])
 
     def batches_as_it_is(self) -> list[str]:
-        """What is wrong where the rule is batched as it is, outside of any program."""
+        """Returns the problems of batching the rule eagerly, outside of any program."""
         d = self.direction
         first, second = random_vectors(d.varied, 1), random_vectors(d.varied, 2)
         derivative = d.derivative_of(self.derivatives.call)
@@ -247,7 +247,7 @@ class Checks:
         return [f"batched {d.result}s are not those computed one by one: {d.method} is wrong under jax.vmap."]
 
     def _without_one(self, vectors: Arrays, found: Findings) -> dict[int, Derivative]:
-        """By position, the derivative in which one vector is a symbolic zero."""
+        """Returns, by position, the derivative in which one vector is a symbolic zero."""
         d = self.direction
         made: dict[int, Derivative] = {}
         for i, leaf in enumerate(d.varied):
@@ -262,7 +262,7 @@ class Checks:
         return made
 
     def _with_one_input(self, vectors: Arrays, found: Findings) -> dict[int, Derivative]:
-        """By position, the gradient of one input that alone is differentiated, where that is computed otherwise."""
+        """Returns, by position, the gradient of an input that alone is differentiated, where it is another program."""
         d = self.direction
         made: dict[int, Derivative] = {}
         for j, leaf in enumerate(d.returned):
@@ -296,7 +296,7 @@ def _results(derivative: Derivative, xs: Arrays, *vectors: Any) -> Arrays:
 
 
 def _undefined(direction: Direction, call: OfLeaves, others: Sequence[int]) -> Derivative:
-    """What a derivative returns where only some of its vectors are defined; it is given all of them."""
+    """Returns the derivative in which only the vectors of `others` are defined; it takes all of them."""
 
     def results(xs: Sequence[Any], vectors: Sequence[Any]) -> Any:
         defined = [vectors[i] for i in others]

@@ -21,7 +21,7 @@ _ARRAYS_HELD = 6  # of a block of the Jacobian: analytic, numeric, errors, and w
 
 @dataclass
 class Pair:
-    """Where one output's derivative with respect to one input is wrong.
+    """The wrong entries of one output's derivative with respect to one input.
 
     Attributes:
       output, input: their positions.
@@ -37,7 +37,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How derivatives are compared, where the outputs that are differentiated have these values."""
+    """A comparison of derivatives at one point."""
 
     derivatives: Derivatives
     tolerance: Tolerance
@@ -123,7 +123,7 @@ class Comparison:
         return pairs
 
     def bound(self, numeric: Any, error: Any, coarsely: bool) -> Any:
-        """How far a derivative may be from finite differences with an estimated error."""
+        """Returns the allowed distance from finite differences that have an estimated error."""
         if coarsely:
             return self.tolerance.coarse(numeric, error)
         return self.tolerance.estimated(numeric, largest(numeric), error)
@@ -154,7 +154,7 @@ class Comparison:
         return values, [_bounded_error(error, floor) for error, floor in zip(errors, self.rounding(), strict=True)]
 
     def rounding(self) -> Arrays:
-        """What rounding of the outputs does to finite differences, for each output an array."""
+        """The effect of rounding of the outputs on finite differences, an array for each output."""
         return rounding_of_differences(self.outputs, self.tolerance.precision, self.step)
 
 

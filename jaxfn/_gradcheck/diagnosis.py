@@ -144,7 +144,7 @@ class Diagnosis:
         return replace(self, comparison=replace(self.comparison, sweep=sweep.at(xs)))
 
     def again(self, pair: Pair, block: Block) -> Any:
-        """How far the same entries are off here."""
+        """Returns the errors of the entries of a block at this point."""
         values = self._values(pair, block.rows, block.columns, not self.by_autodiff)
         return values.analytic - self._reference(values)
 
@@ -206,6 +206,6 @@ class Diagnosis:
 
 
 def _worst(excesses: Any) -> list[tuple[int, int]]:
-    """Where the largest few are, the largest first."""
+    """Returns the indices of the largest few, the largest first."""
     order = np.argsort(-excesses, axis=None, kind="stable")[:_SHOWN]
     return [(int(i), int(j)) for i, j in zip(*np.unravel_index(order, excesses.shape), strict=True)]

@@ -78,7 +78,7 @@ class Projections:
 
 
 def _each(leaves: tuple[Leaf, ...], of: list[Any]) -> Vectors:
-    """For one leaf after the other its vectors, with zeros for all others."""
+    """Returns each leaf's vectors in turn, with zeros for all other leaves."""
 
     def make(numbers: Any) -> list[Any]:
         owner, which = np.divmod(numbers, PROJECTIONS)

@@ -35,7 +35,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Options:
-    """What a check was asked for; see `gradcheck`."""
+    """The options of a check; see `gradcheck`."""
 
     eps: float
     atol: float
@@ -270,7 +270,7 @@ def _step(eps: float, precision: float) -> float:
 
 
 def _sources(derivatives: Derivatives) -> list[str]:
-    """Where the rules are defined."""
+    """Returns the source locations of the rules."""
     places: list[str] = []
     for function in derivatives.functions:
         for name in ("backward", "vjp", "jvp"):

@@ -46,7 +46,7 @@ RTOL = Default(1e-3)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far an analytic derivative may be from a reference.
+    """The allowed distance of an analytic derivative from a reference.
 
     Chosen tolerances mean exactly `|a - n| <= atol + rtol * |n|`. The default ones mean that of a coarse reference. A
     precise one must be met a thousand times closer, but never closer than rounding allows.
@@ -82,11 +82,11 @@ class Tolerance:
         return self.atol + self.rtol * abs(reference)
 
     def coarse(self, reference: Any, error: Any) -> Any:
-        """Of a reference with an error of its own."""
+        """Returns the tolerance for a reference with an error of its own."""
         return self.plain(reference) + error if self.is_default else self.plain(reference)
 
     def precise(self, reference: Any, scale: Any) -> Any:
-        """Of a reference that is exact up to rounding.
+        """Returns the tolerance for a reference that is exact up to rounding.
 
         Args:
           reference: its values.
@@ -102,7 +102,7 @@ class Tolerance:
 
     @property
     def slope(self) -> float:
-        """How much more may be a precise reference's tolerance where the reference is larger by 1."""
+        """The growth of a precise reference's tolerance with the magnitude of the reference."""
         return _TIGHTER * self.rtol if self.is_tight else self.rtol
 
     def agrees(self, value: Any, expected: Any, scale: float | None = None) -> bool:
@@ -120,19 +120,19 @@ class Tolerance:
         return bool((excess(value, expected, bound) <= 1).all())
 
     def estimated(self, reference: Any, scale: Any, error: Any) -> Any:
-        """Of a reference with an estimated error: as tight as that allows, and never looser than `coarse`."""
+        """Returns the tolerance for a reference with an estimated error: as tight as that allows, at most `coarse`."""
         if not self.is_default:
             return self.plain(reference)
         return np.minimum(np.maximum(self.precise(reference, scale), error), self.coarse(reference, error))
 
 
 def rounding_of_differences(outputs: Sequence[Any], precision: float, step: float) -> list[Any]:
-    """What rounding of the outputs themselves does to finite differences, for each output an array."""
+    """Returns the effect of rounding of the outputs on finite differences, an array for each output."""
     return [_DIFFERENCE * precision / step * np.abs(y).reshape(-1) for y in outputs]
 
 
 def excess(analytic: Any, reference: Any, tolerance: Any) -> Any:
-    """How many times the difference exceeds the tolerance; above 1 is a mismatch, and `nan` agrees with nothing."""
+    """Returns the difference over the tolerance; above 1 is a mismatch, and `nan` agrees with nothing."""
     times = abs(analytic - reference) / np.maximum(tolerance, _TINY)
     return np.where(analytic == reference, 0.0, np.where(np.isnan(times), np.inf, times))
 

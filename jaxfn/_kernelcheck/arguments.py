@@ -23,7 +23,7 @@ Arrays = list[Any]
 
 @dataclass(frozen=True)
 class Arguments:
-    """A call's arguments, less their floating-point arrays.
+    """The arguments of a call, without their floating-point arrays.
 
     Attributes:
       tree: how they are arranged.
@@ -58,7 +58,7 @@ class Arguments:
         return function(*tree_unflatten(self.tree, merged))
 
     def undifferentiated(self) -> Arguments:
-        """The same, of which nothing is differentiated."""
+        """Returns these arguments with nothing differentiated."""
         return replace(self, differentiated=())
 
     def resized(self, old: int, new: int) -> Arguments:

@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Target:
-    """What a case's results should be, see `Results`.
+    """The expected results of a case; see `Results`.
 
     Attributes:
       others: what the reference gives in float64, and what in the dtype.
@@ -45,7 +45,7 @@ class Target:
     gradients: list[Expected]
 
     def with_equal_inputs(self, other: Target) -> Target:
-        """See `Expected.with_equal_inputs`; the other case has inputs that are not."""
+        """Returns the target for equal inputs; `other` is that of unequal ones (see `Expected.with_equal_inputs`)."""
         outputs = list(map(Expected.with_equal_inputs, self.outputs, other.outputs))
         gradients = list(map(Expected.with_equal_inputs, self.gradients, other.gradients))
         return Target(outputs, self.others, gradients)
@@ -78,7 +78,7 @@ class Bench:
 
     @cached_property
     def outputs(self) -> OutputTypes:
-        """What the kernel returns."""
+        """The types of the kernel's outputs."""
         try:
             return self.side.outputs(self.dtype)
         except Exception as error:
@@ -86,7 +86,7 @@ class Bench:
 
     @cached_property
     def wanted(self) -> OutputTypes:
-        """What the reference returns."""
+        """The types of the reference's outputs."""
         return Side(self.reference, self.arguments).outputs(self.dtype)
 
     @cached_property
@@ -106,7 +106,7 @@ class Bench:
 
     @cached_property
     def target(self) -> Target:
-        """What is expected for them."""
+        """The expected results for the main case."""
         return self.expected(self.main)
 
     def case(self, values: Sequence[Any]) -> Case:
@@ -118,7 +118,7 @@ class Bench:
         return Case(xs, cotangents)
 
     def arrays(self, case: Case, draw: int | None = None) -> tuple[Arrays, Arrays, Arrays]:
-        """What a side's program takes."""
+        """Returns the arguments of a side's program."""
         at: Any = slice(None) if draw is None else draw
         xs = [jnp.asarray(x[at].astype(self.dtype)) for x in case.xs]
         cotangents = [
@@ -127,16 +127,16 @@ class Bench:
         return self.arguments.fixed, xs, cotangents
 
     def first_results(self, run: Callable[..., Any]) -> Results:
-        """What a function like `Side.run` gives for the first of the draws."""
+        """Returns the results of a function like `Side.run` for the first draw."""
         return computed(run, *self.arrays(self.main, 0)).as_draw()
 
     @cached_property
     def eager(self) -> Results:
-        """What the kernel gives for it without `jax.jit`."""
+        """The kernel's results for the first draw, without `jax.jit`."""
         return self.first_results(self.side.run)
 
     def measured(self, case: Case) -> Results:
-        """What the kernel gives."""
+        """Runs the kernel on a case."""
         return computed(self.program, *self.arrays(case))
 
     @cached_property
@@ -144,7 +144,7 @@ class Bench:
         return self._compared(self.main)
 
     def expected(self, case: Case) -> Target:
-        """What it should give."""
+        """Returns the expected results of a case."""
         target = self._main_target if case is self.main else self._compared(case)
         size = _largest(case.xs) * max(
             (_largest([ct]) * _largest([y.exact]) for ct, y in zip(case.cotangents, target.outputs, strict=True)),
@@ -170,7 +170,7 @@ class Bench:
         )
 
     def gradient_names(self) -> list[str]:
-        """What reports call the gradients."""
+        """The names of the gradients in reports."""
         return [f"gradient of {self.arguments.names[i]}" for i in self.arguments.differentiated]
 
     def row(self, check: str, what: str, verdict: Verdict) -> Row:
@@ -226,7 +226,7 @@ class Exact:
         self.note = ""
 
     def results(self, xs: Arrays, cotangents: Arrays) -> Results:
-        """What it gives for draws of inputs and cotangents."""
+        """Returns the results for draws of inputs and cotangents, in double precision."""
         args = self._side.arguments.fixed, xs, cotangents
         config: Any = jax.config
         has_x64: bool = config.jax_enable_x64

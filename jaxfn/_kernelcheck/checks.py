@@ -23,7 +23,7 @@ Check = Callable[[Bench, "Wishes"], Iterator[Row]]
 
 @dataclass(frozen=True)
 class Wishes:
-    """What some checks were asked for, see `kernelcheck`.
+    """The options of the checks; see `kernelcheck`.
 
     Attributes:
       scales: factors of the inputs.
@@ -59,13 +59,13 @@ def vacuous(bench: Bench, wishes: Wishes) -> Iterator[Row]:
 
 
 def determinism(bench: Bench, wishes: Wishes) -> Iterator[Row]:
-    """The same program run twice."""
+    """Compares two runs of one program."""
     is_same = bench.measured(bench.main).same_as(bench.measured(bench.main))
     yield bench.said("determinism", "compiled", "" if is_same else "two runs of one program on the same inputs differ")
 
 
 def eager_determinism(bench: Bench, wishes: Wishes) -> Iterator[Row]:
-    """The same Python run twice."""
+    """Compares two eager runs."""
     is_same = bench.eager.same_as(bench.first_results(bench.side.run))
     yield bench.said("determinism", "eager", "" if is_same else "two eager runs on the same inputs differ")
 
@@ -244,7 +244,7 @@ def _problem(bench: Bench) -> str:
 
 
 def mismatch(bench: Bench) -> str:
-    """How what the kernel returns differs in shape from what the reference does, in words."""
+    """Describes how the kernel's outputs differ from the reference's in names and shapes; empty if they do not."""
     got, wanted = bench.outputs, bench.wanted
     shapes = [[y.shape for y in (*side.floats, *side.others)] for side in (got, wanted)]
     if got.names == wanted.names and shapes[0] == shapes[1]:

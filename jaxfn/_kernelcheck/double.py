@@ -65,13 +65,13 @@ def doubled(function: Callable[..., Any], *args: Any, draws_alike: bool = False)
 
 
 def _casts(traced: Traced) -> str:
-    """What a trace computes in, other than double precision, in words."""
+    """Describes the dtypes coarser than double precision that a trace computes in."""
     found = {str(dtype) for dtype in traced.dtypes_from_inputs() if _is_coarse(dtype)}
     return f"computes in {', '.join(sorted(found))} even where its inputs are float64" if found else ""
 
 
 def _run_doubled(traced: Traced, *args: Any) -> Any:
-    """What a trace returns where every floating-point number is float64."""
+    """Evaluates a trace with every floating-point number in float64."""
     return tree_unflatten(traced.tree, _eval_doubled(traced.jaxpr, traced.constants, tree_leaves(args)))
 
 

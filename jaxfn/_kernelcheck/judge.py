@@ -1,4 +1,4 @@
-"""How large a kernel's error may be.
+"""Bounds of a kernel's error.
 
 # Note: the rule
 
@@ -57,7 +57,7 @@ _WORST_KEPT = 5
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of one array, see `Row`."""
+    """The result for one array; see `Row`."""
 
     passed: bool
     message: str
@@ -69,7 +69,7 @@ class Verdict:
 
 
 class Spread(NamedTuple):
-    """How large errors are expected to be: the largest of them, and their root mean square."""
+    """The expected size of errors: the largest of them, and their root mean square."""
 
     largest: float
     rms: float
@@ -79,13 +79,13 @@ class Spread(NamedTuple):
         return Spread(max(self.largest, other.largest), max(self.rms, other.rms))
 
     def scaled(self, factor: float) -> Spread:
-        """Of errors so many times as large."""
+        """Returns the spread of errors that are `factor` times as large."""
         return Spread(factor * self.largest, factor * self.rms)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What one output or gradient should be, for several draws.
+    """The expected values of one output or gradient, for several draws.
 
     Attributes:
       exact: in float64, (draws, *shape).
@@ -104,7 +104,7 @@ class Expected:
     tiny: float
 
     def at(self, draws: Sequence[int]) -> Expected:
-        """The same for some of the draws, with what is known of errors from all of them."""
+        """Selects some of the draws; the spread of errors stays that of all of them."""
         return replace(self, exact=self.exact[list(draws)], is_judged=self.is_judged[list(draws)])
 
     @property
@@ -113,13 +113,12 @@ class Expected:
         return not (self.exact.any() or self.error.largest or self.moved.largest)
 
     def made_of(self, size: float) -> Expected:
-        """The same, of what is computed from numbers of this size that cancel."""
+        """Allows the rounding of numbers of this size that cancel."""
         error = _ULPS_OF_NOTHING * self.precision * size
         return replace(self, error=self.error.widened_to(Spread(error, error)))
 
     def with_equal_inputs(self, other: Expected) -> Expected:
-        """The same, where inputs are equal to each other, and so are their errors: all at once may be as large as the
-        largest one of an array for inputs that are not."""
+        """Allows equal inputs, whose errors are equal too: all may be as large as the largest for unequal inputs."""
         error, moved = (Spread(s.largest, s.largest) for s in (other.error, other.moved))
         return replace(self, error=self.error.widened_to(error), moved=self.moved.widened_to(moved))
 
@@ -180,7 +179,7 @@ class Expected:
 
 
 def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> Expected:
-    """What is expected of an array.
+    """Returns the expected values of an array, and the errors that are allowed.
 
     Args:
       exact: what the reference gives in float64.
@@ -199,7 +198,7 @@ def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> Expected:
 
 
 def _spread(errors: Array) -> Spread:
-    """What some errors say of those that are to be expected elsewhere."""
+    """Estimates the errors to be expected elsewhere from some that were observed."""
     size = float(errors.max(initial=0.0))
     if size == 0.0:
         return Spread(0.0, 0.0)

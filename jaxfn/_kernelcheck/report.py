@@ -1,4 +1,4 @@
-"""What a kernel check found: as data, as a table, as JSON."""
+"""The report of a kernel check: as data, as a table, as JSON."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Row:
 
     @property
     def allowed(self) -> float | None:
-        """What that may be."""
+        """The largest error that is allowed."""
         return self.worst[0].allowed if self.worst else None
 
     @property
@@ -106,7 +106,7 @@ class Row:
 
 @dataclass
 class KernelReport:
-    """What `kernelcheck` found; true where nothing is wrong.
+    """The report of `kernelcheck`; true if nothing is wrong.
 
     Attributes:
       kernel, reference: their names.
@@ -131,7 +131,7 @@ class KernelReport:
 
     @property
     def failures(self) -> list[Row]:
-        """What is wrong."""
+        """The rows that failed."""
         return [row for row in self.rows if not row.passed]
 
     @property
@@ -193,7 +193,7 @@ def _explained(row: Row) -> list[str]:
 
 
 def _finite(value: Any) -> Any:
-    """The same with strings for what is no number in JSON."""
+    """Replaces floats that JSON does not have by strings."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

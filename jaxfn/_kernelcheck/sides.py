@@ -17,7 +17,7 @@ from jaxfn._tree import is_array_leaf, is_inexact
 
 @dataclass(frozen=True)
 class Results:
-    """What one side gave, on the host.
+    """The results of one side, on the host.
 
     Attributes:
       outputs: floating-point ones.
@@ -56,7 +56,7 @@ class OutputTypes:
     others: tuple[Any, ...]
 
     def listed(self) -> str:
-        """In words."""
+        """Lists the types as text."""
         return ", ".join(f"{y.dtype}{list(y.shape)}" for y in (*self.floats, *self.others)) or "nothing"
 
 
@@ -68,7 +68,7 @@ class Side:
     arguments: Arguments
 
     def outputs(self, dtype: Any) -> OutputTypes:
-        """What it returns in a dtype; nothing is computed."""
+        """Returns the types of the outputs for inputs of a dtype; nothing is computed."""
         names: list[str] = []
 
         def described(fixed: Arrays, xs: Arrays) -> Any:
@@ -130,7 +130,7 @@ class Side:
 
 @dataclass(frozen=True)
 class BatchedSide(Side):
-    """The same under `jax.vmap`.
+    """A side under `jax.vmap`.
 
     Attributes:
       axes: of floating-point inputs; `None` of those that have no batch.
@@ -146,14 +146,14 @@ class BatchedSide(Side):
 
 
 class KernelError(Exception):
-    """What a kernel raised, in words; the cause is the error itself."""
+    """An error of a kernel, as text; its cause is the error itself."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"it raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
 
 def computed(run: Callable[..., Any], *args: Any) -> Results:
-    """What a kernel's program gives.
+    """Runs a kernel's program.
 
     Raises:
       KernelError: the kernel raised something.

@@ -59,7 +59,7 @@ class Inputs:
         return function(*tree_unflatten(self._tree, leaves))
 
     def patterns(self) -> list[tuple[int, ...]]:
-        """Which of the differentiable inputs are differentiated together: every subset, or singles and all."""
+        """Returns the sets of inputs that are differentiated together: every subset, or singles and all."""
         everything = tuple(range(len(self.values)))
         sizes = range(1, len(everything) + 1) if len(everything) <= _ALL_SUBSETS_UP_TO else (1, len(everything))
         return [subset for size in sizes for subset in combinations(everything, size)]

@@ -1,4 +1,4 @@
-"""What torch computed, and the file that keeps it: a plain `.npz` of arrays and one JSON text."""
+"""Results of torch, and the file that keeps them: a plain `.npz` of arrays and one JSON text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RUNS = ("given", "double", "nudged")
 
 @dataclass(frozen=True)
 class Oracle:
-    """What torch computed.
+    """The results of torch.
 
     Attributes:
       name: the function's.

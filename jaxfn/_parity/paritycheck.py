@@ -182,7 +182,7 @@ def _compare(side: JaxSide, oracle: Oracle, rtol: float | None, atol: float | No
 
 
 class _Measured(NamedTuple):
-    """What JAX computed for the inputs as given, in double precision, and a small step aside."""
+    """Results of JAX for the inputs as given, in double precision, and for nearby inputs."""
 
     given: Measurements
     double: Measurements

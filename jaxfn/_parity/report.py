@@ -1,4 +1,4 @@
-"""What a parity check found, as data, as a table, as JSON."""
+"""The report of a parity check: as data, as a table, as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass
 class ParityReport:
-    """What `paritycheck` found; true where everything agrees, but for the derivatives of saved intermediates.
+    """The report of `paritycheck`; true if all agrees, apart from derivatives of saved intermediates.
 
     Attributes:
       function: the torch function's name.

@@ -66,7 +66,7 @@ def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
 
 
 class TorchSide(Side):
-    """By torch, on the CPU."""
+    """Evaluation by torch, on the CPU."""
 
     def _call(self, inputs: Inputs, leaves: Sequence[Any]) -> list[Any]:
         import torch
@@ -136,7 +136,7 @@ def _drawn(seed: int, like: Any) -> Any:
 
 
 class JaxSide(Side):
-    """By JAX, under the x64 setting in force."""
+    """Evaluation by JAX, under the active x64 setting."""
 
     def _call(self, inputs: Inputs, values: Sequence[Any]) -> list[jax.Array]:
         returned = inputs.call(self.function, jnp.asarray, values)

@@ -761,8 +761,8 @@ USES = {
 }
 
 
-# By JAX's experimental implementation of custom_vjp.
-KEPT_UNTIL_CLEARED = {"grad", "jit grad", "grad scan", "jit vmap grad", "jit grad grad", "grad jit grad"}
+# By JAX's experimental implementations.
+KEPT_UNTIL_CLEARED = {"grad scan"}
 
 
 @row("B13")

@@ -11,7 +11,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import CASES, loss_of, make_args
-from tests.support.marks import KEEPS_TRACERS, KEEPS_TRACES, row, sampled
+from tests.support.marks import KEEPS_TRACERS, row, sampled
 from tests.support.transformations import TRANSFORMATIONS
 
 # Plain functions too leave traces behind in shard_map over several devices, as far as the checker can tell; and what
@@ -39,7 +39,6 @@ class Token:
 
 
 @row("B13")
-@KEEPS_TRACES
 def test_ctx_and_residuals_are_freed():
     watched = []
 
@@ -69,7 +68,6 @@ def test_ctx_and_residuals_are_freed():
 
 
 @row("B13")
-@KEEPS_TRACES
 def test_static_arguments_are_not_kept_forever():
     tokens = []
 

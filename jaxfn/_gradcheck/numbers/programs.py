@@ -33,14 +33,14 @@ _SMALL_BYTES = 256 << 20
 
 
 class Mode(enum.Enum):
-    """How a function is run for many directions."""
+    """A way to run a function for many directions."""
 
     VECTORIZED = "vectorized"
     COMPILED_LOOP = "a compiled loop"
     PYTHON_LOOP = "a Python loop"
 
     def map(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What the function gives for each item along the first axis."""
+        """Applies the function to each item along the first axis."""
         if self is Mode.VECTORIZED:
             return jax.vmap(function)(*args)
         if self is Mode.COMPILED_LOOP:
@@ -68,7 +68,7 @@ class PythonProgram:
     function: Callable[..., Any]
 
     def start(self, *args: Any) -> Callable[[], Any]:
-        """See `Program.start`."""
+        """Starts the function; returns what waits for its results."""
         return partial(tree_map, np.asarray, self.function(*args))
 
 
@@ -115,7 +115,7 @@ class Program:
         return tree_unflatten(self._tree, [a.transpose(axes) for a, axes in zip(arrays, self._axes, strict=True)])
 
     def bytes(self) -> int:
-        """What running it needs, arguments and results included; 0 where the backend does not say."""
+        """The memory that a run needs, arguments and results included; 0 where the backend does not tell."""
         memory = self._compiled.memory_analysis()
         if memory is None:
             return 0
@@ -162,7 +162,7 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _key_of(value: Any) -> Hashable:
-    """What stands for a value in a key: itself, or its identity where it has no hash."""
+    """Returns a hashable stand-in for a value: itself, or its `id` if it cannot be hashed."""
     try:
         hash(value)
     except TypeError:

@@ -28,7 +28,7 @@ _STEPS = (1, -1, 2, -2)
 
 
 def points(xs: Sequence[Any], vectors: Arrays, step: float) -> Arrays:
-    """Where finite differences along vectors evaluate the function, four places for each vector."""
+    """Returns the points at which finite differences along vectors evaluate the function, four for each vector."""
     steps = step * np.asarray(_STEPS, float)
     return [_points(np.asarray(x), v, steps.reshape(-1, *[1] * x.ndim)) for x, v in zip(xs, vectors, strict=True)]
 
@@ -79,13 +79,13 @@ class Sweep:
         return sweep
 
     def along(self, derivatives: Sequence[Derivative], vectors: Vectors) -> list[Arrays]:
-        """What each of some derivatives gives: for everything returned an array of (vectors, size)."""
+        """Evaluates derivatives along all vectors; each result is an array of shape (vectors, size)."""
         return _flat(self.batches(derivatives, vectors))
 
     def batches(
         self, derivatives: Sequence[Derivative], vectors: Vectors, combine: Callable[..., list[Arrays]] = _listed
     ) -> Iterator[list[Arrays]]:
-        """The same, for one batch of the vectors after the other, and in the shapes of what is returned.
+        """Evaluates derivatives along one batch of vectors after the other; results keep their shapes.
 
         Args:
           derivatives: in the same direction.
@@ -128,7 +128,7 @@ class Sweep:
         make: Callable[[Any], Arrays],
         each: int = 1,
     ) -> Iterator[list[Arrays]]:
-        """What `compute` makes of what `make` makes of the numbers of vectors, `each` for every number.
+        """Runs `compute` on what `make` returns for the numbers of vectors, `each` evaluations for every number.
 
         While one batch is looked at, the next one is computed.
         """
@@ -163,7 +163,7 @@ class Sweep:
         make: Callable[[Any], Arrays],
         each: int,
     ) -> tuple[int, Any]:
-        """How many of so many vectors at a time, and what to run for them."""
+        """Returns how many of the vectors run at a time, and the program for them."""
         batch = min(count, self._fitting(each * sum(map(bytes_each, functions))))
 
         def run(functions: Sequence[Any], xs: Arrays, given: Arrays) -> list[Arrays]:

@@ -64,12 +64,12 @@ class Basis:
 
     @cached_property
     def size(self) -> int:
-        """How many vectors there are: one per real component."""
+        """The number of vectors: one per real component."""
         return sum(self.leaves[i].num_components for i in self.chosen)
 
     @cached_property
     def offsets(self) -> dict[int, int]:
-        """Where the components of each chosen leaf begin."""
+        """The offset of the first component of each chosen leaf."""
         sizes = [self.leaves[i].num_components for i in self.chosen]
         return dict(zip(self.chosen, accumulate(sizes, initial=0), strict=False))
 

@@ -219,7 +219,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     watch = CallMonitor(bypass_rules=False)
 
     def rules(call: OfLeaves, outputs: Sequence[Leaf]) -> list[Derivative | UnavailableError]:
-        """By the function's own rules; the watch is in force for these too."""
+        """Returns the derivatives by the function's own rules, with calls monitored too."""
         return [
             tracer.derivative(watched(rows_of(call), watch), outputs, retry_eagerly=True) if reverse else _UNCHECKED,
             tracer.derivative(watched(forward_of(call), watch), problem.inputs) if forward else _UNCHECKED,

@@ -1,4 +1,4 @@
-"""What is being differentiated: a function of a list of double-precision arrays that returns a list of them."""
+"""The function that is differentiated, from a list of double-precision arrays to a list of them."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _cast(leaf: Any, dtype: Any) -> Any:
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """What reports call a function."""
+    """Returns the name of a function in reports."""
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or type(func).__name__
 
 

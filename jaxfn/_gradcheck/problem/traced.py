@@ -56,7 +56,7 @@ class Traced:
         return list(all_eqns(self.jaxpr))
 
     def part(self, position: int) -> Traced:
-        """What computes one of the arrays that are returned, as a function that returns it alone."""
+        """Returns the function that computes one of the results alone."""
         jaxpr = dce_jaxpr(self.jaxpr, [i == position for i in range(len(self.jaxpr.outvars))])
         return Traced(self.constants, jaxpr, tree_structure(0))
 
@@ -130,7 +130,7 @@ def is_part(alone: object, whole: object, position: int) -> bool:
 
 
 def bytes_each(function: object) -> int:
-    """What one call of a trace computes, all intermediate results included; 0 of what is not traced."""
+    """Returns the bytes that one call computes, intermediates included; 0 if the function is not traced."""
     return computed_bytes(function.eqns) if isinstance(function, Traced) else 0
 
 

@@ -1,4 +1,4 @@
-"""What a check found: as data, as text, as pictures."""
+"""The report of a check: as data, as text, as pictures."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Mismatch:
 
 @dataclass
 class Report:
-    """What a check found.
+    """The report of a check.
 
     Attributes:
       function: the name of what was checked.
