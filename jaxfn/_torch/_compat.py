@@ -32,13 +32,11 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "APPLYING_CLASS",
     "AUTOGRAD_OF_OPERATIONS",
-    "BATCH_NORM",
     "BELOW_FUNCTIONALIZATION",
     "CLAMP_SPLITS_TIES",
     "DETECTING_CAUSAL",
     "FAKE_TENSOR_LOG",
     "HAS_COMPILED_APPLY",
-    "HOOKS_OF_MODULE",
     "LINEAR_CROSS_ENTROPY",
     "MAKING_LEAVES",
     "OPERATION_TYPES",
@@ -47,8 +45,6 @@ __all__ = [
     "SCRIPT_TYPES",
     "SOLVE_FACTORS_TRANSPOSE",
     "WITHOUT_VALUES",
-    "BackwardHook",
-    "BackwardHookFunction",
     "CheckpointFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -76,8 +72,8 @@ __all__ = [
     "is_below_autograd",
     "is_composite",
     "is_custom",
-    "lstsq_result",
     "memory",
+    "module_backward_hooks",
     "plain_torch",
     "python_kernel",
     "saved_by",
@@ -98,12 +94,6 @@ BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
 
 # What the reentrant `torch.utils.checkpoint.checkpoint` applies: a function, a flag and its inputs (2.8 to 2.15).
 CheckpointFunction: Any = torch.utils.checkpoint.CheckpointFunction
-
-# What torch puts around the arguments and the results of a module that has backward hooks (2.8 to 2.15): an identity,
-# by the two methods of an object that is made for each call.
-BackwardHookFunction: Any = torch.nn.modules._functions.BackwardHookFunction  # pyright: ignore
-BackwardHook: Any = torch.utils.hooks.BackwardHook
-HOOKS_OF_MODULE = torch.nn.Module, "_get_backward_hooks"
 
 # What `pack_padded_sequence` and `pad_packed_sequence` call (2.8 to 2.15).
 PACK = torch._VF._pack_padded_sequence  # pyright: ignore
@@ -136,9 +126,6 @@ def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
     names = torch._C.ConcreteModuleType.from_jit_type(held._type()).get_attributes()  # pyright: ignore
     return {name: held.getattr(name) for name in names}
 
-
-# What the batch norms of 1, 2 and 3 dimensions do (2.8 to 2.15).
-BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm, "forward"  # pyright: ignore[reportPrivateUsage]
 
 # What asks for the values of transformers' masks, to choose a kernel: a mask, a flag, a size (2.8 to 2.15).
 DETECTING_CAUSAL = torch.nn.modules.transformer, "_detect_is_causal_mask"
@@ -289,11 +276,6 @@ WITHOUT_VALUES: Mapping[Any, Callable[..., Any]] = {
 }
 
 
-def lstsq_result(parts: Any) -> Any:
-    """What `torch.linalg.lstsq` returns, of its parts (2.8 to 2.15)."""
-    return torch.return_types.linalg_lstsq(parts)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 _SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 
 FunctionMeta: Any = torch.autograd.function.FunctionMeta  # 2.8 to 2.15
@@ -367,6 +349,23 @@ def global_forward_hooks() -> list[Callable[..., Any]]:
 def global_backward_hooks() -> list[Callable[..., Any]]:
     """What is called in backward where it comes to any module (2.8 to 2.15)."""
     return [*_modules._global_backward_hooks.values(), *_modules._global_backward_pre_hooks.values()]
+
+
+def module_backward_hooks(module: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """Returns the backward hooks that a call of a module has, global ones too, after the method that registered each.
+
+    The methods and attributes were seen on 2.8 to 2.15.
+    """
+    is_full, is_full_for_all = module._is_full_backward_hook, _modules._global_is_full_backward_hook
+    hooks: dict[str, Mapping[int, Callable[..., Any]]] = {
+        "register_full_backward_pre_hook": module._backward_pre_hooks,
+        "register_full_backward_hook" if is_full else "register_backward_hook": module._backward_hooks,
+        "register_module_full_backward_pre_hook": _modules._global_backward_pre_hooks,
+        "register_module_full_backward_hook"
+        if is_full_for_all
+        else "register_module_backward_hook": _modules._global_backward_hooks,
+    }
+    return [(method, hook) for method, registered in hooks.items() for hook in registered.values()]
 
 
 def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -37,7 +37,6 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
     "nll_loss": lambda x, i: F.nll_loss(x, i.expand(2), reduction="none"),
     "nll_loss_2d": lambda x, i: F.nll_loss(x.reshape(1, 3, 2, 1), i.expand(1, 2, 1)),
     "multi_margin_loss": lambda x, i: F.multi_margin_loss(x[:1], i),
-    "multilabel_margin_loss": lambda x, i: F.multilabel_margin_loss(x[:1], i.expand(1, 3)),
     "one_hot": lambda x, i: (x[0] * F.one_hot(i, 3)).where(F.one_hot(i, 3) >= 0, torch.nan),
     "half": lambda x, i: x.bfloat16().gather(1, i.expand(2, 1)).float(),
 }
@@ -88,7 +87,7 @@ def test_indices_in_range_are_torchs(name, index):
 @row("H13")
 def test_indices_out_of_range_are_never_another_element(name, index):
     function = {**READS, **WRITES}[name]
-    if (index == -1 and name in WRAPS) or (index, name) == (-1, "multilabel_margin_loss"):
+    if index == -1 and name in WRAPS:
         pytest.skip("the index is in range")
     with pytest.raises((IndexError, RuntimeError)):
         torch_result(function, index)
@@ -201,21 +200,6 @@ def test_repeats_that_are_not_the_output_size():
     with pytest.raises(IndexError):
         adopted(X[0], jnp.array([1, 1, 1]))
     assert np.isnan(jax.jit(adopted)(X[0], jnp.array([1, 2, 2]))).all()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("labels", [[[2, 0, -1], [1, -1, 0]], [[-1, 0, 1], [0, 1, 2]]])
-@row("H13")
-def test_labels_end_at_minus_one(labels, reduction):
-    def loss(x, labels):
-        return F.multilabel_margin_loss(x, labels, reduction=reduction)
-
-    x, scores = torch.tensor(X[:, ::-1].copy() / 4, requires_grad=True), X[:, ::-1] / 4
-    expected = loss(x, torch.tensor(labels))
-    expected.sum().backward()
-    value, gradient = value_and_gradient(jaxfn.from_torch(loss), scores, jnp.array(labels))
-    np.testing.assert_allclose(value, expected.detach(), rtol=1e-6)
-    np.testing.assert_allclose(gradient, x.grad, rtol=1e-6)
 
 
 @row("H13")

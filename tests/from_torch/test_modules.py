@@ -214,27 +214,6 @@ def test_products_of_groups_at_every_order(name):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-class Observed(nn.Module):
-    """Weights and activations under fake quantization, by what torch observes of them."""
-
-    def __init__(self):
-        super().__init__()
-        quantization = torch.ao.quantization
-        self.linear = nn.Linear(3, 5)
-        with torch.no_grad():
-            self.linear.weight.copy_(torch.linspace(-1, 1.3, 15).reshape(5, 3).sin())
-            self.linear.bias.copy_(torch.linspace(-1, 1, 5))
-        fused = quantization.FusedMovingAvgObsFakeQuantize
-        self.of_weights = fused(
-            quantization.MovingAveragePerChannelMinMaxObserver,
-            quant_min=-8, quant_max=7, dtype=torch.qint8, qscheme=torch.per_channel_symmetric,
-        )  # fmt: skip
-        self.of_outputs = fused(quantization.MovingAverageMinMaxObserver, quant_min=0, quant_max=15)
-
-    def forward(self, x):
-        return self.of_outputs(F.linear(x, self.of_weights(self.linear.weight), self.linear.bias)) ** 2
-
-
 @row("I3")
 @pytest.mark.parametrize(
     ("compiled", "other", "message"),
@@ -251,20 +230,6 @@ def test_code_that_fails_whether_or_not_it_is_compiled(compiled, other, message)
 
     with pytest.raises(TranslationError, match=message):
         jaxfn.from_torch(code)(numbers(X))
-
-
-@row("I2", "I4")
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
-def test_quantization_by_moving_averages():
-    def called_before():
-        module = Observed()
-        module(X * 0.7 + 0.2)
-        return module
-
-    check(called_before, X)
-    with pytest.raises(TranslationError, match="buffers of size 0.*Call the module once in torch before"):
-        net = jaxfn.from_torch(Observed())
-        net.apply(net.parameters, net.buffers, numbers(X))
 
 
 @row("H9", "I2")

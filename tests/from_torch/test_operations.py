@@ -56,12 +56,12 @@ cdist _upsample_bilinear2d_aa grid_sampler_2d grid_sampler_3d log_softmax masked
 nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d nn.functional.adaptive_max_pool2d
 nn.functional.adaptive_max_pool3d nn.functional.avg_pool2d nn.functional.avg_pool3d nn.functional.conv1d
 nn.functional.conv2d nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d
-nn.functional.embedding nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d
+nn.functional.embedding
 nn.functional.hardshrink nn.functional.interpolate.bicubic
 nn.functional.interpolate.bilinear nn.functional.interpolate.linear nn.functional.interpolate.nearest
 nn.functional.interpolate.nearest-exact nn.functional.interpolate.trilinear nn.functional.max_pool2d
 nn.functional.max_pool3d nn.functional.pad.reflect nn.functional.pad.replicate nn.functional.pad.replicate_negative
-nn.functional.pdist nn.functional.rrelu nn.functional.softshrink linalg.det linalg.slogdet linalg.solve linalg.inv
+nn.functional.pdist nn.functional.softshrink linalg.det linalg.slogdet linalg.solve linalg.inv
 softmax
 """
 

@@ -95,22 +95,6 @@ def _weight_norm(v: Any, g: Any, gradient: Any) -> Any:
     return weight, norms, aten._weight_norm_interface_backward(gradient, v, g, norms, 2)
 
 
-def _observed(per_row: bool, symmetric: bool, *tensors: Any) -> Any:
-    """Fake quantization between moving averages; torch has that of each channel for axis 0 alone."""
-    helper = aten._fused_moving_avg_obs_fq_helper_functional.default
-    return helper(*tensors, 0.3, -8, 7, 0, per_row, symmetric)
-
-
-def _observer(
-    shape: tuple[int, ...], low: float = -torch.inf, high: float = torch.inf, observes: int = 1, quantizes: int = 1
-) -> list[Any]:
-    """Numbers, and the buffers of what observes them."""
-    bounds = torch.full(shape, low), torch.full(shape, high)
-    switches = torch.tensor([observes]), torch.tensor([quantizes])
-    size = shape or (1,)
-    return [single(4, 3, 2) + 1, *switches, *bounds, torch.full(size, 0.3), torch.full(size, 2, dtype=torch.int32)]
-
-
 X = numbers(3, 4)
 K = torch.tensor([[5, -3, 0], [2, 7, -8]])
 
@@ -160,20 +144,6 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda x, s, z: aten.fake_quantize_per_channel_affine_cachemask.default(x, s, z, 1, -4, 3),
         [X, torch.tensor([0.3, 0.5, 0.7, 1.1]), torch.tensor([0, 1, -1, 2], dtype=torch.int32)],
     ),
-    "fractional_max_pool3d": (
-        lambda x, r: aten.fractional_max_pool3d.default(x, [2, 1, 3], [1, 3, 4], r),
-        [numbers(2, 3, 5, 4, 7).round(decimals=1), numbers(2, 3, 3).abs() / 2],
-    ),
-    **{
-        f"fused_moving_avg_obs_fake_quant.{name}": (functools.partial(_observed, *options), tensors)
-        for name, (options, tensors) in {
-            "per_tensor": ((False, False), _observer(())),
-            "switched_off": ((False, False), _observer((), observes=0, quantizes=0)),
-            "of_a_begun_one": ((False, False), _observer((1,), low=-0.5, high=0.0, observes=0)),
-            "of_small_numbers": ((False, False), _observer((), low=-1e-4, high=3e-4, observes=0)),
-            "per_channel": ((True, True), _observer((4,), low=-0.5, high=1.5)),
-        }.items()
-    },
     "grouped_mm.rows": (aten._grouped_mm.default, [single(8, 4), single(3, 4, 8), ends(2, 2, 8)]),
     "grouped_mm.columns": (aten._grouped_mm.default, [single(3, 8, 4), single(4, 8), ends(1, 3, 8)]),
     "grouped_mm.inner": (aten._grouped_mm.default, [single(4, 8), single(8, 4), ends(3, 3, 6)]),
@@ -193,17 +163,9 @@ DIRECT: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "rand": (lambda: aten.rand.default([3, 4]), []),
     "rand_like": (aten.rand_like.default, [X]),
     "convert_element_type": (lambda x: torch.ops.prims.convert_element_type.default(x, torch.float32), [X]),
-    "_histogramdd_from_bin_tensors": (
-        lambda x, a, b: aten._histogramdd_from_bin_tensors(x, [a, b]),
-        [numbers(9, 2), torch.tensor([-2.0, 0.5, 2.0], dtype=torch.float64), torch.linspace(-1, 1, 4).double()],
-    ),
     "embedding_renorm": (
         lambda w, i: aten.embedding_renorm.default(w, i, 1.0, 2.0),
         [numbers(5, 3), torch.tensor([[0, 2], [2, 4]])],
-    ),
-    "histogram.bins_tensor": (
-        lambda x, ends: aten.histogram.bins_tensor(x, ends.to(x.dtype)),
-        [X, torch.tensor([-1.0, 0.2, 0.5, 3.0])],
     ),
     "randint.low": (lambda: aten.randint.low(-3, 5, [3, 4]), []),
     "randint_like.low_dtype": (lambda x: aten.randint_like.low_dtype(x, -3, 5), [X]),

@@ -165,22 +165,6 @@ class Triangle(Function):
         return grad
 
 
-@case(normal(4, 3))
-class MeanOfSelected(Function):
-    @staticmethod
-    def forward(ctx, x):
-        mask = x > 0
-        ctx.save_for_backward(x, mask)
-        return x[mask].mean() + x[~mask].pow(2).sum() + x.masked_select(mask).max()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, mask = ctx.saved_tensors
-        gradient = torch.where(mask, 1 / mask.sum(), 2 * x)
-        is_largest = x == x[mask].max()
-        return (gradient + is_largest.to(x.dtype)) * grad_output
-
-
 @case(normal(4, 3), 0.3)
 class SurrogateSpike(Function):
     """A step whose derivative is a bump."""

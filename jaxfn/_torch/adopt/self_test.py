@@ -177,13 +177,6 @@ def _gradient_of_callable(code: Callable[[Any], Any], at: Any) -> Any:
     return jax.grad(adopted_function(code, Replacements.of({}), NESTED))(jnp.array(at))
 
 
-def _hook_module(at: Any) -> Any:
-    part = torch.nn.Tanh()
-    part.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: (grad_inputs[0] * 3,))  # pyright: ignore
-
-    return _gradient_of_callable(lambda x: part(x).sum(), at)
-
-
 def _apply_by_name_in_module(at: Any) -> Any:
     return _gradient_of_callable(lambda x: _round_by_name(x).sum(), at)
 
@@ -207,7 +200,6 @@ def known_answers() -> dict[str, KnownAnswer]:
         "a detached tensor": _slope(lambda x: x * x.detach(), X, X),
         "a draw": KnownAnswer(_draw_three_times, X, [True, True, True]),
         "ctx.needs_input_grad": KnownAnswer(_read_flags, X, [3 * X, 2 * X]),
-        "a backward hook of a module": KnownAnswer(_hook_module, X, 3 * (1 - np.tanh(X) ** 2)),
         "in a module, a Function applied by a name taken before": KnownAnswer(_apply_by_name_in_module, X, three),
         "derivatives at ties": _slope(lambda x: _ties(x).expand(6) / 6, TIES, _torch_gradient_at_ties()),
         "a derivative of a derivative": _slope(lambda x: x.sin(), X, np.cos(X)),

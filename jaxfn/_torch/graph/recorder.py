@@ -70,13 +70,6 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 _CARRIED = JaxCall(_carried, "carried")
 
 
-def _same(value: jax.Array) -> jax.Array:
-    return value
-
-
-_PASSED = JaxCall(_same, "passed")
-
-
 class StandIns(NamedTuple):
     """What stands for things made outside, in a trace and in those of the Functions that are applied in it.
 
@@ -342,31 +335,6 @@ class Recorder(TorchDispatchMode):
             f"with the values that it has in torch and no gradient. Use the module's attribute{source_line()}"
         )
 
-    def passed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with the same values, a node of its own, which `feed` may give those of another one."""
-        return self._name(self._like(tensor), self._new_node(_PASSED, (self.node(tensor),)))
-
-    def feed(self, passed: Iterable[torch.fx.Node], tensors: Iterable[torch.Tensor]) -> None:
-        """Gives nodes of `passed` the values of these tensors, which were recorded before them."""
-        for node, tensor in zip(passed, tensors, strict=True):
-            node.args = (self.node(tensor),)
-
-    @contextlib.contextmanager
-    def recording_before(self, place: torch.fx.Node, who: str) -> Generator[None]:
-        """Inside, what is recorded comes before a node that is there; `who` is whose it is, for messages."""
-        with self.graph.inserting_before(place):
-            yield
-        seen: set[torch.fx.Node] = set()
-        for node in self.graph.nodes:
-            if node is place:
-                break
-            if not seen.issuperset(node.all_input_nodes):
-                raise TranslationError(
-                    f"{self.owner}: {who} use a parameter or buffer that the code writes to meanwhile, and on JAX they "
-                    f"would have its old value. Write to it before the module is called, or afterwards{source_line()}"
-                )
-            seen.add(node)
-
     def alias(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         """`tensor`, whose node is from now on that of `of`, which has the same values."""
         before, node = self._nodes.get(id(tensor)), self.node(of)
@@ -450,7 +418,7 @@ class Recorder(TorchDispatchMode):
                 "none. Name a JAX function to stand for what is called: from_torch(..., ops={operation: function})"
                 f"{source_line()}"
             )
-        if entry_name(str(func)) is None:
+        if entry_name(str(func)) is None and refusal(str(func)) is None:
             decomposed = self._decomposed(func, args, kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
@@ -528,7 +496,10 @@ class Recorder(TorchDispatchMode):
                 "the shape of what it returns depends on the values of a tensor, and JAX's shapes are static. Use "
                 "torch.where, or a mask that multiplies, instead of selecting elements"
             )
-            raise TranslationError(f"{self.owner}: {func}: {reason}{source_line()}") from None
+            raise TranslationError(
+                f"{self.owner}: {func}: {reason}. Or name a JAX function, ops={{torch.ops.{func}: jax_function}}"
+                f"{source_line()}"
+            ) from None
         except (RuntimeError, NotImplementedError) as error:
             is_compiled_only = isinstance(error, UnsupportedOperatorException) or any(
                 words in str(error) for words in ("fake impl", "Could not run")
@@ -698,7 +669,6 @@ def _has_derivative(value: Any) -> bool:
 _KEEPS_VALUES: Mapping[Any, int] = {
     _CARRIED: 0,
     _STOP_GRADIENT: 0,
-    _PASSED: 0,
     aten.clone.default: 0,
     aten.copy.default: 1,
     aten.expand.default: 0,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import enter_all, operation, refuse
 
 enter_all({"aten.silu": jax.nn.silu})
 
@@ -91,12 +91,12 @@ def hardswish(x: Array) -> Array:
     return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
 
 
-@operation("aten.rrelu_with_noise_backward")
-def rrelu_backward(
-    gradient: Array, x: Array, noise: Array, lower: float, upper: float, training: bool, is_result: bool
-) -> Array:
-    slope = (lower + upper) / 2
-    return gradient * noise if training and upper - lower > 1e-6 else jnp.where(x > 0, gradient, gradient * slope)
+refuse("rrelu has no translation", "aten.rrelu_with_noise_backward")
+refuse(
+    "torch's decomposition of it counts labels after the first -1",
+    "aten.multilabel_margin_loss_forward",
+    "aten.multilabel_margin_loss_backward",
+)
 
 
 @operation("aten.threshold")

@@ -53,14 +53,6 @@ def repeated_places(repeats: Array, *, output_size: int) -> Array:
     return jnp.where(repeats.sum() == output_size, places, repeats.shape[0])
 
 
-@operation("aten.nonzero_static")
-def nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
-    """The places of the first `size` elements that are not 0, one in each row."""
-    if x.ndim == 0:
-        return jnp.zeros((size, 0), int)
-    return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), 1)
-
-
 def read(x: Array, at: Any, *, wraps: bool = False) -> Array:
     """Returns `x[at]`, filled where an index is out of range, as a negative one is unless it `wraps`."""
     return x.at[at].get(mode="fill", wrap_negative_indices=wraps)

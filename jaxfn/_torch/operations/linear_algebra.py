@@ -252,6 +252,10 @@ refuse(
     "aten.linalg_ldl_factor",
     "aten.linalg_ldl_solve",
 )
+refuse(
+    "the shapes of what it returns depend on the rank; `torch.linalg.pinv(a) @ b` is the solution",
+    "aten.linalg_lstsq",
+)
 
 
 @operation("aten._linalg_svd")
@@ -311,49 +315,10 @@ def triangular_solve(
     return x, a
 
 
-@operation("aten.linalg_householder_product")
-def householder_product(a: Array, taus: Array) -> Array:
-    """Reflection by reflection, as JAX does not differentiate its own."""
-    q = jnp.broadcast_to(jnp.eye(*a.shape[-2:], dtype=a.dtype), a.shape)
-    vectors = jnp.tril(a, -1) + q
-    for i in reversed(range(taus.shape[-1])):
-        v = vectors[..., i : i + 1]
-        q = q - taus[..., i, None, None] * v * (_adjoint(v) @ q)
-    return q
-
-
-@operation("aten.ormqr")
-def ormqr(a: Array, taus: Array, c: Array, left: bool = True, transpose: bool = False) -> Array:
-    """`c` times the product of reflections, or its adjoint, one after the other."""
-    if not left:
-        return _adjoint(ormqr(a, taus, _adjoint(c), True, not transpose))
-    vectors = jnp.tril(a, -1) + jnp.eye(*a.shape[-2:], dtype=a.dtype)
-    factors = jnp.conj(taus) if transpose else taus
-    for i in range(taus.shape[-1])[:: 1 if transpose else -1]:
-        v = vectors[..., i : i + 1]
-        c = c - factors[..., i, None, None] * v * (_adjoint(v) @ c)
-    return c
-
-
 @operation("aten.linalg_cross")
 def cross(a: Array, b: Array, dim: int = -1) -> Array:
     a, b = jnp.broadcast_arrays(a, b)
     return jnp.cross(a, b, axis=dim)
-
-
-@operation("aten._trilinear")
-def trilinear(
-    a: Array,
-    b: Array,
-    c: Array,
-    expand_a: list[int],
-    expand_b: list[int],
-    expand_c: list[int],
-    sum_over: list[int],
-    *_: Any,
-) -> Array:
-    a, b, c = (jnp.expand_dims(x, axes) for x, axes in ((a, expand_a), (b, expand_b), (c, expand_c)))
-    return jnp.sum(a * b * c, tuple(sum_over))
 
 
 @operation("aten._cdist_forward")

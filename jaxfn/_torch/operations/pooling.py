@@ -160,46 +160,6 @@ def adaptive_max_pool(x: Array, output_size: Sequence[int]) -> tuple[Array, Arra
     return _max_over(x, [_adaptive(*axis) for axis in zip(lengths, output_size, strict=True)])
 
 
-@operation("aten.fractional_max_pool2d", takes_half=True)
-def fractional_max_pool2d(x: Array, kernel: Sequence[int], size: Sequence[int], samples: Array) -> tuple[Array, Array]:
-    # Of a channel's two numbers, torch takes the first one for the last axis; of three, the first for the first.
-    return _fractional_max_pool(x, _each(kernel, 2), _each(size, 2), samples[..., ::-1])
-
-
-@operation("aten.fractional_max_pool3d", takes_half=True)
-def fractional_max_pool3d(x: Array, kernel: Sequence[int], size: Sequence[int], samples: Array) -> tuple[Array, Array]:
-    return _fractional_max_pool(x, _each(kernel, 3), _each(size, 3), samples)
-
-
-def _fractional_max_pool(x: Array, kernel: Sequence[int], size: Sequence[int], samples: Array) -> tuple[Array, Array]:
-    """`size` windows along each axis, in other places for each channel: `samples` has a number for each of its axes."""
-    spatial = len(kernel)
-    outer = x.shape[:-spatial]
-    samples = samples.reshape(-1, spatial)[: math.prod(outer)].reshape(*outer, spatial)  # torch looks at no others
-    largest, places = lax.stop_gradient(x), _places(x, spatial)
-    for axis in reversed(range(-spatial, 0)):
-        starts = _fractional_starts(samples[..., axis], x.shape[axis], kernel[axis], size[axis])
-        starts = starts.reshape(*outer, *(-1 if i == axis else 1 for i in range(-spatial, 0)))
-        best, place = (jnp.take_along_axis(values, starts, axis) for values in (largest, places))
-        for i in range(1, kernel[axis]):
-            seen, seen_place = (jnp.take_along_axis(values, starts + i, axis) for values in (largest, places))
-            is_better = _is_larger(seen, best)
-            best, place = jnp.where(is_better, seen, best), jnp.where(is_better, seen_place, place)
-        largest, places = best, place
-    return _elements_at(x, places, spatial), places
-
-
-def _fractional_starts(sample: Array, length: int, kernel: int, windows: int) -> Array:
-    """Where `windows` windows begin on an axis, in nearly equal distances; the last one ends where the axis does."""
-    dtype = jnp.finfo(sample.dtype)
-    rounded = partial(lax.reduce_precision, exponent_bits=dtype.nexp, mantissa_bits=dtype.nmant)  # as torch, each step
-    number = jnp.arange(windows, dtype=sample.dtype)
-    step = rounded(jnp.asarray(length - kernel, sample.dtype) / jnp.asarray(max(windows - 1, 1), sample.dtype))
-    first = rounded(sample * step)
-    starts = rounded(rounded(number + sample[..., None]) * step).astype(np.int32) - first[..., None].astype(np.int32)
-    return jnp.where(number == windows - 1, length - kernel, starts)
-
-
 def avg_pool(
     spatial: int,
     x: Array,
@@ -252,7 +212,6 @@ for _n in (2, 3):
             f"aten.max_pool{_n}d_with_indices": partial(max_pool, _n),
             f"aten.max_pool{_n}d_with_indices_backward": partial(max_pool_backward, _n),
             f"aten.adaptive_max_pool{_n}d_backward": partial(max_pool_backward, _n),
-            f"aten.fractional_max_pool{_n}d_backward": partial(max_pool_backward, _n),
             f"aten.avg_pool{_n}d": partial(avg_pool, _n),
             f"aten.avg_pool{_n}d_backward": partial(avg_pool_backward, _n),
             f"aten._adaptive_avg_pool{_n}d_backward": partial(adaptive_avg_pool_backward, _n),

@@ -135,15 +135,3 @@ def multinomial(key: Array, weights: Array, num_samples: int, replacement: bool 
         shape = (num_samples, *weights.shape[:-1])
         return jnp.moveaxis(jax.random.categorical(key, logits, shape=shape), 0, -1)
     return jax.lax.top_k(logits + jax.random.gumbel(key, weights.shape, logits.dtype), num_samples)[1]
-
-
-@operation("aten.rrelu_with_noise_functional", draws=True)
-def rrelu_with_noise_functional(
-    key: Array, x: Array, noise: Array, lower: float, upper: float, training: bool = False, *_: Any
-) -> tuple[Array, Array]:
-    """The result, and the slopes, which torch calls the noise."""
-    slope = (
-        jax.random.uniform(key, x.shape, x.dtype, lower, upper) if training else jnp.full_like(x, (lower + upper) / 2)
-    )
-    slopes = jnp.where(x <= 0, slope, 1)
-    return x * slopes, slopes

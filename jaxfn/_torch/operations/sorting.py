@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch.operations.dims import vector
@@ -78,19 +77,6 @@ enter_all(
 )
 
 
-@operation("aten.mode")
-def mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    """The smallest of the most frequent values, and the last place where it is."""
-    if x.ndim == 0:
-        return x, jnp.zeros((), int)
-    ordered, order = sort(x, dim)
-    same = jnp.expand_dims(ordered, dim % x.ndim) == jnp.expand_dims(ordered, dim % x.ndim + 1)
-    most = jnp.argmax(same.sum(dim % x.ndim), dim, keepdims=True)
-    # Sorting is stable: of equal values the last in order is the last in place.
-    last = most + jnp.take_along_axis(same.sum(dim % x.ndim), most, dim) - 1
-    return chosen(x, jnp.take_along_axis(order, last, dim), dim, keepdim)
-
-
 def cumulated(function: Callable[..., Array], x: Array, dim: int, *, dtype: Any = None) -> Array:
     """What a function such as `jnp.cumsum` gives along an axis."""
     return function(vector(accumulated(x, dtype)), dim).reshape(x.shape)
@@ -125,66 +111,6 @@ enter_all(
         "aten.cummin": partial(cumulative_extreme, jnp.less_equal),
     }
 )
-
-
-@operation("aten.histogram")
-def histogram(
-    x: Array,
-    bins: int | Array = 100,
-    *,
-    range: Sequence[float] | None = None,
-    weight: Array | None = None,
-    density: bool = False,
-) -> tuple[Array, Array]:
-    """How many elements lie in each bin, and where those end; `bins` is their number, or where they end."""
-    weights = None if weight is None else weight.reshape(-1)
-    edges = _edges(x, bins, range) if isinstance(bins, int) else bins
-    return jnp.histogram(x.reshape(-1), edges, weights=weights, density=density)[0], edges
-
-
-def _edges(x: Array, bins: int, bounds: Sequence[float] | None) -> Array:
-    low, high = (x.min(), x.max()) if bounds is None else (jnp.asarray(end, x.dtype) for end in bounds)
-    half = jnp.where(low == high, 0.5, 0).astype(x.dtype)
-    return _linspace(low - half, high + half, bins + 1)
-
-
-def _linspace(low: Array, high: Array, count: int) -> Array:
-    """Numbers at equal distances, from the nearer end each, as torch has them."""
-    step, places = (high - low) / max(count - 1, 1), np.arange(count)
-    return jnp.where(places < count // 2, low + step * places, high - step * (count - 1 - places)).astype(low.dtype)
-
-
-@operation("aten._histogramdd_bin_edges")
-def histogram_edges(
-    x: Array,
-    bins: Sequence[int],
-    *,
-    range: Sequence[float] | None = None,
-    weight: Array | None = None,
-    density: bool = False,
-) -> list[Array]:
-    """Where the bins end along each axis, which the columns of `x` are."""
-    columns = x.reshape(-1, x.shape[-1]).T
-    bounds = [None] * len(bins) if range is None else zip(range[::2], range[1::2], strict=True)
-    return [_edges(column, count, ends) for column, count, ends in zip(columns, bins, bounds, strict=True)]
-
-
-@operation("aten._histogramdd_from_bin_cts")
-def histogramdd_of_counts(
-    x: Array,
-    bins: Sequence[int],
-    *,
-    range: Sequence[float] | None = None,
-    weight: Array | None = None,
-    density: bool = False,
-) -> Array:
-    return histogramdd(x, histogram_edges(x, bins, range=range), weight=weight, density=density)
-
-
-@operation("aten._histogramdd_from_bin_tensors")
-def histogramdd(x: Array, bins: Sequence[Array], *, weight: Array | None = None, density: bool = False) -> Array:
-    weights = None if weight is None else weight.reshape(-1)
-    return jnp.histogramdd(x.reshape(-1, x.shape[-1]), list(bins), weights=weights, density=density)[0]
 
 
 @operation("aten.histc")

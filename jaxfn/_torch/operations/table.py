@@ -74,7 +74,7 @@ def enter_all(functions: Mapping[str, Callable[..., Any]], *, takes_half: bool =
 
 
 def refuse(reason: str, *names: str) -> None:
-    """Says why some operations cannot be in the table."""
+    """Says why some operations are not in the table, and are not to be decomposed by torch."""
     for name in names:
         REFUSED[name] = reason
 

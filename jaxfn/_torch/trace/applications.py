@@ -30,9 +30,6 @@ from jaxfn._torch.values.flat import put_in, take_out
 
 _APPLYING = threading.local()
 
-# What is for autograd inside alone, and no node.
-_AUTOGRADS = Differentiable, _compat.BackwardHookFunction
-
 
 def apply(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What `function.apply` returns where a trace is being made."""
@@ -47,7 +44,7 @@ def apply(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[
 
 def _is_one_node(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     is_traced = any(map(tracing.is_traced, torch_tree.tree_leaves((tuple(args), dict(kwargs)))))
-    return is_traced and not issubclass(function, _AUTOGRADS)
+    return is_traced and not issubclass(function, Differentiable)  # which is for autograd inside alone
 
 
 def apply_taken_before(function: Any, name: str) -> Any:
@@ -63,7 +60,7 @@ def apply_taken_before(function: Any, name: str) -> Any:
             return _set_up if getattr(_APPLYING, "recorded", None) is not None else value
         is_separate = type.__getattribute__(function, "setup_context") is not torch.autograd.Function.setup_context
         _APPLYING.applied = None
-        if tracing is not None and not issubclass(function, _AUTOGRADS):
+        if tracing is not None and not issubclass(function, Differentiable):
             return _forward(tracing, function, value, is_separate)
     return value
 

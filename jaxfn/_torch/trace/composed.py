@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from jax import Array, lax
 
-from jaxfn._torch._compat import lstsq_result
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.operations.indexing import read
 from jaxfn._torch.operations.promotion import widened
@@ -121,18 +120,6 @@ def ctc_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     return losses.sum() if given["reduction"] == "sum" else losses[0] if is_single else losses
 
 
-def multilabel_margin_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.nn.functional.multilabel_margin_loss`; torch's decomposition also counts labels behind the first -1."""
-    given = _bound(func, args, kwargs)
-    x, target = torch.atleast_1d(given["input"], given["target"])
-    reduction = torch.nn.L1Loss(*(given[name] for name in ("size_average", "reduce", "reduction"))).reduction
-    is_label = (target == -1).cumsum(-1) == 0
-    is_other = ~((target[..., None] == torch.arange(x.shape[-1])) & is_label[..., None]).any(-2)
-    margins = (1 - x.gather(-1, target.where(is_label, 0))[..., None] + x[..., None, :]).relu()
-    losses = margins.where(is_label[..., None] & is_other[..., None, :], 0).sum((-2, -1)) / x.shape[-1]
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
-
-
 def one_hot(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     """`torch.nn.functional.one_hot`, which compares traced tensors with each class, also one out of range."""
     given: dict[str, Any] = {"num_classes": -1, **dict(zip(("tensor", "num_classes"), args, strict=False)), **kwargs}
@@ -180,32 +167,6 @@ def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int)
     return loss + (shares - lax.stop_gradient(shares))
 
 
-# ----------------------------------------------------------------------------------------------------- least squares
-
-
-def lstsq(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.linalg.lstsq`, by the pseudo-inverse."""
-    given = dict(zip(("A", "B", "rcond"), args, strict=False)) | kwargs
-    a, b = given.get("A", given.get("input")), given.get("B", given.get("b"))
-    driver = given.get("driver") or "gelsy"
-    is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
-    columns = b[..., None] if is_vector else b
-    rcond = given.get("rcond")
-    rcond = a.real.new_tensor(torch.finfo(a.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond)
-    solution = torch.linalg.pinv(a, atol=torch.zeros_like(rcond), rtol=rcond) @ columns
-    values = torch.linalg.svdvals(a)
-    rank = (values > rcond * values[..., :1]).sum(-1)
-    has_residuals = a.shape[-2] > a.shape[-1] and driver != "gelsy"
-    residuals = a.real.new_empty(0)
-    if has_residuals:
-        squares = (a @ solution - columns).abs().square().sum(-2)
-        residuals = torch.where((rank == a.shape[-1])[..., None], squares, torch.nan)
-    values = values if driver in ("gelsd", "gelss") else a.real.new_empty(0)
-    rank = torch.empty(0, dtype=torch.int64) if driver == "gels" else rank  # which takes it for the largest
-    found: Sequence[torch.Tensor] = (solution[..., 0] if is_vector else solution, residuals, rank, values)
-    return lstsq_result(found)
-
-
 # ------------------------------------------------------------------------------------------------------ Python's values
 
 
@@ -229,18 +190,3 @@ def gaussian_nll_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> An
     if given["reduction"] not in reduce:
         raise ValueError(f"gaussian_nll_loss: reduction is {given['reduction']!r}, and may be one of {[*reduce]}")
     return reduce[given["reduction"]]()
-
-
-def cumulative_batch_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """A `BatchNorm` with `momentum=None`: a mean over all batches, whose number torch has Python ask for."""
-    module._check_input_dim(x)
-    count = module.num_batches_tracked.add_(1)
-    kept = module.running_mean, module.running_var
-    with torch.no_grad():
-        seen = [torch.zeros_like(statistic) for statistic in kept]
-    mean, variance = seen
-    y = torch.nn.functional.batch_norm(x, mean, variance, module.weight, module.bias, True, 1.0, module.eps)
-    with torch.no_grad():
-        for statistic, of_batch in zip(kept, seen, strict=True):
-            statistic.add_((of_batch - statistic) / count)
-    return y

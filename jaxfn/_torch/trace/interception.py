@@ -189,15 +189,13 @@ def _known(mode: PythonLevel, tensor: torch.Tensor, asker: str, advice: str) -> 
 
 @_answers(torch.tensor_split, torch.Tensor.tensor_split)
 def _tensor_split(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """Places in a tensor, which torch reads from memory, as numbers."""
-    given = dict(zip(("input", "indices_or_sections", "dim"), args, strict=False)) | kwargs
-    places = given.pop("tensor_indices_or_sections", given.get("indices_or_sections"))
-    if not isinstance(places, torch.Tensor):
-        return func(*args, **kwargs)
-    places = _known(mode, places, "tensor_split", "Name the places to split at as Python numbers")
-    with plain_torch():
-        numbers = places.tolist()
-    return torch.tensor_split(given["input"], numbers, dim=given.get("dim", 0))
+    """Refuses places in a tensor, which torch would read from memory."""
+    if any(isinstance(x, torch.Tensor) for x in (*args[1:], *(kwargs[name] for name in kwargs if name != "input"))):
+        raise TranslationError(
+            f"{mode.tracing.owner}: tensor_split at places that a tensor holds has no translation to JAX. Name them as "
+            f"Python numbers, or name a JAX function by ops={{torch.tensor_split: jax_function}}{source_line()}"
+        )
+    return func(*args, **kwargs)
 
 
 @_answers(torch.tensor, torch.as_tensor, torch.asarray)
@@ -225,11 +223,13 @@ def _new_tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_answers(torch.Tensor.__reduce_ex__)
 def _copy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """`copy.copy`, which gives a leaf in the same memory."""
-    if not mode.tracing.is_traced(args[0]):
-        return func(*args, **kwargs)
-    with mode:
-        return torch.Tensor.requires_grad_, (args[0].detach(), args[0].requires_grad)
+    """Refuses `copy.copy`, which in torch gives a leaf in the same memory."""
+    if mode.tracing.is_traced(args[0]):
+        raise TranslationError(
+            f"{mode.tracing.owner}: copy.copy of a tensor has no translation to JAX. Use `tensor.clone()` or "
+            f"`tensor.detach()`, or name a JAX function by ops={{copy.copy: jax_function}}{source_line()}"
+        )
+    return func(*args, **kwargs)
 
 
 @_answers(torch.Tensor.__deepcopy__)
@@ -273,9 +273,7 @@ def _resize(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 _COMPOSED = {
     torch.nn.functional.embedding_bag: composed.embedding_bag,
     torch.nn.functional.ctc_loss: composed.ctc_loss,
-    torch.linalg.lstsq: composed.lstsq,
     torch.nn.functional.gaussian_nll_loss: composed.gaussian_nll_loss,
-    torch.nn.functional.multilabel_margin_loss: composed.multilabel_margin_loss,
     torch.nn.functional.one_hot: composed.one_hot,
     torch.lstm: recurrent,
     torch.gru: recurrent,
@@ -288,7 +286,7 @@ _COMPOSED = {
 
 @_answers(LINEAR_CROSS_ENTROPY)
 def _linear_cross_entropy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """As a matrix product and a loss; in pieces, torch would compute the gradients in forward."""
+    """As a matrix product and a loss; in pieces, torch would compute the gradients in forward, zeros while tracing."""
     return func(*args, **{**kwargs, "options": None})
 
 
@@ -298,32 +296,6 @@ def _composed(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     with mode:  # the functions that it calls are looked at in their turn
         return _COMPOSED[func](mode.tracing, func, args, kwargs)
-
-
-# ---------------------------------------------------------------------------------------------------------- choices
-
-
-@_answers(torch.nn.functional.rrelu, torch.rrelu, torch.rrelu_)
-def _rrelu(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """Without training there is nothing random in it, and no key is needed."""
-    x, lower, upper, training, inplace = _rrelu_arguments(*args, **kwargs)
-    if training:
-        return func(*args, **kwargs)
-    is_written = func is torch.rrelu_ or inplace
-    leaky = torch.nn.functional.leaky_relu_ if is_written else torch.nn.functional.leaky_relu
-    return leaky(x, (lower + upper) / 2)
-
-
-def _rrelu_arguments(
-    input: torch.Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: Any = False,
-    generator: Any = None,
-) -> tuple[torch.Tensor, float, float, bool, bool]:
-    """What the functions are called with; torch's own have a generator in the place of `inplace`."""
-    return input, lower, upper, training, inplace is True
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd

@@ -24,10 +24,9 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._torch import _compat
 from jaxfn._torch.graph.source_lines import is_users, source_line
 from jaxfn._torch.trace.applications import apply, apply_taken_before
-from jaxfn._torch.trace.composed import cumulative_batch_norm
 from jaxfn._torch.trace.inside import call_replacement
 from jaxfn._torch.trace.interception import detach_in_place
-from jaxfn._torch.trace.module_hooks import choose_hooks, set_up_inputs, set_up_outputs
+from jaxfn._torch.trace.module_hooks import refuse_module_hooks
 from jaxfn._torch.trace.nodes import GradFn
 from jaxfn._torch.trace.silent import detach as mark_detached
 from jaxfn._torch.trace.state import LEAF, THREAD, Tracing
@@ -176,13 +175,6 @@ def _as_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return copy.requires_grad_() if requires_grad and not copy.requires_grad else copy
 
 
-def _batch_norm(
-    tracing: Tracing, original: Callable[..., torch.Tensor], module: Any, input: torch.Tensor
-) -> torch.Tensor:
-    is_moving = module.training and module.track_running_stats and module.num_batches_tracked is not None
-    return cumulative_batch_norm(module, input) if module.momentum is None and is_moving else original(module, input)
-
-
 def _detect_causal(
     tracing: Tracing, original: Callable[..., bool], mask: Any, is_causal: bool | None = None, size: int | None = None
 ) -> bool:
@@ -205,7 +197,7 @@ def _grad_fn(tracing: Tracing, original: Callable[..., Any], tensor: torch.Tenso
     node = None if LEAF in vars(tensor) else original(tensor)
     if node is None and _is_users_asking() and tracing.recorder.input_index(tracing.lower(tensor)) is None:
         tracing.may_require_grad(tensor)
-    if node is None or not tracing.recorder.follows_grad_mode or tracing.registers_on_nodes:
+    if node is None or not tracing.recorder.follows_grad_mode:
         return node
     return GradFn(tracing.owner, node)
 
@@ -330,12 +322,10 @@ _NAMES = [
     _Name(_compat.FunctionalTensor, "grad_fn", _answering_attribute(_grad_fn)),
     _Name(*_compat.MAKING_LEAVES, _answering(_make_leaves)),
     _Name(*_compat.AUTOGRAD_OF_OPERATIONS, _autograd_of_operations),
-    _Name(*_compat.BATCH_NORM, _answering(_batch_norm)),
     _Name(*_compat.DETECTING_CAUSAL, _answering(_detect_causal)),
     _Name(_compat.FunctionalTensor, "register_hook", _answering(register_hook)),
-    _Name(_compat.BackwardHook, "setup_input_hook", _answering(set_up_inputs)),
-    _Name(_compat.BackwardHook, "setup_output_hook", _answering(set_up_outputs)),
-    _Name(*_compat.HOOKS_OF_MODULE, _answering(choose_hooks)),
+    _Name(torch.nn.Module, "_get_backward_hooks", _answering(refuse_module_hooks)),
+    _Name(torch.nn.Module, "_get_backward_pre_hooks", _answering(refuse_module_hooks)),
     _Name(torch.nn.Module, "__getattribute__", _answering(_attribute)),
     _Name(torch.nn.Module, "__setattr__", _answering(_set_attribute)),
     _Name(torch, "is_grad_enabled", _answering(_is_grad_enabled)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,8 +47,6 @@ def call(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     name = _name(func)
     if name in _METADATA.split():
         return func(*[x.full if isinstance(x, Selection) else x for x in args], **kwargs)
-    if name in _REDUCTIONS and isinstance(args[0], Selection):
-        return _REDUCTIONS[name](args[0], *args[1:], **kwargs)
     if name not in _ELEMENTWISE.split():
         refuse(f"`{name}`")
     operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -81,62 +78,3 @@ def _name(func: Any) -> str:
 def _widened(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A mask with the dimensions that it does not speak of."""
     return mask.to(torch.bool).reshape(tuple(mask.shape) + (1,) * (tensor.dim() - mask.dim()))
-
-
-# ---------------------------------------------------------------------------------------------------------- reductions
-
-
-def _sum(x: Selection, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _reduce(x, 0, lambda full, dims: full.sum(dims, dtype=dtype), dim, keepdim)
-
-
-def _mean(x: Selection, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    total = _sum(x, dim, keepdim, dtype=dtype)
-    rest = x.full.numel() // x.mask.numel() if dim is None and x.mask.numel() else 1
-    return total / (x.mask.sum() * rest).to(total.dtype)
-
-
-def _any(x: Selection, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
-    return _reduce(x, 0, lambda full, dims: full.to(torch.bool).sum(dims) > 0, dim, keepdim)
-
-
-def _all(x: Selection, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
-    return _reduce(x, 1, lambda full, dims: full.logical_not().sum(dims) == 0, dim, keepdim)
-
-
-def _max(x: Selection) -> torch.Tensor:
-    return _reduce(x, _lowest(x.full.dtype), lambda full, dims: full.amax(dims), None, False)
-
-
-def _min(x: Selection) -> torch.Tensor:
-    return _reduce(x, _highest(x.full.dtype), lambda full, dims: full.amin(dims), None, False)
-
-
-def _reduce(
-    x: Selection, neutral: Any, reduction: Callable[[torch.Tensor, Any], torch.Tensor], dim: Any, keepdim: bool
-) -> torch.Tensor:
-    if dim not in (None, 0, (0,), [0]) or keepdim:
-        refuse(f"a reduction over dimension {dim}")
-    dims = tuple(range(x.full.dim() if dim is None else x.mask.dim()))
-    neutral = torch.full_like(x.full, neutral)
-    return reduction(torch.where(_widened(x.mask, x.full), x.full, neutral), dims)
-
-
-def _lowest(dtype: torch.dtype) -> Any:
-    return float("-inf") if dtype.is_floating_point else (0 if dtype is torch.bool else torch.iinfo(dtype).min)
-
-
-def _highest(dtype: torch.dtype) -> Any:
-    return float("inf") if dtype.is_floating_point else (1 if dtype is torch.bool else torch.iinfo(dtype).max)
-
-
-_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": _sum,
-    "mean": _mean,
-    "any": _any,
-    "all": _all,
-    "max": _max,
-    "min": _min,
-    "amax": _max,
-    "amin": _min,
-}

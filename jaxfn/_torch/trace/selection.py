@@ -1,10 +1,10 @@
 """`x[mask]` with a traced mask: a tensor whose length depends on values, as long as it need not be known.
 
-JAX's shapes are static, but most code that selects elements computes something of each and puts it back, as in
-`y[mask] = torch.log(x[mask])`, or sums over them. So a selection keeps all of `x`, with ones where the mask is false:
-functions of each element work on all of them, sums and the like leave out what was not selected, and assigning to the
-same mask puts back what was. The ones are there so that no function is evaluated at a value that the mask keeps from
-it: the derivative there could be a NaN, which zero times a NaN would spread.
+JAX's shapes are static, but most code that selects elements computes something of each and puts it back, as in `y[mask]
+= torch.log(x[mask])`. So a selection keeps all of `x`, with ones where the mask is false: functions of each element
+work on all of them, and assigning to the same mask puts back what was selected. The ones are there so that no function
+is evaluated at a value that the mask keeps from it: the derivative there could be a NaN, which zero times a NaN would
+spread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from jaxfn._torch._compat import wrapper
-from jaxfn._torch.graph.source_lines import source_line
+from jaxfn._torch.graph.source_lines import naming, running_line, source_line
 from jaxfn._torch.values.errors import TranslationError
 
 
@@ -45,6 +45,6 @@ def refuse(what: str) -> NoReturn:
     """Raises for what cannot be done with a selection."""
     raise TranslationError(
         f"{what} of elements selected by a mask, x[mask]: how many there are depends on values, and JAX's shapes are "
-        "static. What works are functions of each element, assignment to the same mask, and sum, mean, any, all, max "
-        f"and min. Otherwise write it with torch.where{source_line()}"
+        "static. What works are functions of each element, and assignment to the same mask. Write the rest with "
+        f"torch.where, as in torch.where(mask, x, 0).sum(){naming(running_line())}{source_line()}"
     )

@@ -48,11 +48,6 @@ def detach(tensor: Any, *, by_data: bool = False) -> Any:
     return tensor
 
 
-def attach(tensor: torch.Tensor) -> None:
-    """Takes the mark off a tensor, which autograd itself made under `torch.no_grad()`."""
-    vars(tensor).pop(DETACHED, None)
-
-
 def is_detached(tensor: object) -> bool:
     """Whether a tensor is marked."""
     return isinstance(tensor, FunctionalTensor) and DETACHED in vars(tensor)

@@ -110,7 +110,6 @@ class Tracing:
         another one in the end.
       part_names: the names of its parts, by identity.
       first_access: whether code first "read" or "set" an attribute, by the module's identity and name.
-      registers_on_nodes: whether torch registers hooks on autograd's graph, for autograd that the code calls.
       hooked_where_used: the line, if any, that registers a hook on a tensor that its own derivative may use.
       functions: the Functions that it applied, one after the other, each with what is known of the call.
     """
@@ -142,7 +141,6 @@ class Tracing:
         self.kept: list[tuple[torch.Tensor, torch.fx.Node, Callable[[], None]]] = []
         self.part_names: Mapping[int, str] = {}
         self.first_access: dict[tuple[int, str], str] = {}
-        self.registers_on_nodes = False
         self.hooked_where_used: str | None = None
         self.functions: list[Any] = []
         self._requires_grad: dict[int, bool] = {}
