@@ -35,7 +35,7 @@ class Noted(NamedTuple):
     place: tuple[int, ...]
 
     def told(self, operation: str) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
-        """What is told of it, with the operation that made it."""
+        """Returns the fields that are reported, with the operation that computed the value."""
         return self.number, operation, self.shape, self.place
 
 
@@ -80,7 +80,7 @@ class Frame(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Which step of the innermost loop."""
+        """The step of the innermost loop."""
         return self.steps[-1]
 
     @property

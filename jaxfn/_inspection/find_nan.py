@@ -33,7 +33,7 @@ from jaxfn._tree import TreeSpec, flatten, is_traced, leaves_with_path
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Where a NaN or an infinity begins.
+    """The origin of a NaN or an infinity.
 
     Attributes:
       function: the Function in which it does, or `None` for code outside of Functions.
@@ -142,13 +142,13 @@ def _touches_ref(eqn: Any) -> bool:
 
 
 def _argument_names(tree: TreeSpec, num_arrays: int) -> list[str]:
-    """What the array leaves of (args, kwargs) are called."""
+    """Returns the names of the array leaves of (args, kwargs)."""
     paths = leaves_with_path(tree.unflatten_gradient(iter(range(num_arrays))))
     return [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in paths]
 
 
 class _Origin(NamedTuple):
-    """Where something that is not finite begins: an eqn of a frame and which of its results, or an argument."""
+    """The origin of a non-finite value: an eqn of a frame and one of its results, or an argument."""
 
     order: tuple[int, ...]
     frame: Frame
@@ -210,7 +210,7 @@ class _Search:
         return self._interpreter.noted[frame.path, frame.steps, variable]
 
     def _number(self, frame: Frame, atom: Any) -> str | None:
-        """What of a value is not finite: "nan" or an infinity; `None` for nothing."""
+        """Returns "nan" or the infinity that a value has; `None` if it is finite."""
         if not is_variable(atom):
             noted = first_not_finite(atom.val)
         else:
@@ -315,7 +315,7 @@ class _Search:
         return {label.function for mark in marks for label in mark.params["labels"] if label is not None}
 
     def _value_of(self, origin: _Origin, function: str | None, method: str | None) -> str:
-        """What of a method's first has it, once it has begun."""
+        """Returns the name of the method's first value that is not finite, after the origin."""
         for frame, number, place in self._bad_marks():
             label = frame.jaxpr.eqns[number].params["labels"][place]
             is_after = (*frame.order, number) > origin.order

@@ -43,7 +43,7 @@ Harvest = dict[Path, Any]
 
 
 class Probe:
-    """What is brought out of a program.
+    """A choice of the values that are brought out of a jaxpr.
 
     Attributes:
       keeps_rules: whether the program can be differentiated as before. Calls with a custom derivative are then made as
@@ -61,11 +61,11 @@ class Probe:
         raise NotImplementedError
 
     def absent(self, value: Any) -> Any:
-        """What stands for a value of this type where it is not computed."""
+        """Returns a substitute for a value of this type where it is not computed."""
         raise NotImplementedError
 
     def later(self, before: Harvest, now: Harvest) -> Harvest:
-        """Which of the values of two steps of a `while` loop are kept."""
+        """Chooses between the values of two steps of a `while` loop."""
         raise NotImplementedError
 
     def check_unreachable(self, jaxpr: Any, what: str) -> None:
@@ -253,7 +253,7 @@ def split_operands(operands: list[Any], first: int, second: int) -> tuple[list[A
 
 
 class EqnLocation(NamedTuple):
-    """Where a harvested value comes from.
+    """The location of a harvested value.
 
     Attributes:
       eqn: its eqn.

@@ -50,7 +50,7 @@ class Residual(NamedTuple):
 
     @property
     def notes(self) -> str:
-        """What the table says in its last column."""
+        """The text of the table's last column."""
         said = [*self.inside]
         said += [f"is {self.argument}"] * bool(self.argument and self.argument != self.name)
         said += ["packed"] * self.is_packed + ["on the host"] * self.is_on_host
@@ -96,7 +96,7 @@ class Ledger(Sequence[Residual]):
 
 
 def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> Ledger:
-    """What reverse mode keeps between the forward and the backward pass of a function: each array, and who saved it.
+    """Lists what reverse mode keeps between a function's forward and backward pass: each array, and who saved it.
 
     Nothing is computed: the function is traced, under the policies, hooks and transformations that it has. The sum is
     exactly that of the arrays in the pullback of `jax.vjp`. XLA may keep less: it recomputes what is cheap, and shares

@@ -119,7 +119,7 @@ def interpret_script(script: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module of TorchScript holds outside of Python, by name; nothing for other modules (2.13)."""
+    """Returns what a module of TorchScript holds outside of Python, by name; nothing for other modules (2.13)."""
     if not isinstance(module, torch.jit.ScriptModule):
         return {}
     held: Any = module._c
@@ -246,14 +246,14 @@ def wrapper(kind: type[torch.Tensor], dtype: torch.dtype) -> Any:
 
 
 def memory(tensor: torch.Tensor) -> int | None:
-    """What is the same for tensors that lie in the same memory; `None` for one without (2.8 to 2.15)."""
+    """Returns an identifier of a tensor's storage; `None` for a tensor without one (2.8 to 2.15)."""
     is_dense = tensor.layout is torch.strided and not isinstance(tensor, FakeTensor)
     return tensor.untyped_storage()._cdata if is_dense else None  # pyright: ignore[reportPrivateUsage]
 
 
 @functools.cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """What torch knows of operations in terms of others (2.8 to 2.15)."""
+    """Returns torch's decompositions of operations (2.8 to 2.15)."""
     return {**decomposition_table, **core_aten_decompositions()}
 
 
@@ -312,7 +312,7 @@ def takes_boxed_gradients(function: Any) -> bool:
 
 
 def saved_by(node: Any) -> list[Any]:
-    """What a node of autograd's graph has saved, tensors among it, as far as it is there still (2.8 to 2.15)."""
+    """Returns what a node of autograd's graph has saved, tensors included, as far as it still exists (2.8 to 2.15)."""
     saved: list[Any] = []
     for name in _saved_names(type(node)):
         with contextlib.suppress(RuntimeError):  # it is freed, or was written to, which torch refuses in backward
@@ -330,24 +330,24 @@ _modules: Any = torch.nn.modules.module
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """What is called with the gradient of a tensor (2.8 to 2.15)."""
+    """Returns the hooks that are called with the gradient of a tensor (2.8 to 2.15)."""
     hooks: dict[int, Callable[..., Any]] | None = tensor._backward_hooks  # pyright: ignore
     return [*(hooks or {}).values()]
 
 
 def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """What is called when the gradient of a tensor is in its `.grad` (2.8 to 2.15)."""
+    """Returns the hooks that are called once a tensor's gradient is in its `.grad` (2.8 to 2.15)."""
     hooks: dict[int, Callable[..., Any]] | None = tensor._post_accumulate_grad_hooks  # pyright: ignore
     return [*(hooks or {}).values()]
 
 
 def global_forward_hooks() -> list[Callable[..., Any]]:
-    """What is called before and after every module (2.8 to 2.15)."""
+    """Returns the hooks that are called before and after every module (2.8 to 2.15)."""
     return [*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values()]
 
 
 def global_backward_hooks() -> list[Callable[..., Any]]:
-    """What is called in backward where it comes to any module (2.8 to 2.15)."""
+    """Returns the hooks that are called in the backward pass of every module (2.8 to 2.15)."""
     return [*_modules._global_backward_hooks.values(), *_modules._global_backward_pre_hooks.values()]
 
 
@@ -369,5 +369,5 @@ def module_backward_hooks(module: Any) -> list[tuple[str, Callable[..., Any]]]:
 
 
 def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its parameters and its buffers, those of modules in it left out (2.8 to 2.15)."""
+    """Returns the dicts of a module's own parameters and buffers (2.8 to 2.15)."""
     return module._parameters, module._buffers  # pyright: ignore

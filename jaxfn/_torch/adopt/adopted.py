@@ -45,7 +45,7 @@ class Adopted(Function):
 
     @classmethod
     def explain(cls, *args: Any, **kwargs: Any) -> Explanation:
-        """What becomes of the torch code when `apply` is called with these arguments and differentiated.
+        """Explains what becomes of the torch code when `apply` is called with these arguments and differentiated.
 
         Args:
           *args: as for `apply`; of arrays, shapes and dtypes matter.
@@ -78,7 +78,7 @@ class Adopted(Function):
 
 
 class _AdoptedCall(NamedTuple):
-    """A call: the trace for it, and its arrays and key."""
+    """The trace for a call, with its arrays and key."""
 
     program: Forward
     arrays: list[Any]
@@ -147,7 +147,7 @@ class Adapter:
         return batched.run(arguments.leaves, key)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _AdoptedCall:
-        """A call's trace and arrays; without the state of a ctx, every input counts as one that needs a gradient."""
+        """Returns a call's trace and arrays; without the state of a ctx, every input counts as needing a gradient."""
         key = kwargs.pop(self.definition.key_name)
         arguments = take_out((args, kwargs), is_array_leaf)
         specs = [self._spec(array) for array in arguments.leaves]
@@ -240,7 +240,7 @@ class Adapter:
             self._refusals[_identities(program.arguments)] = program.refusal
 
     def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
-        """What becomes of a call with these arguments when everything in it is being differentiated."""
+        """Explains what becomes of a call with these arguments when everything in it is differentiated."""
         kwargs = {name: value for name, value in kwargs.items() if name != self.definition.key_name}
         arguments = take_out((args, kwargs), is_array_leaf)
         specs = [self._spec(as_array(leaf)) for leaf in arguments.leaves]
@@ -262,7 +262,7 @@ class Adapter:
         return tuple(flag for name, flag in zip(names, flags, strict=True) if name != self.definition.key_name)
 
     def _gradients_of_inputs(self, gradients: list[Any], program: Forward, names: Sequence[str]) -> list[Any]:
-        """What backward returned, with an entry for the key, and none for tensors that are constants here."""
+        """Returns the gradients of backward with an entry for the key, and `None` for tensors that are constants."""
         args, kwargs = program.arguments
         for i, value in enumerate((*args, *kwargs.values())):
             if isinstance(value, torch.Tensor) and i < len(gradients):

@@ -35,7 +35,7 @@ ORIGINAL = "_jaxfn_original"  # of such a Function, the given one
 
 
 class TakingTensors:
-    """A call of a Function that takes a module's tensors, which the given one uses in another way.
+    """The call of a Function that takes a module's tensors as arguments, where the original one captures them.
 
     Args:
       function: the torch Function.
@@ -133,7 +133,7 @@ def _held(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> AbstractCont
 
 
 def _node(tensor: torch.Tensor) -> torch.fx.Node:
-    """What a tensor's present value is in the graph."""
+    """Returns the graph node of a tensor's present value."""
     tracing = current()
     return tracing.recorder.node(tracing.lower(tensor))
 

@@ -1,4 +1,4 @@
-"""What `from_torch(F).explain(*args)` shows."""
+"""The explanation that `from_torch(F).explain(*args)` returns."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _described(function: Any, definition: Definition, times: int) -> AppliedFunc
 
 
 class Explanation:
-    """What becomes of a torch Function for certain arguments; prints as text.
+    """An explanation of what becomes of a torch Function for certain arguments; prints as text.
 
     Attributes:
       name: the Function's.

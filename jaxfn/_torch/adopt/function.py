@@ -47,7 +47,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _state_key(function: Callable[..., Any]) -> Any:
-    """What a function closes over; an object that equals nothing where that may change."""
+    """Returns a key of what a function captures; an object that equals nothing else if that may change."""
     try:
         return static_key(function)
     except TypeError:

@@ -80,7 +80,7 @@ class AdoptedModule(Opaque):
 
     @property
     def parameters(self) -> Arrays:
-        """What requires a gradient, by the names of `state_dict`, a tied one once: new JAX arrays of its values."""
+        """The tensors that require a gradient as new JAX arrays, by the names of `state_dict`, a tied one once."""
         with _LOCK:
             return {name: to_jax(x) for name, x in self.torch_module.named_parameters() if x.requires_grad}
 
@@ -192,7 +192,7 @@ class AdoptedModule(Opaque):
                 tensors[name].copy_(to_torch(array))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """What becomes of the module's code when it is called with these arguments.
+        """Explains what becomes of the module's code when it is called with these arguments.
 
         Args:
           *args: as for `apply`, without parameters and buffers.
@@ -397,7 +397,7 @@ def _tensors(module: torch.nn.Module) -> _Tensors:
 
 
 def _held(module: torch.nn.Module, name: str) -> Any:
-    """What a module holds by the name of a parameter or buffer."""
+    """Returns what a module holds by the name of a parameter or buffer."""
     path, _, own_name = name.rpartition(".")
     part = functools.reduce(getattr, path.split("."), module) if path else module  # TorchScript has no get_submodule
     return next((x for tensors in held_by(part) for key, x in tensors.items() if key == own_name), None)
@@ -454,7 +454,7 @@ def _refuse_writes_to_shared(recorder: Recorder, tensors: _Tensors, own: _Tensor
 
 
 def _modes(module: torch.nn.Module) -> dict[str, bool]:
-    """Which parts of a module are in train mode."""
+    """Returns whether each part of a module is in train mode."""
     return {path: part.training for path, part in module.named_modules()}
 
 
@@ -512,7 +512,8 @@ def _put_back(container: Any, saved: _Container) -> Any:
 
 
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What a module's behaviour depends on besides its tensors: modes, numbers, texts; other things by identity."""
+    """Returns a key of what a module's behaviour depends on besides its tensors: modes, numbers, texts; other things by
+    identity."""
     return tuple((Same(part), *map(_attribute_key, _all_attributes(part).items())) for part in module.modules())
 
 
@@ -537,12 +538,12 @@ def _values(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module's behaviour depends on, for each attribute of `_values`."""
+    """Returns a key for each attribute of `_values`."""
     return {name: _attribute_key(value) for name, value in _values(module).items()}
 
 
 def _changes(module: torch.nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
-    """What `_attributes` has returned before for those attributes that have changed."""
+    """Returns the earlier keys of those attributes that have changed."""
     names = {**before, **(after := _attributes(module))}
     return {name: before.get(name) for name in names if before.get(name, _MISSING) != after.get(name, _MISSING)}
 

@@ -24,7 +24,7 @@ from jaxfn._tree import is_array_leaf, is_inexact
 
 
 class _Previewed(NamedTuple):
-    """A call of a Function inside another one, before it is recorded; see `Adapter.preview`."""
+    """The preview of a Function that is applied inside another one, before it is recorded; see `Adapter.preview`."""
 
     adopted: type[Adopted]
     arguments: Flat
@@ -49,7 +49,7 @@ def can_be_repeated(tracing: Tracing, function: Any, args: Sequence[Any], kwargs
 
 
 def _applied_to_tensors_of_module(tracing: Tracing, held: HeldTensors, function: Any, args: Sequence[Any]) -> Any:
-    """What a Function returns that uses a module's tensors: a call of one that takes them."""
+    """Applies a Function that uses a module's tensors, as one that takes them."""
     taking_all = TakingTensors(function, args, held, [*held.tensors])
     _, arguments, program, _ = _previewed(tracing, taking_all.function, taking_all.args, {})
     places = {id(x): i for i, x in enumerate(arguments.leaves)}
@@ -68,7 +68,7 @@ def _applied_to_tensors_of_module(tracing: Tracing, held: HeldTensors, function:
 
 
 def applied_inside(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a torch Function returns that the code being traced applies: a call of its own jaxfn Function."""
+    """Applies a torch Function in the code being traced, as a call of its own jaxfn Function."""
     held = None if kwargs else tracing.held
     try:
         previewed = _previewed(tracing, function, args, kwargs)

@@ -32,7 +32,7 @@ _DERIVATIVES_KEPT = 32
 
 
 class Spec(NamedTuple):
-    """What a tensor is while tracing.
+    """The type of a tensor while tracing.
 
     Attributes:
       shape: its shape.
@@ -191,7 +191,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What the code itself assigned."""
+        """The attributes that the code itself assigned."""
         return {name: value for name, value in vars(self).items() if name not in _OURS}
 
     def after_forward(self, method: str) -> TorchContext:
@@ -207,7 +207,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
 
 @dataclasses.dataclass
 class _Own:
-    """What a ctx keeps for jaxfn, out of the way of what the code assigns to it."""
+    """The part of a ctx that jaxfn uses, apart from what the code assigns to it."""
 
     needs_input_grad: tuple[bool, ...]
     saved: tuple[torch.Tensor | None, ...]
@@ -218,7 +218,7 @@ _OURS = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "non_differen
 
 
 class SlotSource(NamedTuple):
-    """Where the value of a slot comes from after `forward` ran.
+    """The source of a slot's value after `forward` ran.
 
     Attributes:
       kind: "input", "result" (of the graph), or "constant" (a tensor that depends on no input).
@@ -436,7 +436,7 @@ class Forward(Trace):
             THREAD.in_whole_backward = before
 
     def used_inputs(self) -> set[int]:
-        """Which of its tensors `forward` or `backward` computes with, writes to, or gives a gradient.
+        """Returns the inputs that `forward` or `backward` computes with, writes to, or gives a gradient.
 
         All of them, if `is_inside_own_backward`.
         """
@@ -451,12 +451,12 @@ class Forward(Trace):
         return used
 
     def read_by_backward(self) -> set[int]:
-        """Which of its tensors, as they were when `forward` was called, `backward` computes with."""
+        """Returns the inputs, as they were when `forward` was called, that `backward` computes with."""
         read = self._read_by_backward()
         return read if self.runs_again else {self._input_of[slot] for slot in read if slot in self._input_of}
 
     def shared_with_backward(self) -> list[Shared]:
-        """What of `sharing` `backward` computes with."""
+        """Returns the part of `sharing` that `backward` computes with."""
         read = self._read_by_backward()
         return [x for x in self.sharing if (x.slot in read if not self.runs_again else x.kind == "input")]
 
@@ -475,7 +475,7 @@ class Forward(Trace):
         return {i for i, node in zip(kept, of_backward, strict=False) if node.users}
 
     def inputs_written(self, method: str, tracing: Tracing) -> set[int]:
-        """Which of its tensors, of those that `ctx` gave `backward` or `jvp` in this trace, were written to there."""
+        """Returns the inputs that `ctx` gave to `backward` or `jvp` in this trace, and that were written to there."""
         written = tracing.written_inputs()
         kept = range(len(self.input_specs)) if self.runs_again else [self._input_of.get(i) for i in self.kept[method]]
         return {place for i, place in enumerate(kept) if place is not None and i in written}
@@ -546,7 +546,7 @@ class Derivative(Trace):
         self.traced = TracedGraph(definition, method, tracing, values)
 
     def run(self, kept: Sequence[Any], given: Sequence[Any], key: Any) -> tuple[Any, ...]:
-        """What it returns for JAX arrays."""
+        """Runs the rule on JAX arrays."""
         return put_in(self.returned, self.traced.run([*kept, *given], key))
 
 
@@ -574,7 +574,7 @@ class BatchedForward(Trace):
         self.traced = TracedGraph(definition, "vmap", tracing, values)
 
     def run(self, inputs: Sequence[Any], key: Any) -> Any:
-        """What it returns for JAX arrays: outputs and out_dims."""
+        """Runs the batching rule on JAX arrays; returns outputs and out_dims."""
         return put_in(self._returned, self.traced.run(inputs, key))
 
 

@@ -84,7 +84,7 @@ class WholeProgram(Trace):
         self.traced = TracedGraph(code, "forward", tracing, values)
 
     def run(self, arrays: Sequence[Any], key: Any) -> Any:
-        """What the code returns for JAX arrays."""
+        """Runs the code on JAX arrays."""
         if self.refusal is not None or self._refusal_of_second is not None:
             arrays = [self._with_refusals(x, t) for x, t in zip(arrays, self._are_trained, strict=True)]
         return put_in(self.output, self.traced.run(arrays, key))
@@ -173,7 +173,7 @@ class Whole:
         return program, new.arguments.leaves
 
     def explain(self, arguments: tuple[Any, ...], num_trained: int = 0) -> Explanation:
-        """What becomes of the code for these arguments."""
+        """Explains what becomes of the code for these arguments."""
         name, new = self.code.name, self._new_program(arguments, num_trained)
         try:
             with cleaned_up(name):
@@ -190,7 +190,7 @@ class Whole:
 
 
 class _NewProgram(NamedTuple):
-    """What a program is made of.
+    """The request for a program.
 
     Attributes:
       sees_all: whether autograd is to know of all inputs, as of parameters.
@@ -242,7 +242,7 @@ class _NewProgram(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """To make a program.
+    """An attempt to make a program.
 
     Attributes:
       result: the program, or what was raised.

@@ -151,7 +151,7 @@ class Translation:
         return [values[node] for node in stretch.results]
 
     def _value(self, call: _StepCall, values: Mapping[Node, Any], key: Any) -> Any:
-        """What an operation returns."""
+        """Evaluates an operation."""
         step, operation = call.step, cast(Operation, call.operation)
         node = step.node
         arguments, options = _substitute((step.arguments, step.options), values)
@@ -172,7 +172,7 @@ class Translation:
         return grows or step.has_large_numbers or has_int64((arguments, options))
 
     def _run_with_int64(self, step: Step, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
-        """What an operation returns for whole numbers of 64 bits."""
+        """Evaluates an operation on 64-bit integers."""
         if step.node.target is operator.getitem:
             return function(*arguments)
         with jax.enable_x64(True):
@@ -202,7 +202,7 @@ _INDEX_ARGUMENT = {
 
 
 class Indices(NamedTuple):
-    """What indexes a tensor's elements.
+    """A tensor of indices into another tensor.
 
     Attributes:
       node: its node.
@@ -355,7 +355,7 @@ def _substitute(value: Any, values: Mapping[Node, Any]) -> Any:
 
 
 def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operation | Unsupported:
-    """What stands for a node's operation: the replacement, or the table's entry."""
+    """Returns the implementation of a node's operation: the replacement, or the table's entry."""
     if isinstance(node.target, JaxCall):
         return Operation(node.target, node.target.draws, takes_half=True)
     if node.target is operator.getitem:  # one of several results
@@ -414,7 +414,7 @@ def _elements_at(
 
 
 def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray[Any, Any]:
-    """Where in memory the elements of a strided tensor lie."""
+    """Returns the offsets in memory of a strided tensor's elements."""
     axes = (np.arange(length) * step for length, step in zip(size, stride, strict=True))
     return offset + reduce(np.add.outer, axes, np.zeros((), int))
 
@@ -463,7 +463,7 @@ def _constant(graph_module: GraphModule, node: Node) -> Any:
 
 
 def _limit(graph_module: GraphModule, node: Node) -> int | None:
-    """How large the whole numbers in a constant are; `None` for one of another kind."""
+    """Returns the largest magnitude in an integer constant; `None` for one of another kind."""
     value: torch.Tensor = getattr(graph_module, str(node.target))
     if value.dtype != torch.int64 or not value.numel():
         return None

@@ -71,7 +71,7 @@ _CARRIED = JaxCall(_carried, "carried")
 
 
 class StandIns(NamedTuple):
-    """What stands for things made outside, in a trace and in those of the Functions that are applied in it.
+    """The graph inputs for tensors from outside, in a trace and in those of the Functions that are applied in it.
 
     Attributes:
       names: of tensors that have a stand-in, parameters and buffers, by their memory.
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
         self._alive.append(constant)
 
     def input_index(self, tensor: torch.Tensor) -> int | None:
-        """Which input a tensor is; `None` if it is none."""
+        """Returns the index of the input that a tensor is; `None` if it is none."""
         node = self._nodes.get(id(tensor))
         return self._inputs.index(node) if node in self._inputs else None
 
@@ -431,7 +431,7 @@ class Recorder(TorchDispatchMode):
         return self._replaced.get(str(func)) or self._replaced.get(str(func).rpartition(".")[0])
 
     def stood_in_inside(self, tensors: Sequence[torch.Tensor], function: str) -> StandIns:
-        """What stands for things made outside, in a Function that is applied to these tensors."""
+        """Returns the graph inputs for tensors from outside, in a Function that is applied to these tensors."""
         permuted = None
         for i, tensor in enumerate(tensors):
             permuted = permuted or self.order_of(tensor, f"tensor {i} of those that {function} is applied to")
@@ -444,7 +444,7 @@ class Recorder(TorchDispatchMode):
         self._permuted[self.node(tensor)] = source
 
     def order_of(self, tensor: torch.Tensor, name: str) -> str | None:
-        """What a tensor has the order of its elements in memory from, where that may be another than its axes say.
+        """Returns the source of a tensor's memory order, where that may differ from the order of its axes.
 
         Args:
           tensor: the tensor, from below functionalization.
@@ -454,7 +454,7 @@ class Recorder(TorchDispatchMode):
         return name if source is None and is_permuted(tensor) else source
 
     def _permuted_source(self, tensor: torch.Tensor) -> str | None:
-        """What a tensor depends on of which not even torch's order in memory is known here, as results take it over."""
+        """Returns the tensor of unknown memory order from which a tensor may have taken its own."""
         node = self._nodes.get(id(tensor))
         waiting, seen = [node] if self._permuted and node else [], set[torch.fx.Node]()
         while waiting:
@@ -484,7 +484,7 @@ class Recorder(TorchDispatchMode):
         return self._name(value, node)
 
     def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation on traced tensors gives: shapes and dtypes."""
+        """Returns the result of an operation on traced tensors: shapes and dtypes."""
         args, kwargs = torch_tree.tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
         try:
             with self._fake:
@@ -515,7 +515,7 @@ class Recorder(TorchDispatchMode):
             ) from error
 
     def assume(self, problem: str, dtype: torch.dtype) -> Any:
-        """What Python code is told of a tensor's value, where it is only to be seen what else it does.
+        """Returns an assumed value of a tensor, where only the rest of the code is to be seen; raises otherwise.
 
         Args:
           problem: what is wrong otherwise.
@@ -616,7 +616,7 @@ class Recorder(TorchDispatchMode):
             )
 
     def shapes_of(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """What a JAX function returns for these tensors: tensors without values, and Python values as they are."""
+        """Returns the results of a JAX function for these tensors: tensors without values, Python values unchanged."""
         arguments = take_out((tuple(args), dict(kwargs)))
         templates: list[Any] = []
 

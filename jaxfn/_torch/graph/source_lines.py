@@ -1,4 +1,4 @@
-"""Which line of the user's code is running, for messages."""
+"""The running line of the user's code, for messages."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def running_frames() -> Iterator[FrameType]:
 
 @functools.lru_cache(maxsize=4096)
 def _name_of(code: CodeType, module: str) -> str | None:
-    """By what name the function of this code is found in its module; `None` where it is not."""
+    """Returns the name by which the function of this code is found in its module; `None` if it is not."""
     found: Any = sys.modules.get(module)
     for part in code.co_qualname.split("."):
         found = getattr(found, part, None)

@@ -1,4 +1,4 @@
-"""What ATen operations are in JAX, by family."""
+"""Translations of ATen operations to JAX, by family."""
 
 from jaxfn._torch.operations import activations as activations
 from jaxfn._torch.operations import attention as attention

@@ -33,7 +33,7 @@ def attention(
     attn_mask: Array | None = None,
     scale: float | None = None,
 ) -> Array:
-    """What each query attends to."""
+    """Computes what each query attends to."""
     if dropout_p:
         raise TranslationError("scaled_dot_product_attention with dropout has no counterpart without torch's own mask")
     scores = _scores(query, key, is_causal, attn_mask, scale)

@@ -57,7 +57,7 @@ def convolution_backward(
     bias_sizes: Sequence[int] | None,
     *options: Any,
 ) -> tuple[Array | None, ...]:
-    """What the last of the options asks for; the others are those of `convolution`."""
+    """Computes the gradients that the last option asks for; the other options are those of `convolution`."""
     *given, output_mask = options
 
     def forward(x: Array, weight: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What torch's `dim` arguments mean."""
+"""The meaning of torch's `dim` arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def axes(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def along(x: Array, dim: int, index: Any) -> tuple[Any, ...]:
-    """What indexes `x` by `index` along one axis."""
+    """Returns the index of `x` that is `index` along one axis."""
     return (slice(None),) * (dim % x.ndim) + (index,)
 
 

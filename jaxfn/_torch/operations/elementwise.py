@@ -196,7 +196,7 @@ def clamp(x: Array, low: Any, high: Any = None) -> Array:
 
 @_with_bounds
 def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
-    """At a bound x has all of the derivative (`jnp.clip` halves it)."""
+    """Clamps; at a bound x has all of the derivative (`jnp.clip` halves it)."""
     if low is not None:
         x = jnp.where((x < low) | (low != low), low, x)
     if high is not None:
@@ -206,7 +206,7 @@ def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
 
 @_with_bounds
 def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
-    """At a bound, which is a number, there is no derivative."""
+    """Clamps; at a bound, which is a number, there is no derivative."""
     if low is not None:
         x = jnp.where((x <= low) | (low != low), low, x)
     if high is not None:
@@ -216,7 +216,7 @@ def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
 
 @_with_bounds
 def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
-    """At a bound x and the bound have half of the derivative each; x has all of it where there is room for no other."""
+    """Clamps; at a bound x and the bound have half of the derivative each; x has all of it if bounds are equal."""
     if low is None:
         return x if high is None else jnp.minimum(x, high)
     if high is None:

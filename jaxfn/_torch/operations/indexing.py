@@ -113,7 +113,7 @@ def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
 
 @moving("aten.masked_scatter_backward")
 def masked_scatter_backward(gradient: Array, mask: Array, sizes: Sequence[int]) -> Array:
-    """What came from `source`, in order; elements that were not used get 0."""
+    """Returns the gradients of what came from `source`, in order; elements that were not used get 0."""
     mask = jnp.broadcast_to(mask, gradient.shape).reshape(-1)
     order = jnp.where(mask, jnp.cumsum(mask) - 1, math.prod(sizes))
     flat = jnp.zeros(math.prod(sizes), gradient.dtype)
@@ -204,7 +204,7 @@ def scatter_reduce(x: Array, dim: int, indices: Array, source: Array, reduce: st
 
 
 def _neutral(reduce: str, dtype: Any) -> Any:
-    """What changes nothing under `reduce`."""
+    """Returns the neutral element of `reduce`."""
     if reduce in ("sum", "prod"):
         return int(reduce == "prod")
     if dtype == np.bool_:

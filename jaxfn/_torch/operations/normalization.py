@@ -190,7 +190,7 @@ def _normalized_by_batch(x: Array, weight: Optional, bias: Optional, eps: float)
 
 
 def _batch_factor(rstd: Array, weight: Optional, ndim: int) -> Array:
-    """What is multiplied first, one number for each channel: so the derivatives of both take one sum."""
+    """Returns the product of both factors, one number for each channel, so that their derivatives take one sum."""
     return rstd if weight is None else rstd * _along_channels(weight, ndim)
 
 

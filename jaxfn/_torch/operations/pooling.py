@@ -34,7 +34,7 @@ def _each(given: Sequence[int], count: int) -> list[int]:
 
 
 def _length(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """How many windows there are; with `ceil_mode`, the last may hang over the padded end but not begin there."""
+    """Counts the windows; with `ceil_mode`, the last may hang over the padded end but not begin there."""
     room = length + 2 * padding - dilation * (kernel - 1) - 1
     count = (-(-room // stride) if ceil_mode else room // stride) + 1
     return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
@@ -120,7 +120,7 @@ def _max_along(x: Array, places: Array, axis: int, windows: Windows) -> tuple[Ar
 
 
 def _is_larger(x: Array, y: Array) -> Array:
-    """Where `x` is larger, with nan as the largest of all."""
+    """Whether `x` is larger, elementwise, with nan as the largest of all."""
     return (x > y) | (jnp.isnan(x) & ~jnp.isnan(y)) if is_inexact(x) else x > y
 
 

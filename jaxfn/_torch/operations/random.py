@@ -17,7 +17,7 @@ from jaxfn._torch.operations.table import operation
 
 
 def _uniform(key: Array, shape: Sequence[int], dtype: Any, low: float = 0.0, high: float = 1.0) -> Array:
-    """Of complex numbers, both parts."""
+    """Draws uniform numbers; both parts of complex ones."""
     dtype = np.float32 if dtype is None else dtype
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.random.uniform(key, tuple(shape), dtype, low, high)
@@ -26,7 +26,7 @@ def _uniform(key: Array, shape: Sequence[int], dtype: Any, low: float = 0.0, hig
 
 
 def _normal(key: Array, shape: Sequence[int], dtype: Any) -> Array:
-    """Of complex numbers, with the variance shared by both parts."""
+    """Draws normal numbers; both parts of complex ones share the variance."""
     return jax.random.normal(key, tuple(shape), np.float32 if dtype is None else dtype)
 
 
@@ -73,7 +73,7 @@ def randperm(key: Array, n: int, dtype: Any = None) -> Array:
 
 @operation("aten.bernoulli", draws=True)
 def bernoulli(key: Array, x: Array, p: Any = None) -> Array:
-    """With the probabilities `x`, or, of the shape of `x`, with `p`."""
+    """Draws with the probabilities `x`, or with `p` in the shape of `x`."""
     return jax.random.bernoulli(key, x if p is None else p, x.shape).astype(x.dtype)
 
 

@@ -29,19 +29,19 @@ def accumulated(x: Array, dtype: Any) -> Array:
 def reduced(
     function: Callable[..., Array], x: Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Array:
-    """What a function such as `jnp.sum` gives over some axes."""
+    """Applies a function such as `jnp.sum` over some axes."""
     return function(x if dtype is None else x.astype(dtype), axes(x, dim), keepdims=keepdim)
 
 
 def accumulating(
     function: Callable[..., Array], x: Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Array:
-    """Likewise, for sums and products."""
+    """Applies a sum or product over some axes, with integers accumulated as torch does."""
     return reduced(function, accumulated(x, dtype), dim, keepdim)
 
 
 def extreme_place(function: Callable[..., Array], x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    """Where the extreme element is."""
+    """Returns the index of the extreme element."""
     return function(x, None if x.ndim == 0 else dim, keepdims=keepdim)
 
 

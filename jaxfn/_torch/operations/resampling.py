@@ -22,7 +22,7 @@ Method = Callable[[int, int, bool, "float | None", Any], tuple[Table, Table]]
 
 
 def _step(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> Any:
-    """How far two neighbours of the result are apart in the input, in the precision in which torch has it."""
+    """Returns the distance in the input of two neighbours in the result, in torch's precision."""
     if align_corners:
         return dtype(length - 1) / dtype(new - 1) if new > 1 else dtype(0)
     return dtype(1.0 / scale) if scale else dtype(length) / dtype(new)
@@ -243,7 +243,7 @@ def _inside(point: Array, length: int, *, padding: int, align_corners: bool) -> 
 
 @operation("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
 def grid_sample_backward(gradient: Array, x: Array, grid: Array, *options: Any) -> tuple[Array | None, Array | None]:
-    """What the last of the options asks for; the others are those of `grid_sample`."""
+    """Computes the gradients that the last option asks for; the other options are those of `grid_sample`."""
     *given, output_mask = options
 
     def forward(x: Array, grid: Array) -> Array:

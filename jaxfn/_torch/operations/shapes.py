@@ -78,7 +78,7 @@ def view(x: Array, size: Sequence[int], *_: Any) -> Array:
 
 @moving("aten.view.dtype")
 def view_dtype(x: Array, dtype: Any) -> Array:
-    """The same bits as another dtype; the last axis shrinks or grows with the size of an element."""
+    """Reinterprets the bits as another dtype; the last axis shrinks or grows with the size of an element."""
     ratio = np.dtype(dtype).itemsize / x.dtype.itemsize
     if ratio > 1:
         x = x.reshape(*x.shape[:-1], -1, round(ratio))

@@ -78,7 +78,7 @@ enter_all(
 
 
 def cumulated(function: Callable[..., Array], x: Array, dim: int, *, dtype: Any = None) -> Array:
-    """What a function such as `jnp.cumsum` gives along an axis."""
+    """Applies a function such as `jnp.cumsum` along an axis."""
     return function(vector(accumulated(x, dtype)), dim).reshape(x.shape)
 
 

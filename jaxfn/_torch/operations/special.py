@@ -48,7 +48,7 @@ refuse(
 
 @operation("aten.polygamma")
 def polygamma(n: int, x: Array) -> Array:
-    """By reflection at 1/2 for arguments below, where JAX's, or its derivative, is not right."""
+    """Computes by reflection at 1/2 for arguments below, where JAX's function, or its derivative, is wrong."""
     x = to_inexact(x)
     sign = (-1) ** n
     is_low = x < 0.5

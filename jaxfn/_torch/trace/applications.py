@@ -32,7 +32,7 @@ _APPLYING = threading.local()
 
 
 def apply(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What `function.apply` returns where a trace is being made."""
+    """Implements `function.apply` inside a trace."""
     if function is _compat.CheckpointFunction:  # by a `checkpoint` that was taken before; see `patches`
         run, _, *inputs = args
         with tracing.recorder.recomputing():

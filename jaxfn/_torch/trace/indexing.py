@@ -67,7 +67,7 @@ def _parts(tensor: torch.Tensor, index: Any) -> list[Any]:
 
 
 def _dimensions(part: Any) -> int:
-    """How many dimensions of the tensor a part of an index speaks of."""
+    """Counts the dimensions of the tensor that a part of an index takes."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8):

@@ -127,7 +127,7 @@ def as_key(data: Any) -> Any:
 def call_replacement(
     tracing: Tracing, function: Any, replacement: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What a Python function returns that a JAX function stands for."""
+    """Calls the JAX function that replaces a Python function."""
     arguments = take_out((tuple(args), dict(kwargs)))
     template = arguments.template  # all that the graph keeps of the arguments
     lowered = put_in(template, [tracing.lower(tensor) for tensor in arguments.leaves])

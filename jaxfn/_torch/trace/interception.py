@@ -1,4 +1,4 @@
-"""What torch code asks for before autograd and functionalization make operations of it.
+"""Interception of torch's Python functions, before autograd and functionalization make operations of them.
 
 `PythonLevel` sees every call of torch's functions and every attribute of a tensor, and answers those that need another
 answer while tracing. `patches` is for what no mode sees.
@@ -74,7 +74,7 @@ class PythonLevel(TorchFunctionMode):
 
 
 def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call of an operation. Of a custom one torch applies the Function that it made of the registered backward.
+    """Calls an operation. For a custom one torch applies the Function that it made of the registered backward.
 
     Not if there is none, or a jaxfn Function replaces it: then the derivative is that of its code or its replacement.
     """
@@ -286,7 +286,7 @@ _COMPOSED = {
 
 @_answers(LINEAR_CROSS_ENTROPY)
 def _linear_cross_entropy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """As a matrix product and a loss; in pieces, torch would compute the gradients in forward, zeros while tracing."""
+    """Computes a matrix product and a loss; in pieces, torch would compute gradients in forward, zeros here."""
     return func(*args, **{**kwargs, "options": None})
 
 

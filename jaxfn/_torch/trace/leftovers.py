@@ -65,7 +65,7 @@ def may_share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """How many elements of its memory a tensor reaches over."""
+    """Returns the number of elements of memory that a tensor spans."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return sum((length - 1) * step for length, step in steps) + 1 if tensor.numel() else 0
 
@@ -160,7 +160,7 @@ def _exchange(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor, ours: list[FunctionalTensor]) -> str:
-    """Where a tensor is kept, as part of a message."""
+    """Describes where a tensor is kept, as part of a message."""
     for holder in gc.get_referrers(tensor):
         if holder is ours or isinstance(holder, types.FrameType):
             continue

@@ -40,7 +40,7 @@ class GradFn:
     register_prehook = register_hook
 
     def _register_hook_dict(self, tensor: torch.Tensor) -> None:
-        """What `tensor.register_hook` calls, which was taken before and is called in an operation of a library."""
+        """Implements what `tensor.register_hook` calls inside an operation of a library."""
         if HOOKED not in vars(tensor):
             self.register_hook(None)
         self.node._register_hook_dict(tensor)

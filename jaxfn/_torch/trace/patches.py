@@ -52,7 +52,7 @@ class _Name:
         self._original, self._stand_in = _MISSING, None
 
     def stand_in(self) -> Any:
-        """What stands for its value; the same again in the next trace, unless that has another value."""
+        """The patch for the value; the same one in the next trace, unless the value has changed."""
         original = getattr(self.owner, self.name)
         if original is not self._original:
             self._original, self._stand_in = original, self._stand_in_of(original)
@@ -98,7 +98,7 @@ def patched(owner: str, functions: Iterable[Any]) -> Generator[None]:
 
 
 def _answering(answer: Callable[..., Any]) -> Callable[[Any], Any]:
-    """What makes a stand-in, which while a trace is made does what `answer` does, and else what the original does.
+    """Returns a function that makes a patch, which calls `answer` inside a trace, and the original elsewhere.
 
     Args:
       answer: of the trace, the original and the arguments, whose names are torch's, or the user's.
@@ -116,7 +116,7 @@ def _answering(answer: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _answering_attribute(answer: Callable[..., Any]) -> Callable[[Any], Any]:
-    """The same for an attribute of tensors; `answer` gets the trace, how to get the original one, and the tensor."""
+    """Returns a function that patches an attribute of tensors; `answer` gets the trace, the getter, and the tensor."""
     stand_in_of = _answering(answer)
     return lambda original: property(stand_in_of(original.__get__), original.__set__)
 
@@ -186,7 +186,7 @@ def _detect_causal(
 def _make_leaves(
     tracing: Tracing, original: Callable[..., Any], inputs: Any, create_graph: bool, need_graph: bool
 ) -> Any:
-    """What `torch.autograd.functional` begins with: it detaches what requires no gradient, as arguments say."""
+    """Implements the first step of `torch.autograd.functional`, which detaches what requires no gradient."""
     if tracing.recorder.follows_grad_mode and create_graph:
         return tuple(_as_leaf(x, need_graph) for x in inputs)
     return original(inputs, create_graph, need_graph)
@@ -245,12 +245,12 @@ def _is_users_asking() -> bool:
 
 
 def _is_grad_enabled(tracing: Tracing, original: Callable[[], bool]) -> bool:
-    """To the user's code gradients are on in backward, where code asks whether it may be differentiated again."""
+    """Whether gradients are on; to the user's code they are in backward, which may be differentiated again."""
     return (tracing.is_differentiated and _is_users_asking()) or original()
 
 
 def _is_compiling(tracing: Tracing, original: Callable[[], bool]) -> bool:
-    """To the user's code this is what it asks: it leaves out checks that need values, which are not there."""
+    """Whether torch compiles; to the user's code it does, so that it leaves out checks that need values."""
     return tracing.ask_whether_compiling() if _is_users_asking() else original()
 
 
@@ -286,7 +286,7 @@ def _static(stand_in: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _references(owner: str, function: Any) -> list[_Name]:
-    """Where a Python function is found by name: in modules, and in the class that it was defined in."""
+    """Returns the names by which a Python function is found: in modules, and in the class that defines it."""
     in_place = [name for name in _REFERENCES.get(id(function), []) if (id(name.owner), name.name) in _BEFORE]
     if in_place:
         return in_place

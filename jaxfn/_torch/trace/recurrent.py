@@ -23,7 +23,7 @@ _Step = Callable[[Array, tuple[Array, ...], Sequence[Array]], tuple[Array, ...]]
 
 
 class _Layers(NamedTuple):
-    """What a recurrent layer of torch's is called with, besides tensors.
+    """The arguments of a recurrent layer of torch's besides tensors.
 
     Attributes:
       step: of the unit.
@@ -195,7 +195,7 @@ def _padded(data: torch.Tensor, times: torch.Tensor, sequences: torch.Tensor, va
 
 
 def pack(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
-    """What `pack_padded_sequence` calls: of sequences that are sorted by length."""
+    """Implements `pack_padded_sequence` for sequences that are sorted by length."""
     steps, lengths, is_batch_first = args
     known = _known(tracing, lengths, "lengths")
     if is_batch_first:
@@ -210,7 +210,7 @@ def pack(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def pad(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
-    """What `pad_packed_sequence` calls, the inverse."""
+    """Implements `pad_packed_sequence`."""
     data, batch_sizes, is_batch_first, padding, total = args
     lengths = _lengths(tracing, batch_sizes)
     padded = _padded(data, *_places(lengths), padding)

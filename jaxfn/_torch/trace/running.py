@@ -1,4 +1,4 @@
-"""What is switched on while torch code is traced: the recorder, the modes above it, and the stand-ins.
+"""The scope of a trace: the recorder, the modes above it, and the patches.
 
 # Note: the layers that a line of torch code passes
 
@@ -86,7 +86,7 @@ FAKE_TENSOR_LOG.addFilter(lambda record: THREAD.tracing is None)
 
 
 def _misfit(tracing: Tracing, error: Exception) -> TranslationError | None:
-    """What an error says that torch raised for shapes or dtypes, with the part of the module and its inputs."""
+    """Returns the error for a wrong shape or dtype that torch noticed, with the part of the module and its inputs."""
     is_for_known_or_made = re.search("(?i)int64|long", str(error))
     if tracing.recorder.misfit[0] is not error or is_for_known_or_made:
         return None
@@ -104,7 +104,7 @@ def _misfit(tracing: Tracing, error: Exception) -> TranslationError | None:
 
 
 def _explained(owner: str, error: Exception) -> TranslationError | None:
-    """What an error that torch raised while tracing means, if that is known."""
+    """Returns the explanation of an error that torch raised while tracing, if it is known."""
     text = str(error)
     where = source_line([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
     if "non-functional tensor" in text:

@@ -1,4 +1,4 @@
-"""What can be done with `x[mask]`."""
+"""Operations on `x[mask]`."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _is_the_users() -> bool:
 
 
 def run(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
-    """What `call()` gives, which is an operation on tensors of the code's, with the gradients that torch gives it."""
+    """Runs `call()`, an operation on tensors of the user's code, with the gradients that torch gives it."""
     for x in written_by(func, args, kwargs) if recorder.shared or recorder.has_shared_inputs else []:
         if isinstance(x, FunctionalTensor):
             _check_shared(recorder, x)

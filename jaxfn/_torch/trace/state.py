@@ -27,7 +27,7 @@ LEAF = "jaxfn_leaf"  # the attribute of an argument with the leaf of autograd's 
 
 
 class Replacements(NamedTuple):
-    """What JAX functions stand for.
+    """The operations and functions that JAX functions replace.
 
     Attributes:
       all: everything, as the user gave it.
@@ -60,7 +60,7 @@ def _is_operation(op: object) -> bool:
 
 
 class Nested(NamedTuple):
-    """What becomes of a Function that the code applies; the arguments are the trace, the Function, and `apply`'s.
+    """The handlers of a Function that the code applies; they take the trace, the Function, and `apply`'s arguments.
 
     Attributes:
       apply: records it as one node, which keeps its own rule at every order, and returns what it returns.
@@ -191,12 +191,12 @@ class Tracing:
         self.reads_flags = True
 
     def ask_whether_compiling(self) -> bool:
-        """What the code hears when it asks whether it is being compiled."""
+        """Answers the code's question whether it is being compiled."""
         self.asks_compiling = True
         return self._says_compiling
 
     def requires_grad(self, tensor: torch.Tensor) -> bool | None:
-        """What an input says when asked whether it requires a gradient; `None` for what is no input."""
+        """Returns whether an input requires a gradient; `None` for a tensor that is no input."""
         self.reads_flags |= id(tensor) in self._requires_grad
         return self._requires_grad.get(id(tensor))
 
@@ -224,7 +224,7 @@ class Tracing:
         return argument
 
     def part_name(self, module: torch.nn.Module) -> str:
-        """What messages call a module."""
+        """Returns a module's name in messages."""
         return f"{self.part_names.get(id(module)) or 'the module'} ({type(module).__name__})"
 
     def lift(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ class Tracing:
 
 
 class _Thread(threading.local):
-    """What a thread is doing.
+    """The tracing state of a thread.
 
     Attributes:
       tracing: the innermost trace that it is making.

@@ -20,7 +20,7 @@ _DROP_TANGENT_UNLESS = JaxCall(drop_tangent_unless, "drop_tangent_unless")
 
 
 def following(tracing: Tracing, made: torch.Tensor, leader: torch.Tensor) -> torch.Tensor:
-    """What an identity made of a tensor, below functionalization, with a derivative where that one has one."""
+    """Returns a tensor with its derivative dropped unless `leader` has one, below functionalization."""
     fake = tracing.recorder.fake(made.shape, made.dtype)
     return tracing.recorder.call(_DROP_TANGENT_UNLESS, (tracing.lower(made), tracing.lower(leader)), {}, fake)
 
@@ -101,7 +101,7 @@ def _without_values(node: torch.fx.Node) -> Any:
 
 
 class _Handle:
-    """What `register_hook` returns."""
+    """The handle that `register_hook` returns."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""What a trace depends on besides shapes and dtypes, as something to look it up by."""
+"""Keys of traces: everything that a trace depends on besides shapes and dtypes."""
 
 from __future__ import annotations
 
