@@ -37,6 +37,20 @@ def test_docstring_examples(name):
     assert results.failed == 0
 
 
+def test_docstrings_open_with_a_verb_or_a_noun():
+    """A docstring stands alone: it does not go on where the name ends."""
+    openings = re.compile(r"(What|Of|That which|The same|Those|How|For|By|Which|As|In|Likewise|Where|If|To|With|See)\b")
+    found = [
+        f"{path.relative_to(ROOT)}: {doc.splitlines()[0]}"
+        for path in sorted((ROOT / "jaxfn").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and (doc := ast.get_docstring(node))
+        and openings.match(doc)
+    ]
+    assert not found
+
+
 def test_there_are_docstring_examples():
     names = "Function FunctionCtx function autograd_function once_differentiable gradcheck gradgradcheck GradcheckError"
     hooks = "saved_tensors_hooks save_on_host disable_saved_tensors_hooks"
