@@ -42,7 +42,7 @@ refuse(
 refuse(
     "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; with "
     "`output_size=` it is known",
-    "aten.repeat_interleave",
+    "aten.repeat_interleave.Tensor",
 )
 
 
