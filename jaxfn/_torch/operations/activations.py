@@ -22,7 +22,7 @@ def relu(x: Array) -> Array:
 
 @relu.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """As `jax.nn.relu`, but for the derivative at NaN, which torch passes on."""
+    """Computes `jax.nn.relu`, with torch's derivative at NaN, which it passes on."""
     (x,), (tangent,) = primals, tangents
     return relu(x), lax.select(x <= 0, lax.full_like(tangent, 0), tangent)
 
