@@ -194,11 +194,9 @@ def test_every_entry_has_a_sample() -> None:
         (first_sample(name) for name in OPERATIONS),
         ([sample("float64 0", *DIRECT[name])] for name in DIRECT),
         (samples(name, backward=True) for name in BACKWARD.split()),
-        (samples(name) for name in OPERATIONS),
+        [samples("renorm")],  # of which the first converts nothing
     ):
         missing -= set().union(*(s.entries for s in group if s.is_translated))
-        if not missing:
-            return
     assert sorted(missing) == []
 
 
