@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfn._compat import (
     copy_array,
@@ -717,7 +718,8 @@ def _are_equal(a: Any, b: Any) -> bool:
 def _is_true(flags: jax.Array) -> bool:
     """Whether all flags are true, those under `jax.vmap` too; those that have no value are taken for true."""
     values = under_tracers(flags)
-    return not isinstance(values, jax.Array) or bool(values.all())
+    # By NumPy: in an eager shard_map JAX would trace the operation.
+    return not isinstance(values, jax.Array) or all(np.asarray(part.data).all() for part in values.addressable_shards)
 
 
 _CHANGED = (

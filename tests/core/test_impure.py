@@ -184,3 +184,25 @@ def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, kind):
 
     y, pull = jax.vjp(STAGED_FIRST[program](ReadsFlags.apply), X)
     np.testing.assert_allclose(pull(jnp.ones_like(y))[0] * jnp.sin(X), y * jnp.cos(X), rtol=1e-4)
+
+
+@row("D3")
+def test_second_derivatives_of_an_intermediate_in_an_eager_shard_map():
+    """Both runs of `forward` are compared by their values, which are those of all devices."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+
+    def forward(ctx, x):
+        slope = jnp.cos(x)
+        ctx.save_for_backward(slope)
+        return jnp.sin(x)
+
+    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
+
+    def second(f):
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+        slope = jax.grad(lambda x: jnp.sum(mapped(x) ** 2))
+        return jax.grad(lambda x: jnp.sum(slope(x) * x))
+
+    x = jnp.linspace(-1.0, 1.0, 4)
+    np.testing.assert_allclose(second(f)(x), second(jnp.sin)(x), rtol=1e-5)

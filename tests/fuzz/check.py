@@ -177,7 +177,8 @@ def _compare(got: Any, wanted: Any, tolerance: float) -> Outcome:
 def _compare_counts(got: Any, wanted: Any, tolerance: float) -> Outcome:
     """Forward runs at most as often as by hand, and the gradient belongs to the draw that the output does."""
     counts, counts_by_hand = got[-1], wanted[-1]
-    if any(ours > by_hand for ours, by_hand in zip(counts, counts_by_hand, strict=True)) or not all(counts):
+    pairs = list(zip(counts, counts_by_hand, strict=True))  # zeros where the output is not used
+    if any(ours > by_hand or bool(ours) is not bool(by_hand) for ours, by_hand in pairs):
         return Outcome(WRONG, f"forward runs more often than by hand: {counts}, not {counts_by_hand}", 2)
     if not _is_of_one_draw(got, tolerance):
         return Outcome(WRONG, _ANOTHER_DRAW, 3)
