@@ -187,7 +187,8 @@ def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, kind):
 
 
 @row("D3")
-def test_second_derivatives_of_an_intermediate_in_an_eager_shard_map():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_second_derivatives_of_an_intermediate_in_an_eager_shard_map(check_vma):
     """Both runs of `forward` are compared by their values, which are those of all devices."""
     mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
@@ -200,7 +201,7 @@ def test_second_derivatives_of_an_intermediate_in_an_eager_shard_map():
     f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
 
     def second(f):
-        mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
         slope = jax.grad(lambda x: jnp.sum(mapped(x) ** 2))
         return jax.grad(lambda x: jnp.sum(slope(x) * x))
 
