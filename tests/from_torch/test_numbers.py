@@ -156,6 +156,34 @@ def test_a_constant_of_64_bits(code: Any):
     assert_same(code, BITS)
 
 
+class TakesHash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, h):
+        ctx.save_for_backward(h)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (ctx.saved_tensors[0] % 7), None
+
+
+@row("H13")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
+@pytest.mark.parametrize(
+    ("code", "ops"),
+    [
+        (lambda x, n: TakesHash.apply(x, n.long() * 6364136223846793005), {}),
+        (lambda x, n: x * torch.neg(n.long() * 6364136223846793005), {"aten::neg": jnp.negative}),
+    ],
+    ids=["a Function", "a replacement"],
+)
+def test_64_bits_do_not_enter_a_jax_function(code: Any, ops: Any, wrap: Any):
+    """Its derivative runs elsewhere, where JAX has 32 bits: `h % 7` would be of the last 32 bits of h."""
+    f = jaxfn.from_torch(code, ops=ops)
+    with pytest.raises(jaxfn.TranslationError, match=r"aten.mul.Tensor, called at .*needs 64 bits"):
+        wrap(jax.grad(lambda x: f(x, BITS).sum()))(np.ones(60, np.float32))
+
+
 # --- Numbers at the ends.
 
 ENDS = np.array([300.7, -129.2, 1e10, -3e9, np.nan, np.inf, -np.inf, -1.5, 70000, -40000, 1e20, 4e9, 255.9], np.float32)

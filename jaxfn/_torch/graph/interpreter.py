@@ -162,7 +162,7 @@ class Translation:
                 raise TranslationError(f"{name_of(node.target)}{_line(node)} draws random numbers: pass `key=`")
             arguments = (jax.random.fold_in(key, call.num_drawn), *arguments)
         if _has_32_bits() and self._needs_64_bits(step, arguments, options):
-            return self._run_with_int64(step, operation.function, arguments, options)
+            return self._run_with_int64(call, arguments, options)
         with _told_line(node):
             return _recorded(operation.function(*arguments, **options), node)
 
@@ -171,12 +171,16 @@ class Translation:
         grows = self._careful.get(step.node, 0) > LARGEST and may_grow(short_name(name_of(step.node.target)))
         return grows or step.has_large_numbers or has_int64((arguments, options))
 
-    def _run_with_int64(self, step: Step, function: Callable[..., Any], arguments: Any, options: Any) -> Any:
-        """Evaluates an operation on 64-bit integers."""
+    def _run_with_int64(self, call: _StepCall, arguments: Any, options: Any) -> Any:
+        """Evaluates an operation on 64-bit integers. JAX functions, which run again elsewhere, get 32 bits."""
+        step, operation = call.step, cast(Operation, call.operation)
         if step.node.target is operator.getitem:
-            return function(*arguments)
+            return operation.function(*arguments)
+        if operation not in TABLE.values():
+            arguments, options = self._narrowed(step, (arguments, options))
+            return _recorded(operation.function(*arguments, **options), step.node)
         with jax.enable_x64(True):
-            return _recorded(function(*to_int64(arguments), **to_int64(options)), step.node)
+            return _recorded(operation.function(*to_int64(arguments), **to_int64(options)), step.node)
 
     def _narrowed(self, step: Step, arguments: Any) -> Any:
         """The arguments of a step that takes 32 bits, or a message if it is plain that they do not fit."""
