@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.cases import Relu
 from tests.support.marks import row, sampled
 
 X = jnp.float32(0.5)
@@ -556,24 +557,14 @@ def test_an_array_without_a_derivative_may_be_kept_outside(program):
 def test_an_eqn_that_computes_a_value_and_its_tangent(wrap):
     """`jnp.where` is one eqn of `jit` for both, so the value seems to depend on the tangent of the gradient."""
 
-    class Relu(jaxfn.Function):
+    class WithForwardMode(Relu):
         generate_jvp_rule = True
-
-        @staticmethod
-        def forward(ctx, x):
-            mask = x > 0
-            ctx.save_for_backward(mask)
-            return jnp.where(mask, x, 0.0)
-
-        @staticmethod
-        def backward(ctx, g):
-            return jnp.where(ctx.saved_tensors[0], g, 0.0)
 
     def tangent(f):
         slope = jax.grad(lambda x: jnp.sum(jnp.sin(f(x**3))))
         return wrap(jax.grad(lambda x: jnp.sum(jax.jvp(slope, (x,), (x,))[1])))
 
-    np.testing.assert_allclose(tangent(Relu.apply)(X), tangent(jax.nn.relu)(X), rtol=1e-5)
+    np.testing.assert_allclose(tangent(WithForwardMode.apply)(X), tangent(jax.nn.relu)(X), rtol=1e-5)
 
 
 @row("B14")
