@@ -41,7 +41,7 @@ from jaxfn._tree import is_inexact, is_traced
 
 
 class Outside(NamedTuple):
-    """The inputs by which results depend on what was kept outside of ctx; or an array of a finished jaxpr did it."""
+    """The inputs that kept arrays depend on, and whether the rule reads an array of a finished jaxpr."""
 
     inputs: Sequence[Any] = ()
     has_escaped: bool = False
