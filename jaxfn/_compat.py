@@ -384,7 +384,7 @@ class VmapAxis:
 
 
 class _OwningPrimitive(Primitive):
-    """A primitive whose params are freed with their eqns.
+    """A primitive whose params are freed with their eqns, and which may have a rule for `jax.linearize`.
 
     JAX caches the types of results by the params of the eqn, and drops an entry early only if a jaxpr among these ends
     (0.10.0 to 0.12.0). So there is an empty one.
@@ -403,9 +403,9 @@ class _OwningPrimitive(Primitive):
     def _bind_linearized(
         self, linearize: Callable[..., Any], trace: Any, args: Sequence[Any], params: dict[str, Any]
     ) -> Sequence[Any] | None:
-        """Does what a trace of `jax.linearize` or of reverse mode does by a rule of the primitive's own.
+        """Returns tracers of the results and their tangents, as a trace of `jax.linearize` makes them by such a rule.
 
-        The table of these rules is not public, and without one JAX traces the JVP rule to a jaxpr (0.10.0 to 0.12.0).
+        JAX's table of these rules is not public. Without a rule it traces the JVP rule to a jaxpr (0.10.0 to 0.12.0).
         """
         pairs = [trace.to_primal_tangent_pair(x) if has_tangent(x) else (x, None) for x in args]
         primals, tangents = [x for x, _ in pairs], [_nonzero(t) for _, t in pairs]
