@@ -36,7 +36,7 @@ def few_objects() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the thorough tests too")
+    parser.addoption("--all", action="store_true", help="run the slow tests too")
     parser.addoption("--product", action="store_true", help="as --all, and every case of the sampled tests")
     parser.addoption("--row", action="append", help="run only what is about this row of docs/contract.md")
 
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     quick = set(quick_lane(items))
     for item in items:
         if item not in quick:
-            item.add_marker("thorough")  # the cases that were not taken of a sampled test too, so that -m finds them
+            item.add_marker("slow")  # the cases that were not taken of a sampled test too, so that -m finds them
     rows = set(config.getoption("row") or ())
     asked_for = [i for i in items if not rows or any(rows.intersection(mark.args) for mark in i.iter_markers("row"))]
     if config.getoption("product"):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tests.support.beside_torch import assert_same_as_torch
-from tests.support.marks import thorough
+from tests.support.marks import slow
 from tests.support.recipes import load
 
-pytestmark = thorough
+pytestmark = slow
 
 torch = pytest.importorskip("torch")
 

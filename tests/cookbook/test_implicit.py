@@ -7,10 +7,10 @@ import pytest
 
 import jaxfn
 from tests.support.beside_torch import assert_same_as_torch
-from tests.support.marks import thorough
+from tests.support.marks import slow
 from tests.support.recipes import load
 
-pytestmark = [thorough, pytest.mark.usefixtures("double_precision")]
+pytestmark = [slow, pytest.mark.usefixtures("double_precision")]
 
 
 def random(*shape, seed=0):

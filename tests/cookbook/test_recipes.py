@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from tests.support.marks import thorough
+from tests.support.marks import slow
 from tests.support.recipes import FOLDER, NAMES, load
 
 
-@thorough
+@slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_does_what_it_claims(name, capsys):
     recipe = load(name)

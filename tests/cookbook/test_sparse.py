@@ -7,10 +7,10 @@ import scipy.optimize
 
 import jaxfn
 from tests.support.beside_torch import assert_same_as_torch
-from tests.support.marks import thorough
+from tests.support.marks import slow
 from tests.support.recipes import load
 
-pytestmark = thorough
+pytestmark = slow
 
 
 def normal(*shape, seed=0):

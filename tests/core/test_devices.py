@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.marks import lane_cases, row, sampled, thorough
+from tests.support.marks import lane_cases, row, sampled, slow
 
 
 class AddBias(jaxfn.Function):
@@ -223,7 +223,7 @@ def test_megatrons_regions_with_types_that_say_what_varies_are_right(rules, mode
 
 
 @row("E2b")
-@pytest.mark.parametrize("wrap", [jax.jit, pytest.param(same, marks=thorough)], ids=["jit", "eager"])
+@pytest.mark.parametrize("wrap", [jax.jit, pytest.param(same, marks=slow)], ids=["jit", "eager"])
 def test_second_derivatives_of_regions(wrap):
     copy, reduce = made(varying, summed), made(*REDUCE)
     ours, plain = twice(mlp(copy, reduce)), twice(mlp(same, same))  # a copy of what was reduced, too
@@ -485,7 +485,7 @@ def test_the_example_of_lapack_with_right_sides_that_all_devices_have(monkeypatc
 
 
 @row("E2")
-@thorough
+@slow
 def test_two_processes_train_together():
     """Each has two of the four devices; both come to the losses of one device, in all ways of the example."""
     with socket.socket() as free:

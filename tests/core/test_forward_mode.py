@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support.both_modes import CASES, Case
 from tests.support.derivatives import ALL, DERIVATIVES, JACOBIANS, check, jit, taken
-from tests.support.marks import lane_cases, row, sampled, thorough
+from tests.support.marks import lane_cases, row, sampled, slow
 
 ROWS = 8
 QUICK = [case for case in CASES if case.name in ("output", "two_inputs", "static", "non_differentiable")]
@@ -77,7 +77,7 @@ def test_each_mode_has_its_own_rule(case, how, expected):
 
 
 @row("D4", "D7")
-@thorough
+@slow
 @sampled
 @pytest.mark.parametrize("how", MAPPED)
 @pytest.mark.parametrize("case", CASES, ids=str)

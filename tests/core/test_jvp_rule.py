@@ -15,7 +15,7 @@ from jaxfn import _boundary
 from tests.support import cases
 from tests.support.cases import make_args, residual_bytes, with_attributes
 from tests.support.derivatives import ALL, DERIVATIVES, FURTHER, check, jit, taken
-from tests.support.marks import NO_REMAT_TRANSPOSE, lane_cases, row, sampled, thorough
+from tests.support.marks import NO_REMAT_TRANSPOSE, lane_cases, row, sampled, slow
 
 X = jnp.array([0.3, -1.2])
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -314,7 +314,7 @@ def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
 @pytest.mark.parametrize("name", lane_cases(jvp_only(), ["intermediate"]))
 @pytest.mark.parametrize(
     "wrap",
-    [pytest.param(lambda f: f, marks=thorough), pytest.param(jax.checkpoint, marks=thorough), jax.jit],
+    [pytest.param(lambda f: f, marks=slow), pytest.param(jax.checkpoint, marks=slow), jax.jit],
     ids=["plain", "checkpoint", "of_jit"],
 )
 def test_jvp_alone_gives_reverse_mode_too(name, wrap):
@@ -425,7 +425,7 @@ def generated(case: cases.Case) -> Any:
 
 
 @row("D5")
-@thorough
+@slow
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_generate_jvp_rule_against_plain_jax(case):
     """Every right rule of `cases`, in every mix of modes."""
@@ -435,7 +435,7 @@ def test_generate_jvp_rule_against_plain_jax(case):
 
 
 @row("D5")
-@thorough
+@slow
 @sampled
 @pytest.mark.parametrize("case", [c for c in cases.CASES if c.name in ("exp", "rotate", "relu", "dense")], ids=str)
 @pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint], ids=["vmap", "checkpoint"])

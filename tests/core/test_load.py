@@ -22,7 +22,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import CASES
-from tests.support.marks import COMING, row, sampled, thorough
+from tests.support.marks import COMING, row, sampled, slow
 from tests.support.transformations import TRANSFORMATIONS
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def sine(scale: float) -> type[jaxfn.Function]:
 
 
 @row("J1")
-@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=thorough)])
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=slow)])
 def test_many_functions_in_one_trace(count):
     functions = [sine(1 + i / count) for i in range(count)]
 
@@ -73,7 +73,7 @@ class Scale(jaxfn.Function):
 
 
 @row("J1")
-@thorough
+@slow
 @pytest.mark.parametrize("derivative, calls", [(False, 10_000), pytest.param(True, 300, marks=MAY_KEEP_TRACES)])
 def test_eager_calls_leave_nothing_behind(derivative, calls):
     """With another Python number each time, which is what calls are prepared for and kept by."""
@@ -91,7 +91,7 @@ def test_eager_calls_leave_nothing_behind(derivative, calls):
 
 
 @row("J1")
-@thorough
+@slow
 def test_residuals_of_a_gigabyte_take_the_memory_that_they_take_by_hand():
     program = """
         import resource, sys
@@ -211,7 +211,7 @@ ALL = [*NAMED, "form", "Inner", "Inner.apply", "inner", "functools.partial(Squar
 
 
 @row("A4")
-@thorough
+@slow
 def test_pickles_of_what_is_defined_in_main_before_and_after_its_first_use(tmp_path):
     """pickle goes by name, cloudpickle brings what has no name in another process."""
     program = f"""
@@ -250,7 +250,7 @@ def test_a_functional_form_is_copied_as_a_function_is():
 
 
 @row("A4")
-@thorough
+@slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes(method, tmp_path):
     """Importing jaxfn starts no backend of JAX, so that processes may be forked still."""
@@ -297,7 +297,7 @@ def test_a_module_that_is_loaded_again(tmp_path, monkeypatch):
 
 
 @row("J2")
-@thorough
+@slow
 def test_without_asserts_and_with_jaxs_own_checks():
     """`python -O`, in which no check may be an assert, and JAX_ENABLE_CHECKS=1."""
     program = """

@@ -19,7 +19,7 @@ import pytest
 from jax.lax import stop_gradient
 
 import jaxfn
-from tests.support.marks import lane_cases, row, sampled, thorough
+from tests.support.marks import lane_cases, row, sampled, slow
 
 MODES = ("reverse", "both", "generated", "jvp")
 SAVES = ("input", "output", "intermediate", "attribute")
@@ -284,7 +284,7 @@ def test_axes_inside_and_outside_of_other_transformations(context, mode):
 @pytest.mark.parametrize(
     ("context", "name"),
     [
-        pytest.param(context, ("pair", "product")[i % 2], marks=thorough if context.endswith("_inside") else ())
+        pytest.param(context, ("pair", "product")[i % 2], marks=slow if context.endswith("_inside") else ())
         for i, context in enumerate(CONTEXTS)
     ],
 )
@@ -294,7 +294,7 @@ def test_axes_beside_an_unbatched_argument(context, name, mode):
 
 
 @row("E1c")
-@thorough
+@slow
 @sampled
 @pytest.mark.parametrize("name", ["pair", "product"])
 @EVERY_MODE
@@ -312,7 +312,7 @@ def test_axes_whatever_is_saved(save, mode, name):
 
 
 @row("E1c")
-@thorough
+@slow
 @sampled
 @EVERY_FUNCTION
 @EVERY_MODE
@@ -357,7 +357,7 @@ NESTED = (((0, 0), (1, 1)), ((2, 1), (0, -1)), ((-1, -1), (1, 0)), ((3, 2), (2, 
 @pytest.mark.parametrize(
     ("context", "name"),
     [(context, "sine") for context in ("none", "checkpoint_outside", "scan_inside")]
-    + [pytest.param("jit_inside", "sine", marks=thorough), pytest.param("jit_outside", "product", marks=thorough)],
+    + [pytest.param("jit_inside", "sine", marks=slow), pytest.param("jit_outside", "product", marks=slow)],
 )
 def test_vmap_of_vmap_along_different_axes(context, name, mode):
     """The outer axes of the argument and of the output, then the inner ones."""
@@ -403,8 +403,8 @@ def computing_otherwise(has_jvp):
 @row("E1c")
 @pytest.mark.parametrize(
     ("context", "has_jvp"),
-    [pytest.param(context, False, marks=() if "outside" in context else thorough) for context in CONTEXTS]
-    + [pytest.param(context, True, marks=thorough) for context in ("none", "jit_outside")]
+    [pytest.param(context, False, marks=() if "outside" in context else slow) for context in CONTEXTS]
+    + [pytest.param(context, True, marks=slow) for context in ("none", "jit_outside")]
     + [("scan_inside", True)],
 )
 def test_a_forward_that_computes_otherwise_where_it_is_differentiated(context, has_jvp):

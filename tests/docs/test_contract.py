@@ -14,7 +14,7 @@ def rows_in(text):
 
 
 def marked_rows(code):
-    """The rows that tests of a module are marked with, and those that its tests without `thorough` are.
+    """The rows that tests of a module are marked with, and those that its tests without `slow` are.
 
     Read and not imported, as tests of torch are there without torch too.
     """
@@ -25,7 +25,7 @@ def marked_rows(code):
             if "row" in marks:
                 rows = {argument.value for argument in marks["row"].args}
                 found |= rows
-                found_quickly |= rows if "thorough" not in marks else set()
+                found_quickly |= rows if "slow" not in marks else set()
     return found, found_quickly
 
 
@@ -48,7 +48,7 @@ def test_rows_are_found_and_each_stands_once():
 
 
 def test_marks_are_found():
-    code = '@row("B4", "E1b")\n@thorough\ndef test_a(): ...\n@EACH\n@row("B7")\ndef test_b(): ...\ndef test_c(): ...'
+    code = '@row("B4", "E1b")\n@slow\ndef test_a(): ...\n@EACH\n@row("B7")\ndef test_b(): ...\ndef test_c(): ...'
     assert marked_rows(code) == ({"B4", "E1b", "B7"}, {"B7"})
 
 

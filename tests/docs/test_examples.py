@@ -17,7 +17,7 @@ import jaxfn
 from tests.support.cases import host_memory_is_apart
 from tests.support.kernel_examples import FOLDER
 from tests.support.kernel_examples import load as load_kernel
-from tests.support.marks import lane_cases, thorough
+from tests.support.marks import lane_cases, slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Packages that are not among the extra requirements of tests.
@@ -121,7 +121,7 @@ def test_functional():
     assert results.mul_constant == 2
 
 
-@thorough
+@slow
 def test_straight_through_hessian():
     example = load("straight_through_hessian")
     results = example.main()
@@ -154,7 +154,7 @@ def test_from_torch_model_trains_as_torch_does():
     assert {name for name, parts in results.parts.items() if parts == 8} >= {"conv1.weight", "linear.weight"}
 
 
-@thorough
+@slow
 def test_digits_trains_as_well_with_bfloat16_residuals(digits):
     def pack(x):
         return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
@@ -171,7 +171,7 @@ def test_digits_trains_as_well_with_bfloat16_residuals(digits):
     assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really in force
 
 
-@thorough
+@slow
 def test_second_order():
     results = load("second_order").main(num_steps=6)
     assert max(results.differences.values()) < 1e-5
@@ -180,7 +180,7 @@ def test_second_order():
     assert results.accuracy > 0.7
 
 
-@thorough
+@slow
 def test_second_order_products_are_products_with_the_matrices():
     example = load("second_order")
     images, labels = jnp.eye(64)[:3], jnp.array([3, 1, 4])
@@ -201,7 +201,7 @@ def test_second_order_products_are_products_with_the_matrices():
         np.testing.assert_allclose(product(problem.start, direction), difference / 2e-2, rtol=0.05, atol=2e-3)
 
 
-@thorough
+@slow
 def test_residual_hooks():
     example = load("residual_hooks")
     results = example.main()
@@ -216,7 +216,7 @@ def test_residual_hooks():
     assert 0 < results["int8"].gradient_error < 0.02
 
 
-@thorough
+@slow
 def test_sharded_training():
     """`main` asserts the numbers of one device, and the collectives of a custom_vjp by hand."""
     example = load("sharded_training")
@@ -265,7 +265,7 @@ def test_host_routine():
     assert results.host_calls == [(31,)]
 
 
-@thorough
+@slow
 def test_a_layer_of_nnx():
     results = load("nnx_layer").main()
     assert results.last_loss < 1e-6 and results.ensemble_shape == (4, 256, 5)

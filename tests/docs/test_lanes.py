@@ -53,18 +53,18 @@ def test_with_all_a_sampled_test_shows_each_pair_of_values():
 
 
 def test_with_all_every_case_runs_where_there_are_two_parameters():
-    given = [*cases(x=range(4), y="abc"), Item(nodeid="test.py::other", marks={"thorough"})]
+    given = [*cases(x=range(4), y="abc"), Item(nodeid="test.py::other", marks={"slow"})]
     assert {*map(id, all_lanes(given))} == {*map(id, given)}
 
 
 def test_a_thorough_test_is_left_out():
-    items = [Item(nodeid=f"test.py::test_{i}", marks=marks) for i, marks in enumerate([{"row"}, {"row", "thorough"}])]
+    items = [Item(nodeid=f"test.py::test_{i}", marks=marks) for i, marks in enumerate([{"row"}, {"row", "slow"}])]
     assert list(quick_lane(items)) == items[:1]
 
 
 def test_a_thorough_value_of_a_sampled_test_is_left_out():
     given = cases(x=range(3), y="ab")
     for item in given:
-        item.marks |= {"thorough"} if item.callspec.params["x"] == 1 else set()
+        item.marks |= {"slow"} if item.callspec.params["x"] == 1 else set()
     assert {item.callspec.params["x"] for item in quick_lane(given)} == {0, 2}
     assert {*map(id, all_lanes(given))} == {*map(id, given)}

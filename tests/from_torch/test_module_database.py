@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.marks import row, thorough
+from tests.support.marks import row, slow
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of what the samples try
@@ -174,14 +174,14 @@ FIRST = ["nn.BatchNorm2d", "nn.Conv1d", "nn.GaussianNLLLoss", "nn.LazyConv1d", "
 @row("I1", "I2", "I4")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in FIRST else thorough) for name in NAMES],
+    [pytest.param(name, marks=() if name in FIRST else slow) for name in NAMES],
 )
 def test_modules_in_single_precision(name: str) -> None:
     check(name, torch.float32)
 
 
 @row("I1", "I2", "I4")
-@thorough
+@slow
 @pytest.mark.usefixtures("double_precision")
 @pytest.mark.parametrize("name", NAMES)
 def test_modules_in_double_precision(name: str) -> None:

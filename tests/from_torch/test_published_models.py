@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
 
 pytestmark = [
-    pytest.mark.thorough,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of other packages
     pytest.mark.usefixtures("double_precision"),
 ]

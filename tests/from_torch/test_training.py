@@ -123,7 +123,7 @@ def of_optax(model: Model, inputs: np.ndarray, goal: np.ndarray) -> tuple[list[f
 
 
 @row("I1", "I2", "I3")
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of other packages
 @pytest.mark.parametrize("make", [gpt2, resnet18, spiking])
 def test_ten_steps_give_the_losses_of_torch(make: Callable[[], Model]):

@@ -17,7 +17,7 @@ from tests.fuzz.program import TRACED, Argument, Block, Call, Measure, Operation
 from tests.fuzz.report import Disagreement, Report, fuzz
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import write_alone
-from tests.support.marks import lane_cases, row, thorough
+from tests.support.marks import lane_cases, row, slow
 
 SQUARE = FunctionSpec("square", "input")
 DROPS = FunctionSpec("drops by numpy", "intermediate")
@@ -69,7 +69,7 @@ def test_programs_that_are_right_are_found_right():
     assert check(long_program(DROPS, stateful=True)).kind == "agreed"
 
 
-@thorough
+@slow
 def test_a_wrong_rule_is_found_shrunk_and_printed(monkeypatch):
     wrong = {"input": Saving(("x",), ("g0 * 0.5 * x",), ("dx * 0.6 * x",))}
     monkeypatch.setitem(FORMULAS, "square", replace(FORMULAS["square"], savings=wrong))

@@ -14,7 +14,7 @@ import pytest
 from tests.support.gradcheck_mutants import BASES, CHECKS, MUTANTS, Base, Mutant
 from tests.support.gradcheck_pairs import PAIRS, Pair, generated, verdict
 from tests.support.libraries import Define, Jax, Library, torch_library
-from tests.support.marks import row, thorough
+from tests.support.marks import row, slow
 
 # How many random inputs each right version is checked on.
 SEEDS = int(os.environ.get("GRADCHECK_SEEDS", "1"))
@@ -63,7 +63,7 @@ def test_right_versions_compute_what_torchs_do(base: Base, torch_lib: Library) -
 
 # One mistake of each base is quickly looked for.
 QUICK = {str(mutant.base): mutant for mutant in reversed(MUTANTS)}.values()
-EACH_MISTAKE = [pytest.param(m, marks=() if m in [*QUICK][::3] else thorough, id=str(m)) for m in MUTANTS]
+EACH_MISTAKE = [pytest.param(m, marks=() if m in [*QUICK][::3] else slow, id=str(m)) for m in MUTANTS]
 FOR_GRADGRADCHECK = [mistake for mistake in EACH_MISTAKE if mistake.values[0].kind == "gradgradcheck"]
 
 
@@ -85,7 +85,7 @@ def test_mistakes_for_gradgradcheck_have_the_right_first_derivative(mutant: Muta
 
 
 @row("G2")
-@thorough
+@slow
 @pytest.mark.parametrize("base", BASES, ids=str)
 def test_no_false_alarm(base: Base) -> None:
     f = base.define(Jax)

@@ -13,7 +13,7 @@ import jaxfn
 from jaxfn import gradcheck, gradgradcheck
 from tests.support.cases import Linear
 from tests.support.checking import failure, normal, passes, scaled_sine
-from tests.support.marks import lane_cases, row, thorough
+from tests.support.marks import lane_cases, row, slow
 
 MODES = pytest.mark.parametrize("fast_mode", [False, True], ids=["full", "fast"])
 
@@ -490,7 +490,7 @@ def test_pytrees(fast_mode):
 
 
 @row("G5")
-@thorough
+@slow
 @pytest.mark.parametrize("fast_mode", [False, True], ids=["full", "fast"])
 def test_layouts_and_sizes(fast_mode):
     x = normal(4, 6)
@@ -513,7 +513,7 @@ def test_non_finite_derivatives_are_failures():
 REFERENCES = ["finite_differences", "autodiff"]
 
 
-@thorough
+@slow
 @pytest.mark.parametrize("reference", ["both", *REFERENCES])
 def test_blocks_give_the_same_verdict(reference):
     inputs = normal(40, 9), normal(30, 9)
@@ -752,7 +752,7 @@ def test_second_order_of_a_wrong_first_one_is_judged_by_differences():
 
 
 @row("G6")
-@thorough
+@slow
 def test_a_gradient_that_was_cut_off():
     class CutOff(Linear):
         @staticmethod

@@ -18,7 +18,7 @@ from jaxfn._gradcheck.report import progress as _progress
 from tests.support import checking
 from tests.support.cases import Linear
 from tests.support.checking import failure, normal, passes, scaled_sine
-from tests.support.marks import lane_cases, row, sampled, thorough
+from tests.support.marks import lane_cases, row, sampled, slow
 
 
 @row("G2")
@@ -586,7 +586,7 @@ def test_more_kinds_of_mistakes():
 
 
 @row("G4")
-@thorough
+@slow
 def test_large_jacobians_show_their_worst_entries():
     n = 600
 

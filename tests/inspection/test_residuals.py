@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfn
 from tests.support.cases import host_memory_is_apart
-from tests.support.marks import row, thorough
+from tests.support.marks import row, slow
 
 
 @jaxfn.function
@@ -359,7 +359,7 @@ def test_the_ledger_of_a_stack_agrees_with_what_xla_allocates(monkeypatch):
 
 
 @row("K2")
-@thorough
+@slow
 def test_each_layer_of_a_stack_adds_its_residuals_to_what_the_gradient_allocates(monkeypatch):
     """XLA's temporary memory is that of the residuals, and of one layer's work, whatever the number of layers.
 

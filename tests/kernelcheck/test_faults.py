@@ -6,7 +6,7 @@ import pytest
 
 from jaxfn import kernelcheck
 from tests.support.kernel_faults import FAULTS, KERNELS
-from tests.support.marks import lane_cases, row, thorough
+from tests.support.marks import lane_cases, row, slow
 
 QUICK = ("moments", "doubled")
 
@@ -17,7 +17,7 @@ def _cases():
     for kernel, old, new, check in FAULTS:
         name = f"{kernel}: {old.strip()} -> {new.strip()}"
         is_quick = kernel in QUICK and check not in seen
-        yield pytest.param(kernel, old, new, check, id=name, marks=() if is_quick else thorough)
+        yield pytest.param(kernel, old, new, check, id=name, marks=() if is_quick else slow)
         if is_quick:
             seen.add(check)
 

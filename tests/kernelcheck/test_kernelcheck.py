@@ -16,7 +16,7 @@ from jaxfn import KernelcheckError, KernelReport, kernelcheck
 from jaxfn._kernelcheck.double import doubled
 from jaxfn._kernelcheck.judge import expect
 from tests.support.kernel_faults import KERNELS, shape
-from tests.support.marks import row, thorough
+from tests.support.marks import row, slow
 
 QUICK = ["vmap", "sizes", "donation", "jit", "padding", "determinism", "undifferentiated"]
 
@@ -106,7 +106,7 @@ def test_any_callable_will_do():
 
 
 @row("K1")
-@thorough
+@slow
 def test_arguments_of_any_structure():
     def reference(params, tokens, key, power, *, mode="plain"):
         assert mode == "plain" and power == 2
@@ -222,7 +222,7 @@ def attention_to_one_key(is_right):
 
 
 @row("K1")
-@thorough
+@slow
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_rounding_of_a_gradient_that_is_exactly_zero_is_allowed(scale):
     kernel, reference, given = attention_to_one_key(is_right=True)

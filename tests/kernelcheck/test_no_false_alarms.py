@@ -15,7 +15,7 @@ from jaxfn import kernelcheck
 from jaxfn._kernelcheck.arguments import take_apart
 from jaxfn._kernelcheck.bench import Bench, Exact
 from tests.support.kernel_faults import shape
-from tests.support.marks import row, thorough
+from tests.support.marks import row, slow
 
 
 def operations(name):
@@ -40,7 +40,7 @@ def test_softmax_in_pallas():
 
 
 @row("K1")
-@thorough
+@slow
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_norms_in_pallas(name):
     module = operations(f"gpu.{name}")
@@ -52,7 +52,7 @@ def test_norms_in_pallas(name):
 
 
 @row("K1")
-@thorough
+@slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_flash_attention_in_pallas(causal):
     module = operations("gpu.attention")
@@ -71,7 +71,7 @@ def test_flash_attention_in_pallas(causal):
 
 
 @row("K1")
-@thorough
+@slow
 def test_decode_attention_in_pallas():
     module = operations("gpu.decode_attention")
 
@@ -85,7 +85,7 @@ def test_decode_attention_in_pallas():
 
 
 @row("K1")
-@thorough
+@slow
 def test_kernels_for_tpus_in_pallas():
     """What interprets them cannot be batched: JAX says so, and that is skipped."""
     flash, product = operations("tpu.flash_attention"), operations("tpu.matmul")
@@ -173,7 +173,7 @@ def alarms(kernel, reference, inputs, dtype):
 
 
 @row("K1")
-@thorough
+@slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_functions_of_jax_on_both_sides(name):
     """The same function, and another way to compute it; either way round."""
@@ -186,7 +186,7 @@ def test_functions_of_jax_on_both_sides(name):
 
 
 @row("K1")
-@thorough
+@slow
 def test_a_formula_that_overflows_where_the_reference_does_not():
     """`exp(-x)` is infinite for large negative numbers, and its derivative then NaN."""
     report = kernelcheck(lambda x: x / (1 + jnp.exp(-x)), jax.nn.silu, shape(40), raise_exception=False)

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 import jaxfn
 from tests.support.kernel_examples import ATTENTION, CAUSAL, KERNELS, LAYER_NORM, small
-from tests.support.marks import lane_cases, row, thorough
+from tests.support.marks import lane_cases, row, slow
 from tests.support.pallas_faults import FAULTS, found_by, inputs
 
 # (rows, columns, width), beside the sizes that kernelcheck tries by itself.
@@ -30,7 +30,7 @@ def test_a_right_kernel_passes(kernel):
 
 
 @row("K1")
-@thorough
+@slow
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_a_right_kernel_passes_every_check(kernel):
     module = small(kernel.module)
@@ -46,7 +46,7 @@ def test_a_right_kernel_passes_every_check(kernel):
 
 
 @row("K1")
-@thorough
+@slow
 @pytest.mark.parametrize(("seed", "sizes"), list(enumerate(SIZES)))
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_right_kernels_raise_no_alarm(kernel, seed, sizes):

@@ -22,7 +22,7 @@ from tests.support.kernel_examples import (
     small,
     value_and_gradients,
 )
-from tests.support.marks import COMING, lane_cases, row, sampled, thorough
+from tests.support.marks import COMING, lane_cases, row, sampled, slow
 
 CLOSED = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed in jaxprs", strict=False)
 
@@ -136,7 +136,7 @@ def test_eight_devices(kernel, module):
 
 
 @row("E5")
-@thorough
+@slow
 @sampled
 @pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint], ids=["eager", "checkpoint"])
 def test_other_transformations(kernel, module, transform):
@@ -144,7 +144,7 @@ def test_other_transformations(kernel, module, transform):
 
 
 @row("E5")
-@thorough
+@slow
 def test_a_second_use_and_a_loop(kernel, module):
     """The gradients of two uses are added, and a scan has a kernel in its body."""
 
@@ -212,7 +212,7 @@ def test_labels_that_are_ignored_and_labels_that_are_wrong():
 
 
 @row("E5")
-@thorough
+@slow
 @pytest.mark.parametrize("kernel", [CROSS_ENTROPY, ATTENTION, CAUSAL], ids=str)
 def test_large_scores_do_not_overflow(kernel):
     module = small(kernel.module)

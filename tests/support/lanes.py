@@ -9,9 +9,9 @@ Combination = tuple[tuple[str, int], ...]
 
 
 def quick_lane(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """All but the thorough tests, and of each sampled one the fewest cases, about, that show every value."""
+    """All but the slow tests, and of each sampled one the fewest cases, about, that show every value."""
     for item in items:
-        if not item.get_closest_marker("sampled") and not item.get_closest_marker("thorough"):
+        if not item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             yield item
     for cases in _sampled(items):
         yield from _quick_cases(cases)
@@ -40,7 +40,7 @@ def _sampled(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
 
 def _quick_cases(cases: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Of the cases of one sampled test, those of the quick lane."""
-    return _showing([item for item in cases if not item.get_closest_marker("thorough")], 1, [])
+    return _showing([item for item in cases if not item.get_closest_marker("slow")], 1, [])
 
 
 def _showing(cases: list[pytest.Item], size: int, shown: list[pytest.Item]) -> Iterator[pytest.Item]:

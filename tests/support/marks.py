@@ -1,23 +1,42 @@
 """What tests are marked with: rows of the contract, the lane, and what JAX's coming implementations do otherwise."""
 
+import itertools
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 # The rows of docs/contract.md that a test is about: `@row("B4", "E1b")`.
 row = pytest.mark.row
-# Left out without `--all`: it takes long, and a quicker test is about the same row.
-thorough = pytest.mark.thorough
-# Without `--all`, only as many of its cases run as show each value of each parameter; with it, each pair of values,
-# which where there are two parameters is all cases. `--product` runs all of them.
+# Runs with `--all` only: it takes long, and a quicker test is about the same row.
+slow = pytest.mark.slow
+
 sampled = pytest.mark.sampled
 
 
+def cells(names: str, quick: Sequence[Any], *values: Iterable[Any], ids: Any = None) -> pytest.MarkDecorator:
+    """Parametrizes a test by a table: the cells in `quick` always run, the others of the product of `values` with
+    `--all`.
+
+    Args:
+      names: Names of the parameters, separated by commas.
+      quick: One tuple for each cell, or one value where there is one parameter.
+      *values: All values of each parameter. Default: the cells in `quick` are all there are.
+      ids: As in `pytest.mark.parametrize`.
+    """
+    others = list(itertools.product(*values)) if values else []
+    if "," not in names:
+        others = [value for (value,) in others]
+    if unknown := [cell for cell in quick if values and cell not in others]:
+        raise ValueError(f"not in the product: {unknown}")
+    rest = [pytest.param(*(c if "," in names else [c]), marks=slow) for c in others if c not in quick]
+    return pytest.mark.parametrize(names, [*quick, *rest], ids=ids)
+
+
 def lane_cases(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
-    """The values of a parameter, all but these few thorough."""
-    return [pytest.param(value, marks=() if value in quick else thorough) for value in values]
+    """The values of a parameter, all but these few slow."""
+    return [pytest.param(value, marks=() if value in quick else slow) for value in values]
 
 
 # JAX's coming implementations, which are switched on in the environment.
