@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.contexts import CONTEXTS
 from tests.support.marks import KEEPS_TRACES, row
-from tests.support.programs import PROGRAMS
 
-EVERY_PROGRAM = pytest.mark.parametrize("program", PROGRAMS)
+EVERY_PROGRAM = pytest.mark.parametrize("program", CONTEXTS)
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
 
 # --- gradients of keyword arguments
@@ -67,7 +67,7 @@ ARGS = X, jnp.float32(2.0), jnp.float32(0.4)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_of_two_unnamed_keywords_by_position_are_refused(loss, program):
     """Before, `jit` and `checkpoint`, which sort keywords, swapped the two gradients."""
-    derivative = jax.grad(PROGRAMS[program](LOSSES[loss](Weighted)), argnums=(0, 1, 2))
+    derivative = jax.grad(CONTEXTS[program](LOSSES[loss](Weighted)), argnums=(0, 1, 2))
     with pytest.raises(RuntimeError, match=r"Weighted\.backward.*dict"):
         derivative(*ARGS)
 
@@ -78,7 +78,7 @@ def test_gradients_of_two_unnamed_keywords_by_position_are_refused(loss, program
 def test_gradients_of_two_unnamed_keywords_by_name(loss, program):
     x, scale, shift = ARGS
     slope = 3 * jnp.cos(x * scale + shift)
-    got = jax.grad(PROGRAMS[program](LOSSES[loss](WeightedByName)), argnums=(0, 1, 2))(*ARGS)
+    got = jax.grad(CONTEXTS[program](LOSSES[loss](WeightedByName)), argnums=(0, 1, 2))(*ARGS)
     for ours, expected in zip(got, (slope * scale, jnp.sum(slope * x), jnp.sum(slope)), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
@@ -90,7 +90,7 @@ def test_the_gradient_of_a_single_unnamed_keyword_by_position(program):
         lambda ctx, x, **keywords: ctx.save_for_backward(x, keywords["scale"]) or x * keywords["scale"],
         lambda ctx, g: (5 * g * ctx.saved_tensors[1], 7 * jnp.sum(g * ctx.saved_tensors[0])),
     )
-    loss = PROGRAMS[program](lambda x, scale: jnp.sum(one(x, scale=scale)))
+    loss = CONTEXTS[program](lambda x, scale: jnp.sum(one(x, scale=scale)))
     of_x, of_scale = jax.grad(loss, argnums=(0, 1))(X, 2.0)
     np.testing.assert_allclose(of_x, [10, 10, 10], rtol=1e-6)
     np.testing.assert_allclose(of_scale, 7 * jnp.sum(X), rtol=1e-5)
@@ -112,7 +112,7 @@ def test_gradients_of_keywords_that_the_signature_names_are_by_position(transfor
             return 2 * g, 5 * jnp.sum(g), 7 * jnp.sum(g)
 
     apply = transformation(Named.apply)
-    loss = PROGRAMS[program](lambda x, scale, shift: jnp.sum(apply(x, scale=scale, shift=shift)))
+    loss = CONTEXTS[program](lambda x, scale, shift: jnp.sum(apply(x, scale=scale, shift=shift)))
     _, of_scale, of_shift = jax.grad(loss, argnums=(0, 1, 2))(*ARGS)
     np.testing.assert_allclose([of_scale, of_shift], [21, 15], rtol=1e-6)
 
@@ -234,7 +234,7 @@ def test_other_python_numbers_stay_outputs(program):
         seen.append(outputs[1:])
         return jnp.sum(outputs[0])
 
-    np.testing.assert_allclose(jax.grad(PROGRAMS[program](loss))(X), [30, 30, 30])
+    np.testing.assert_allclose(jax.grad(CONTEXTS[program](loss))(X), [30, 30, 30])
     assert set(seen) == {(3, 7.5, 0.125, "text", 0.25, None, True, 3j)}
 
 
@@ -272,10 +272,10 @@ def test_a_callable_replaced_by_one_that_compares_equal(method, program):
         "jvp": lambda x: jax.jvp(Replaced.apply, (x,), (jnp.ones_like(x),))[1][0],
     }
     one = jnp.ones(2)
-    before = PROGRAMS[program](takes[method])(one)
+    before = CONTEXTS[program](takes[method])(one)
     setattr(Replaced, method, Multiplier(3.0))
     assert before == {"forward": 2, "backward": 20, "jvp": 200}[method]
-    assert PROGRAMS[program](takes[method])(one) == 3
+    assert CONTEXTS[program](takes[method])(one) == 3
 
 
 # --- what ctx keeps
@@ -304,7 +304,7 @@ def test_a_dict_on_ctx_whose_keys_cannot_be_sorted(kept, program):
         return g * sum(_arrays_of(ctx.kept))
 
     f = jaxfn.autograd_function(forward, backward)
-    first = jax.grad(PROGRAMS[program](lambda x: f(x).sum()))
+    first = jax.grad(CONTEXTS[program](lambda x: f(x).sum()))
     np.testing.assert_allclose(first(X), 3 * jnp.cos(X), rtol=1e-6)
     second = jax.grad(lambda x: jnp.sum(first(x)))
     np.testing.assert_allclose(second(X), -3 * jnp.sin(X), rtol=1e-6)
@@ -378,7 +378,7 @@ def test_a_forward_without_a_return_statement_is_warned_of_once(function, progra
     line = function.forward.__code__.co_firstlineno
     with pytest.warns(UserWarning, match=rf"Fresh\.forward returned nothing.*test_calls\.py:{line}") as caught:
         for _ in range(2):
-            assert PROGRAMS[program](Fresh.apply)(X) is None
+            assert CONTEXTS[program](Fresh.apply)(X) is None
     assert len(caught) == 1
 
 
@@ -439,7 +439,7 @@ def test_the_error_of_a_missing_backward_names_a_similar_attribute(name, program
         name: staticmethod(lambda ctx, g: g),
     })  # fmt: skip
     with pytest.raises(NotImplementedError, match=rf"Misspelled.*`?{name}`?.*did you mean `?backward`?"):
-        jax.grad(PROGRAMS[program](lambda x: misspelled.apply(x).sum()))(X)
+        jax.grad(CONTEXTS[program](lambda x: misspelled.apply(x).sum()))(X)
 
 
 @row("D6")
@@ -567,7 +567,7 @@ def test_their_structure_is_the_same_where_jax_traces(program):
             seen.append((sorted(others), others["text"], others["count"].dtype, others["count"].shape))
             return g
 
-    jax.grad(PROGRAMS[program](lambda x: Structured.apply(x)[0].sum()))(X)
+    jax.grad(CONTEXTS[program](lambda x: Structured.apply(x)[0].sum()))(X)
     assert seen[0] == (["count", "text"], None, jnp.int32, (3,))
 
 
@@ -595,7 +595,7 @@ class ScaledByNumPy(jaxfn.Function):
 )
 def test_a_numpy_scalar_that_jax_traces_gets_a_hint(scale, size, hint, program):
     """`1 / np.sqrt(n)` is an array to JAX; a Python number would be static. Right, or with the hint."""
-    gradient = jax.grad(PROGRAMS[program](lambda x: ScaledByNumPy.apply(x, scale, size).sum()))
+    gradient = jax.grad(CONTEXTS[program](lambda x: ScaledByNumPy.apply(x, scale, size).sum()))
     try:
         got = gradient(X)
     except Exception as error:
@@ -625,7 +625,7 @@ class Branching(jaxfn.Function):
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_errors_of_jax_name_the_function_and_its_file(differentiated, program):
     """They did before; now that forward is a part of the program around it, JAX alone would name that one only."""
-    call = PROGRAMS[program](lambda x: Branching.apply(x).sum())
+    call = CONTEXTS[program](lambda x: Branching.apply(x).sum())
     line = Branching.forward.__code__.co_firstlineno
     with pytest.raises(jax.errors.TracerBoolConversionError, match="Branching") as caught:
         (jax.grad(call) if differentiated else call)(X)
@@ -665,7 +665,7 @@ def _jvp_in(around):
     return lambda f, x: jax.jvp(around(f), (x,), (jnp.ones_like(x),))
 
 
-FORWARD_MODE = {name: _jvp_in(around) for name, around in PROGRAMS.items()} | {
+FORWARD_MODE = {name: _jvp_in(around) for name, around in CONTEXTS.items()} | {
     "while": _jvp_in(_while),
     "custom_root": _jvp_in(_custom_root),
     "nested jit": _jvp_in(lambda f: jax.jit(lambda x: jax.jit(f)(x) * 2)),

@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
+from tests.support.contexts import CONTEXTS
 from tests.support.marks import lane_cases, row, sampled
-from tests.support.programs import PROGRAMS
 
 # --- collectives over a vmapped axis name, in forward, jvp and backward
 
@@ -166,11 +166,11 @@ JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
 @sampled
 @EVERY_COLLECTIVE
 @EVERY_RULES
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", CONTEXTS)
 @JIT
 def test_values_of_collectives_over_a_vmapped_axis(wrap, program, rules, collective):
     c = COLLECTIVES[collective]
-    got = wrap(over(PROGRAMS[program](function_of(c, rules))))(XS, W)
+    got = wrap(over(CONTEXTS[program](function_of(c, rules))))(XS, W)
     compare(got, over(c.value)(XS, W), 1e-5)
 
 
@@ -179,11 +179,11 @@ def test_values_of_collectives_over_a_vmapped_axis(wrap, program, rules, collect
 @EVERY_COLLECTIVE
 @EVERY_RULES
 @pytest.mark.parametrize("derivative", REVERSE)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", CONTEXTS)
 @JIT
 def test_reverse_mode_of_collectives_over_a_vmapped_axis(wrap, program, derivative, rules, collective):
     c, (factor, _) = COLLECTIVES[collective], FACTORS[rules]
-    ours = REVERSE[derivative](PROGRAMS[program](function_of(c, rules)))
+    ours = REVERSE[derivative](CONTEXTS[program](function_of(c, rules)))
     compare(wrap(ours)(XS, W), jax.jit(REVERSE[derivative](reference(c, factor)))(XS, W))
 
 
@@ -192,12 +192,12 @@ def test_reverse_mode_of_collectives_over_a_vmapped_axis(wrap, program, derivati
 @EVERY_COLLECTIVE
 @pytest.mark.parametrize("rules", [r for r, (_, forward) in FACTORS.items() if forward])
 @pytest.mark.parametrize("derivative", FORWARD)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", CONTEXTS)
 @JIT
 def test_forward_mode_of_collectives_over_a_vmapped_axis(wrap, program, derivative, rules, collective):
     """Before, `pmean` gave the first element's tangent for all."""
     c, (_, factor) = COLLECTIVES[collective], FACTORS[rules]
-    ours = FORWARD[derivative](PROGRAMS[program](function_of(c, rules)))
+    ours = FORWARD[derivative](CONTEXTS[program](function_of(c, rules)))
     compare(wrap(ours)(XS, W), jax.jit(FORWARD[derivative](reference(c, factor)))(XS, W))
 
 
@@ -435,7 +435,7 @@ def test_what_backward_alone_closes_over_has_a_batch_too(wrap, program):
                 lambda ctx, x: ctx.save_for_backward(x) or jnp.sin(x),
                 lambda ctx, g: g * scale * jnp.cos(ctx.saved_tensors[0]),
             )
-            return PROGRAMS[program](lambda x: f(x))(x)
+            return CONTEXTS[program](lambda x: f(x))(x)
 
         return jnp.sum(jax.vmap(one)(scales) * WEIGHTS.T)
 

@@ -12,11 +12,11 @@ import pytest
 from jax.interpreters import partial_eval
 
 import jaxfn
+from tests.support.contexts import CONTEXTS
 from tests.support.marks import COMING, row, sampled
-from tests.support.programs import PROGRAMS
 
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
-EVERY_PROGRAM = pytest.mark.parametrize("program", PROGRAMS)
+EVERY_PROGRAM = pytest.mark.parametrize("program", CONTEXTS)
 
 
 def total(f):
@@ -38,11 +38,11 @@ SECOND: dict[str, Callable[[Any], Any]] = {
     "vmap of all": lambda f: lambda x: jax.vmap(twice(f))(jnp.stack([2 * x, x]))[1],
     "vmap of the gradient": lambda f: twice(f, inside=lambda g: lambda x: jax.vmap(g)(jnp.stack([2 * x, x]))[1]),
     "vmap of the function": lambda f: twice(lambda x: jax.vmap(f)(jnp.stack([2 * x, x]))[1]),
-    "scan of the function": lambda f: twice(PROGRAMS["scan"](f)),
-    "scan of the gradient": lambda f: twice(f, inside=PROGRAMS["scan"]),
+    "scan of the function": lambda f: twice(CONTEXTS["scan"](f)),
+    "scan of the gradient": lambda f: twice(f, inside=CONTEXTS["scan"]),
     "checkpoint of the function": lambda f: twice(jax.checkpoint(f)),
     "checkpoint of the gradient": lambda f: twice(f, inside=jax.checkpoint),
-    "cond of the function": lambda f: twice(PROGRAMS["cond"](f)),
+    "cond of the function": lambda f: twice(CONTEXTS["cond"](f)),
 }
 EVERY_SECOND = pytest.mark.parametrize("program", SECOND)
 
@@ -94,8 +94,8 @@ CHECKPOINTS = {
     "checkpoint twice": lambda f: jax.checkpoint(jax.checkpoint(f)),
     "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
     "checkpoint of jit": lambda f: jax.checkpoint(jax.jit(f)),
-    "in a scan": lambda f: PROGRAMS["scan"](jax.checkpoint(f)),
-    "vmap of checkpoint": lambda f: PROGRAMS["vmap"](jax.checkpoint(f)),
+    "in a scan": lambda f: CONTEXTS["scan"](jax.checkpoint(f)),
+    "vmap of checkpoint": lambda f: CONTEXTS["vmap"](jax.checkpoint(f)),
 }
 
 
@@ -214,7 +214,7 @@ def test_a_pullback_is_an_argument_of_grad(wrap, program, rules, save):
         ours.jvp(lambda ctx, t: 7 * t)
     results = []
     for f in (ours, cubes_by_hand(save)):
-        _, pull = jax.vjp(PROGRAMS[program](lambda x, f=f: f(x)), X)
+        _, pull = jax.vjp(CONTEXTS[program](lambda x, f=f: f(x)), X)
         gradient = wrap(jax.grad(lambda pull: jnp.sum(pull(g)[0])))(pull)
         results.append(sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(gradient)))
     np.testing.assert_allclose(*results, rtol=1e-5)
@@ -270,7 +270,7 @@ def test_a_pullback_of_several_inputs_is_an_argument_of_grad(wrap, argument, pro
     g, w = jnp.cos(X), jnp.sin(X)
     results = []
     for f in (product(save, rules), product_by_hand):
-        around = PROGRAMS[program](lambda x, w, f=f: f(x, w))
+        around = CONTEXTS[program](lambda x, w, f=f: f(x, w))
         call, args = {
             "x": (lambda x, around=around: around(x, w), (X,)),
             "w": (lambda w, around=around: around(X, w), (w,)),
@@ -364,7 +364,7 @@ def test_a_generated_forward_mode_that_is_not_linear_names_the_operation_and_its
 
     line = first_line() + 3
     with pytest.raises(RuntimeError, match=rf"NotLinear\.backward[\s\S]*test_every_order\.py:{line}") as caught:
-        jax.jvp(PROGRAMS[program](NotLinear.apply), (X,), (X,))
+        jax.jvp(CONTEXTS[program](NotLinear.apply), (X,), (X,))
     assert any(name in str(caught.value) for name in ("sqrt", "div", "mul", "square", "dot_general", "norm"))
 
 
@@ -442,7 +442,7 @@ OUTER = {
 @EVERY_PROGRAM
 def test_a_traced_value_behind_thousands_of_objects(program, outer, mode):
     def gradient(w, x):
-        return jax.grad(total(PROGRAMS[program](lambda x: behind_many_objects(w, mode)(x))))(x)
+        return jax.grad(total(CONTEXTS[program](lambda x: behind_many_objects(w, mode)(x))))(x)
 
     np.testing.assert_allclose(OUTER[outer](gradient)(jnp.float32(1.5), X), 3 * jnp.cos(X), rtol=1e-5)
 
@@ -453,7 +453,7 @@ def test_a_differentiated_value_behind_thousands_of_objects_is_refused(program):
     """Never a zero."""
 
     def loss(w):
-        return total(PROGRAMS[program](lambda x: behind_many_objects(w, "backward")(x)))(X)
+        return total(CONTEXTS[program](lambda x: behind_many_objects(w, "backward")(x)))(X)
 
     with pytest.raises(NotImplementedError, match="argument"):
         jax.grad(loss)(jnp.float32(1.5))
@@ -474,10 +474,10 @@ CLOSED_PROGRAMS = {
     "jit": lambda f: jax.jit(f),
     "jit in jit": lambda f: jax.jit(lambda x: jax.jit(f)(x)),
     "checkpoint": lambda f: jax.checkpoint(f),
-    "scan": PROGRAMS["scan"],
-    "cond": PROGRAMS["cond"],
-    "vmap": PROGRAMS["vmap"],
-    "vmap of jit": lambda f: PROGRAMS["vmap"](jax.jit(f)),
+    "scan": CONTEXTS["scan"],
+    "cond": CONTEXTS["cond"],
+    "vmap": CONTEXTS["vmap"],
+    "vmap of jit": lambda f: CONTEXTS["vmap"](jax.jit(f)),
 }
 
 
@@ -558,7 +558,7 @@ def test_a_rule_that_closes_over_a_value_of_its_own_program_is_right(order, arou
         )
         return (twice(f) if order == 2 else jax.grad(total(f)))(x)
 
-    got = PROGRAMS[around](lambda x, w: derivative(w, x))(X, jnp.float32(1.5))
+    got = CONTEXTS[around](lambda x, w: derivative(w, x))(X, jnp.float32(1.5))
     np.testing.assert_allclose(got, 1.5 * jnp.cos(X) if order == 1 else -1.5 * jnp.sin(X), rtol=1e-5)
 
 
@@ -578,7 +578,7 @@ FIRST_HERE = {
     "grad": lambda f: jax.grad(total(f)),
     "jit of grad": lambda f: jax.jit(jax.grad(total(f))),
     "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(total(f)))(jnp.stack([2 * x, x], 1)[..., None])[:, 1, 0],
-    "scan of grad": lambda f: PROGRAMS["scan"](jax.grad(total(f))),
+    "scan of grad": lambda f: CONTEXTS["scan"](jax.grad(total(f))),
 }
 
 
@@ -593,8 +593,8 @@ FIRST_ELSEWHERE = {
     "grad of vmap": lambda f: jax.grad(total(jax.vmap(f))),
     "grad of jit": lambda f: jax.grad(total(jax.jit(f))),
     "grad of checkpoint": lambda f: jax.grad(total(jax.checkpoint(f))),
-    "grad of scan": lambda f: jax.grad(total(PROGRAMS["scan"](f))),
-    "grad of cond": lambda f: jax.grad(total(PROGRAMS["cond"](f))),
+    "grad of scan": lambda f: jax.grad(total(CONTEXTS["scan"](f))),
+    "grad of cond": lambda f: jax.grad(total(CONTEXTS["cond"](f))),
 }
 
 
@@ -706,7 +706,7 @@ def test_mixed_derivatives_of_a_pure_forward_that_reads_its_flags_and_returns_an
     """Before, it was refused under `vmap` of `scan` and `checkpoint`, as if it had computed something else."""
 
     def mixed(f):
-        inner = jax.grad(lambda *args: jnp.sum(PROGRAMS[program](f)(*args)), first)
+        inner = jax.grad(lambda *args: jnp.sum(CONTEXTS[program](f)(*args)), first)
         return MIXED[outside](jax.grad(lambda *args: jnp.sum(inner(*args)), 1 - first))(X, jnp.float32(1.5))
 
     expected = mixed(lambda x, w: jnp.sin(x * w))
@@ -790,8 +790,8 @@ ALL_ORDERS: dict[str, Callable[[Any], Any]] = {
     "jit of both": lambda f: of_all_orders(f, outside=jax.jit, around=jax.jit),
     "vmap": lambda f: lambda x: [y[1] for y in jax.vmap(of_all_orders(f))(jnp.stack([2 * x, x]))],
     "vmap of jit": lambda f: lambda x: [y[1] for y in jax.vmap(jax.jit(of_all_orders(f)))(jnp.stack([2 * x, x]))],
-    "scan": lambda f: of_all_orders(f, around=PROGRAMS["scan"]),
-    "scan of all": lambda f: PROGRAMS["scan"](of_all_orders(f)),
+    "scan": lambda f: of_all_orders(f, around=CONTEXTS["scan"]),
+    "scan of all": lambda f: CONTEXTS["scan"](of_all_orders(f)),
     "checkpoint": lambda f: of_all_orders(f, around=jax.checkpoint),
 }
 
@@ -854,7 +854,7 @@ def test_mixed_derivatives_of_a_forward_that_draws_and_reads_its_flags_are_of_on
 
     def mixed(x, w):
         def of_x(x, w):
-            y, pull = jax.vjp(lambda x: PROGRAMS[program](f)(x, w), x)
+            y, pull = jax.vjp(lambda x: CONTEXTS[program](f)(x, w), x)
             return pull(jnp.ones_like(y))[0], y
 
         slope, pull, y = jax.vjp(lambda w: of_x(x, w), w, has_aux=True)
@@ -882,7 +882,7 @@ def test_first_derivatives_of_a_forward_that_draws_are_of_one_draw(program, mode
         y, pull = jax.vjp(f, x)
         return y, pull(jnp.ones_like(y))[0]
 
-    around = {"eager": lambda f: f, "jit of all": jax.jit, "vmap": PROGRAMS["vmap"]}[program]
+    around = {"eager": lambda f: f, "jit of all": jax.jit, "vmap": CONTEXTS["vmap"]}[program]
     y, slope = around(value_and_slope)(X)
     np.testing.assert_allclose(slope * jnp.sin(X), y * jnp.cos(X), rtol=1e-5)
 
@@ -945,7 +945,7 @@ FIRST: dict[str, Callable[[Any], Any]] = {
     "jit of grad": lambda f: jax.jit(jax.grad(total(f))),
     "grad of jit": lambda f: jax.grad(total(jax.jit(f))),
     "grad of checkpoint": lambda f: jax.grad(total(jax.checkpoint(f))),
-    "grad of scan": lambda f: jax.grad(total(PROGRAMS["scan"](f))),
+    "grad of scan": lambda f: jax.grad(total(CONTEXTS["scan"](f))),
     "grad of cond": lambda f: jax.grad(lambda x: jax.lax.cond(x[0] > 0, total(lambda x: f(x)), total(lambda x: x), x)),
     "grad of vmap": lambda f: jax.grad(total(jax.vmap(f))),
     "vmap of grad": lambda f: jax.vmap(jax.grad(f)),
@@ -1031,7 +1031,7 @@ def test_a_ref_made_inside_the_differentiated_function_is_refused(mode, program)
         ref = jax.new_ref(x * 1)
         return jnp.sum(Writes.apply(x, ref) + ref[...])
 
-    gradient = jax.jit(jax.grad(loss)) if program == "jit of grad" else jax.grad(PROGRAMS[program](loss))
+    gradient = jax.jit(jax.grad(loss)) if program == "jit of grad" else jax.grad(CONTEXTS[program](loss))
     with pytest.raises(NotImplementedError, match=r"Writes: input 1 \('ref'\) is a jax.Ref that was made inside"):
         gradient(X)
 

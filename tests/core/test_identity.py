@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import stop_gradient
 
 import jaxfn
+from tests.support.contexts import CONTEXTS
 from tests.support.marks import row, sampled
-from tests.support.programs import PROGRAMS
 
 X = jnp.array([0.3, 1.4, -0.7], jnp.float32)
 
@@ -149,13 +149,13 @@ def check(name, use, mode, program, outside):
     rules, derivatives = MODES[mode]
     f = cube({**SAME_OBJECT, **NEW_OBJECT}[name], use, rules)
     new, new_in_jit = new_slope(name, program, outside is jax.jit), new_slope(name, program, True)
-    first, second, through_jit = derivatives(f, PROGRAMS[program], outside)
+    first, second, through_jit = derivatives(f, CONTEXTS[program], outside)
     np.testing.assert_allclose(first(X), expected(use, 1), rtol=1e-5)
     np.testing.assert_allclose(second(X), expected(use, 2, new), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(through_jit(X), expected(use, 2, new_in_jit), rtol=1e-5, atol=1e-6)
 
 
-EVERY_PROGRAM = pytest.mark.parametrize("program", PROGRAMS)
+EVERY_PROGRAM = pytest.mark.parametrize("program", CONTEXTS)
 JIT = pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["", "jit"])
 
 
@@ -197,7 +197,7 @@ def test_a_saved_array_is_its_caller_s_at_every_order(program, use, no_op):
         second = jax.grad(lambda x: jnp.sum(jnp.sin(first(x))))
         return jax.grad(lambda x: jnp.sum(second(x)))
 
-    agree = np.allclose(third(PROGRAMS[program])(X), third(lambda f: f)(X), rtol=1e-4, atol=1e-5)
+    agree = np.allclose(third(CONTEXTS[program])(X), third(lambda f: f)(X), rtol=1e-4, atol=1e-5)
     assert agree is not differs
 
 
@@ -230,7 +230,7 @@ def test_marking_an_output_by_an_operation_that_changes_nothing(outside, program
         f.jvp(lambda ctx, t: (5 * t * ctx.saved_tensors[0], 7 * t * ctx.saved_tensors[0]))
 
     def loss(x):
-        y, z = PROGRAMS[program](f)(x)
+        y, z = CONTEXTS[program](f)(x)
         return jnp.sum(jnp.sin(y) + jnp.cos(z))
 
     first, second = jax.grad(loss), jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))
@@ -260,7 +260,7 @@ def test_of_outputs_that_are_one_object_the_first_counts(outside, program, saved
     f = jaxfn.autograd_function(forward, backward)
 
     def loss(x):
-        first, second = PROGRAMS[program](f)(x)
+        first, second = CONTEXTS[program](f)(x)
         return jnp.sum(first + jnp.sin(second))
 
     # The gradient is (2 + 5 cos(y)) y. In it the second output has the slope 5y, the saved y that of the first, 2y.
@@ -307,7 +307,7 @@ def test_an_intermediate_that_is_saved_twice(outside, program):
         return g * (2 * z + 3 * same + 5 * w)
 
     f = jaxfn.autograd_function(forward, backward)
-    second = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(PROGRAMS[program](f)(x)))(x)))
+    second = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(CONTEXTS[program](f)(x)))(x)))
     np.testing.assert_allclose(outside(second)(X), 10 * X + 15 * X**2, rtol=1e-5)
 
 
@@ -324,6 +324,6 @@ def test_an_operation_that_computes_is_an_intermediate(outside, program, operati
         return y
 
     f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
-    first = jax.grad(lambda x: jnp.sum(PROGRAMS[program](f)(x)))
+    first = jax.grad(lambda x: jnp.sum(CONTEXTS[program](f)(x)))
     np.testing.assert_allclose(outside(first)(X), X**3, rtol=1e-5)
     np.testing.assert_allclose(outside(jax.grad(lambda x: jnp.sum(first(x))))(X), 3 * X**2, rtol=1e-5)

@@ -13,8 +13,8 @@ from jax import lax
 from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 
 import jaxfn
+from tests.support.contexts import CONTEXTS
 from tests.support.marks import row, sampled
-from tests.support.programs import PROGRAMS
 
 N, K = 5, 3
 rng = np.random.default_rng(0)
@@ -193,7 +193,7 @@ def test_solvers_through_a_function_with_forward_mode(derivative, solver, rules)
 @pytest.mark.parametrize("derivative", ["grad", "jvp"])
 @pytest.mark.parametrize("program", ["eager", "checkpoint", "scan"])
 def test_solvers_through_a_function_in_every_program(program, derivative, solver):
-    f = PROGRAMS[program](solved(solver, matvec("both")))
+    f = CONTEXTS[program](solved(solver, matvec("both")))
     close(DERIVATIVES[derivative](f), DERIVATIVES[derivative](plain_solution(solver)), 5e-3)
 
 
@@ -416,7 +416,7 @@ FORWARD_OF_SOLVE: dict[str, Callable[..., Any]] = {
 def test_a_backward_that_applies_a_linear_function_in_reverse_mode(program, derivative, solve):
     """Before, the batch was not seen to be linear: a Function in a backward, or mapped beside an unmapped argument."""
     f, plain = SOLVES[solve]
-    f = PROGRAMS[program](f)
+    f = CONTEXTS[program](f)
     close(jax.jit(lambda: REVERSE_OF_SOLVE[derivative](f))(), REVERSE_OF_SOLVE[derivative](plain))
 
 

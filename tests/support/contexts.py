@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Program = Callable[[Callable[..., Any]], Callable[..., Any]]
+Context = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def eager(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def cond(f: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-PROGRAMS: dict[str, Program] = {
+CONTEXTS: dict[str, Context] = {
     "eager": eager,
     "jit": jit,
     "checkpoint": checkpoint,
