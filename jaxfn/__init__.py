@@ -11,10 +11,10 @@ from jaxfn._once_differentiable import once_differentiable
 from jaxfn._vmap_method import VmapInfo
 
 if TYPE_CHECKING:
-    from jaxfn._gradcheck import GradcheckError, Mismatch, Report, gradcheck, gradgradcheck
-    from jaxfn._inspection.find_nan import NotFinite, find_nan
+    from jaxfn._gradcheck import GradcheckError, GradcheckReport, Mismatch, gradcheck, gradgradcheck
+    from jaxfn._inspection.find_nan import NanOrigin, find_nan
     from jaxfn._inspection.logs import logged, with_logs
-    from jaxfn._inspection.residuals import Ledger, Residual, residuals
+    from jaxfn._inspection.residuals import Residual, ResidualTable, residuals
     from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
     from jaxfn._parity.report import ParityReport
@@ -25,14 +25,14 @@ __all__ = [  # and Explanation, which needs torch
     "Function",
     "FunctionCtx",
     "GradcheckError",
+    "GradcheckReport",
     "KernelReport",
     "KernelcheckError",
-    "Ledger",
     "Mismatch",
-    "NotFinite",
+    "NanOrigin",
     "ParityReport",
-    "Report",
     "Residual",
+    "ResidualTable",
     "TranslationError",
     "VmapInfo",
     "autograd_function",
@@ -58,10 +58,10 @@ __version__ = "0.1.0"
 # What training does not need is imported when it is first asked for, so that `import jaxfn` stays a matter of
 # milliseconds; and `Explanation` lies beside what imports torch.
 _TOOLS = {
-    "jaxfn._gradcheck": ("GradcheckError", "Mismatch", "Report", "gradcheck", "gradgradcheck"),
-    "jaxfn._inspection.find_nan": ("NotFinite", "find_nan"),
+    "jaxfn._gradcheck": ("GradcheckError", "Mismatch", "GradcheckReport", "gradcheck", "gradgradcheck"),
+    "jaxfn._inspection.find_nan": ("NanOrigin", "find_nan"),
     "jaxfn._inspection.logs": ("logged", "with_logs"),
-    "jaxfn._inspection.residuals": ("Ledger", "Residual", "residuals"),
+    "jaxfn._inspection.residuals": ("ResidualTable", "Residual", "residuals"),
     "jaxfn._kernelcheck": ("KernelReport", "KernelcheckError", "kernelcheck"),
     "jaxfn._parity.paritycheck": ("paritycheck", "record_oracle"),
     "jaxfn._parity.report": ("ParityReport",),

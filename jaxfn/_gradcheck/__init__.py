@@ -3,5 +3,5 @@
 from jaxfn._gradcheck.gradcheck import gradcheck as gradcheck
 from jaxfn._gradcheck.gradcheck import gradgradcheck as gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError as GradcheckError
+from jaxfn._gradcheck.report.report import GradcheckReport as GradcheckReport
 from jaxfn._gradcheck.report.report import Mismatch as Mismatch
-from jaxfn._gradcheck.report.report import Report as Report

@@ -1,6 +1,6 @@
-"""The smaller checks: what every correct rule does, whatever its values.
+"""Checks of properties that every correct rule has: linearity, determinism, flags, undefined gradients.
 
-They run a function a few times with random directions, before whole Jacobians are compared.
+They evaluate a rule a few times along random vectors, before whole Jacobians are compared.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck.numbers.programs import Mode
-from jaxfn._gradcheck.numbers.sweep import differences, points
-from jaxfn._gradcheck.numbers.vectors import Arrays, random_vectors
+from jaxfn._gradcheck.evaluation.batches import differences, points
+from jaxfn._gradcheck.evaluation.execution import ExecutionMode
+from jaxfn._gradcheck.evaluation.vectors import Arrays, random_vectors
 from jaxfn._gradcheck.problem.derivatives import (
+    ADMode,
     Derivative,
     Derivatives,
-    Direction,
-    forward_of,
-    function_of_some,
-    only,
-    rows_of,
+    forward_derivative,
+    jacobian_rows,
+    restrict_inputs,
+    restrict_outputs,
 )
-from jaxfn._gradcheck.problem.problem import OfLeaves
-from jaxfn._gradcheck.problem.traced import bytes_each, is_part
+from jaxfn._gradcheck.problem.problem import LeafFunction
+from jaxfn._gradcheck.problem.staging import bytes_per_call, is_same_output
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, largest, rounding_of_differences
 
 _COMBINATION = (2.0, -3.0)
-_DIRECTIONS = 4  # that every rule is tried in: two random ones, their combination, zero
-_RETRACED_TWICE = 1e-13  # what compiling the same operations in another program may change, relatively
-_SAMPLES = 4  # directions in which autodiff is compared with finite differences
-_ELSEWHERE = 1.001  # times the inputs: another place, so that batches are not of equal items
+_NUM_VECTORS = 4  # along which every rule is evaluated: two random ones, their combination, zero
+_RECOMPILED_RTOL = 1e-13  # the relative difference between two compilations of the same operations
+_NUM_SAMPLES = 4  # vectors along which autodiff is compared with finite differences
+_SHIFT_FACTOR = 1.001  # factor of the inputs for a second point, so that the items of a batch are not equal
 
 
 @dataclass
 class Findings:
-    """Findings of the property checks.
+    """The results of the property checks.
 
     Attributes:
-      problems: what is wrong.
+      problems: the failures, as text.
       batches_wrong: whether batching changes values, so that nothing may be computed in batches.
-      outputs: the values of the function.
+      outputs: the outputs of the function.
       autodiff_agrees: whether autodiff of the function without its rule is known to agree with finite differences.
     """
 
@@ -55,23 +55,23 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Checks:
-    """The small checks of one problem in one direction.
+class PropertyChecks:
+    """The property checks of one problem in one mode.
 
     Attributes:
-      derivatives: of what.
-      direction: which mode.
-      xs: where.
-      step: of finite differences.
-      tolerance: how closely values that should be the same have to agree.
-      nondet_tol: how far apart two runs may be.
-      undefined: whether vectors may be undefined, one at a time.
-      samples_autodiff: whether autodiff is to be compared with finite differences in random directions.
-      max_memory: bytes that may be used at a time.
+      derivatives: the function and its derivatives.
+      mode: the mode of differentiation.
+      xs: the point at which to differentiate.
+      step: the step of finite differences.
+      tolerance: the tolerance for values that should be equal.
+      nondet_tol: the largest difference of two evaluations.
+      undefined: whether to check undefined vectors, one at a time.
+      samples_autodiff: whether to compare autodiff with finite differences along random vectors.
+      max_memory: the number of bytes that one batch may use.
     """
 
     derivatives: Derivatives
-    direction: Direction
+    mode: ADMode
     xs: Sequence[Any]
     step: float
     tolerance: Tolerance
@@ -80,17 +80,17 @@ class Checks:
     samples_autodiff: bool
     max_memory: int
 
-    def run(self, mode: Mode) -> Findings:
-        """All of them."""
-        d = self.direction
+    def run(self, execution: ExecutionMode) -> Findings:
+        """Runs all property checks."""
+        d = self.mode
         found = Findings()
-        first, second = random_vectors(d.varied, 1), random_vectors(d.varied, 2)
-        missing = self._without_one(first, found) if self.undefined and len(d.varied) > 1 else {}
-        alone = self._with_one_input(first, found) if not d.is_forward and len(d.returned) > 1 else {}
+        first, second = random_vectors(d.seed_leaves, 1), random_vectors(d.seed_leaves, 2)
+        missing = self._without_one(first, found) if self.undefined and len(d.seed_leaves) > 1 else {}
+        alone = self._with_one_input(first, found) if not d.is_forward and len(d.result_leaves) > 1 else {}
         a, b = _COMBINATION
         mixed = [a * u + b * v for u, v in zip(first, second, strict=True)]
-        directions = [first, second, mixed, list(map(np.zeros_like, first)), *(_without(first, i) for i in missing)]
-        results, rerun = self._run_twice(mode, directions, list(missing.values()), list(alone.values()))
+        vectors = [first, second, mixed, list(map(np.zeros_like, first)), *(_without(first, i) for i in missing)]
+        results, rerun = self._run_twice(execution, vectors, list(missing.values()), list(alone.values()))
         found.outputs = results["outputs"]
         found.autodiff_agrees = self._autodiff_agrees(results)
         found.problems += self._is_deterministic(results, rerun)
@@ -106,28 +106,28 @@ class Checks:
         return found
 
     def _run_twice(
-        self, mode: Mode, directions: Sequence[Arrays], missing: list[Derivative], alone: list[Derivative]
+        self, execution: ExecutionMode, vectors: Sequence[Arrays], missing: list[Derivative], alone: list[Derivative]
     ) -> list[dict[str, Any]]:
-        """Runs all checks twice, in one program."""
+        """Evaluates everything that the checks need, twice, with one executable."""
         d = self.derivatives
         samples = self._samples()
         xs = list(map(np.asarray, self.xs))
         near = points(xs, samples, self.step) if samples else [np.zeros((0, *x.shape)) for x in xs]
-        places = [np.concatenate([[x, _ELSEWHERE * x], n]) for x, n in zip(xs, near, strict=True)]
+        all_points = [np.concatenate([[x, _SHIFT_FACTOR * x], n]) for x, n in zip(xs, near, strict=True)]
         functions = {
             "primal": d.primal,
-            "measured": [] if d.measured is d.primal else [d.measured],
+            "target": [] if d.target is d.primal else [d.target],
             "autodiff": [d.forward.reference] if samples else [],
-            "rule": self.direction.rule,
-            "retraced": [] if self.direction.retraced is None else [self.direction.retraced],
+            "rule": self.mode.rule,
+            "retraced": [] if self.mode.retraced is None else [self.mode.retraced],
             "missing": missing,
             "alone": alone,
         }
-        at_places = mode
-        if mode is Mode.VECTORIZED and len(places[0]) * bytes_each(d.measured) > self.max_memory:
-            at_places = Mode.COMPILED_LOOP
+        at_points = execution
+        if execution is ExecutionMode.VECTORIZED and len(all_points[0]) * bytes_per_call(d.target) > self.max_memory:
+            at_points = ExecutionMode.COMPILED_LOOP
 
-        def run(functions: Any, xs: Arrays, vectors: Arrays, batch: Arrays, places: Arrays, samples: Arrays) -> Any:
+        def run(functions: Any, xs: Arrays, vectors: Arrays, batch: Arrays, points: Arrays, samples: Arrays) -> Any:
             outputs, results = functions["rule"](xs, vectors)
             return {
                 "outputs": functions["primal"](*xs),
@@ -136,88 +136,91 @@ class Checks:
                 "results again": [f(xs, vectors)[1] for f in functions["retraced"]],
                 "missing": [f(xs, vectors) for f in functions["missing"]],
                 "alone": [f(xs, vectors) for f in functions["alone"]],
-                "batch": mode.map(partial(_results, functions["rule"], xs), *batch),
-                "at places": at_places.map(functions["primal"], *places),
-                "measured": [at_places.map(f, *places) for f in functions["measured"]],
-                "autodiff": [mode.map(partial(_results, f, xs), *samples) for f in functions["autodiff"]],
+                "batch": execution.map(partial(_results, functions["rule"], xs), *batch),
+                "at points": at_points.map(functions["primal"], *points),
+                "target": [at_points.map(f, *points) for f in functions["target"]],
+                "autodiff": [execution.map(partial(_results, f, xs), *samples) for f in functions["autodiff"]],
             }
 
-        batch = [np.stack(items) for items in zip(*directions, strict=True)]
-        args = functions, list(self.xs), directions[0], batch, places, samples
-        program = mode.program(run, *args)
-        return [program.start(*args)() for _ in range(2)]
+        batch = [np.stack(items) for items in zip(*vectors, strict=True)]
+        args = functions, list(self.xs), vectors[0], batch, all_points, samples
+        executable = execution.prepare(run, *args)
+        return [executable.start(*args)() for _ in range(2)]
 
     def _is_deterministic(self, r: Any, rerun: Any) -> list[str]:
         problems: list[str] = []
-        d = self.direction
+        d = self.mode
         if not self._equal(r["outputs"], rerun["outputs"]):
             problems.append("The function is not deterministic: two runs on the same inputs gave different outputs.")
-        others = [(rerun["results"], 0.0), *((again, _RETRACED_TWICE) for again in r["results again"])]
+        others = [(rerun["results"], 0.0), *((again, _RECOMPILED_RTOL) for again in r["results again"])]
         if not all(self._equal(r["results"], other, slack) for other, slack in others):
             problems.append(
-                f"{d.method} is not deterministic: two runs on the same inputs and {d.given}s gave different "
-                f"{d.result}s. They may differ by nondet_tol={self.nondet_tol:g}."
+                f"{d.method} is not deterministic: two runs on the same inputs and {d.seed_name}s gave different "
+                f"{d.result_name}s. They may differ by nondet_tol={self.nondet_tol:g}."
             )
         return problems
 
     def _is_batched_right(self, r: Any) -> bool:
-        batches, singles = (*r["batch"], *r["at places"]), (*r["results"], *r["outputs"])
+        batches, singles = (*r["batch"], *r["at points"]), (*r["results"], *r["outputs"])
         return all(self.tolerance.agrees(batched[0], single) for batched, single in zip(batches, singles, strict=True))
 
     def _has_one_value(self, r: Any) -> list[str]:
         return [
-            f"{leaf.name} has another value when it is differentiated than when it is not."
+            f"{leaf.name} has different values when it is differentiated and when it is not."
             for leaf, a, b in zip(self.derivatives.outputs, r["outputs of rule"], r["outputs"], strict=True)
             if not self.tolerance.agrees(a, b)
         ]
 
     def _is_linear(self, r: Any) -> list[str]:
         problems: list[str] = []
-        d = self.direction
+        d = self.mode
         a, b = _COMBINATION
-        for leaf, (u, v, combined, zero, *_) in zip(d.returned, r["batch"], strict=True):
+        for leaf, (u, v, combined, zero, *_) in zip(d.result_leaves, r["batch"], strict=True):
             scale = float(max(largest(a * u), largest(b * v)))
             if not self.tolerance.agrees(combined, a * u + b * v, scale):
                 problems.append(
-                    f"{d.method} is not linear: the {d.result} of {leaf.name} for the {d.given} {a:g} u {b:+g} v is "
-                    f"not that combination of the {d.result}s for u and for v."
+                    f"{d.method} is not linear: the {d.result_name} of {leaf.name} for the {d.seed_name} {a:g} u {b:+g}"
+                    f" v is not that combination of the {d.result_name}s for u and for v."
                 )
             if zero.any():
                 problems.append(
                     f"{d.method} is not multiplied by {'its tangents' if d.is_forward else 'grad_output'}: zero "
-                    f"{d.given}s give {leaf.name} another {d.result}."
+                    f"{d.seed_name}s give {leaf.name} another {d.result_name}."
                 )
         return problems
 
     def _takes_undefined(self, r: Any, missing: Sequence[int]) -> list[str]:
-        d = self.direction
+        d = self.mode
         return [
-            f"{d.method} takes an undefined {d.given} of {d.varied[i].name} for something else than zeros: it changes "
-            f"the {d.result} of {leaf.name}. (check_undefined_grad=False leaves this check out.)"
+            f"{d.method} does not treat an undefined {d.seed_name} of {d.seed_leaves[i].name} as zeros: it changes "
+            f"the {d.result_name} of {leaf.name}. (check_undefined_grad=False skips this check.)"
             for position, i in enumerate(missing)
-            for leaf, result, batch in zip(d.returned, r["missing"][position], r["batch"], strict=True)
-            if not self.tolerance.agrees(result, batch[_DIRECTIONS + position])
+            for leaf, result, batch in zip(d.result_leaves, r["missing"][position], r["batch"], strict=True)
+            if not self.tolerance.agrees(result, batch[_NUM_VECTORS + position])
         ]
 
     def _respects_flags(self, r: Any, alone: Sequence[int]) -> list[str]:
         return [
-            f"the gradient of {self.derivatives.inputs[j].name} is another one when that input alone is "
+            f"the gradient of {self.derivatives.inputs[j].name} changes when that input alone is "
             "differentiated: backward does not respect ctx.needs_input_grad."
             for j, gradient in zip(alone, r["alone"], strict=True)
             if not self.tolerance.agrees(gradient, r["results"][j])
         ]
 
     def _samples(self) -> Arrays:
-        """Directions in which autodiff is compared with finite differences; none where that would not be decisive."""
+        """Returns vectors along which to compare autodiff with finite differences; none if that is not decisive."""
         d = self.derivatives
         if not (self.samples_autodiff and d.forward.has_reference and self.tolerance.is_double):
             return []
-        samples = [random_vectors(d.inputs, 100 + k) for k in range(_SAMPLES)]
+        samples = [random_vectors(d.inputs, 100 + k) for k in range(_NUM_SAMPLES)]
         return [np.stack(vectors) for vectors in zip(*samples, strict=True)]
 
     def _autodiff_agrees(self, r: Any) -> bool:
-        """A disagreement in one entry of the Jacobian shows in every direction that is not orthogonal to it."""
-        values = r["measured"][0] if r["measured"] else r["at places"]
+        """Whether autodiff agrees with finite differences along random vectors.
+
+        A wrong entry of the Jacobian shows along every vector that is not orthogonal to it.
+        """
+        values = r["target"][0] if r["target"] else r["at points"]
         found = differences([y[2:] for y in values], self.step)
         strict = self.tolerance.strict()
         floors = rounding_of_differences(r["outputs"], self.tolerance.precision, self.step)
@@ -228,10 +231,10 @@ class Checks:
                     return False
         return bool(r["autodiff"])
 
-    def batches_as_it_is(self) -> list[str]:
-        """Returns the problems of batching the rule eagerly, outside of any program."""
-        d = self.direction
-        first, second = random_vectors(d.varied, 1), random_vectors(d.varied, 2)
+    def problems_of_eager_batching(self) -> list[str]:
+        """Returns the problems of the rule under an eager `jax.vmap`."""
+        d = self.mode
+        first, second = random_vectors(d.seed_leaves, 1), random_vectors(d.seed_leaves, 2)
         derivative = d.derivative_of(self.derivatives.call)
 
         def results(vectors: Arrays) -> Arrays:
@@ -244,42 +247,42 @@ class Checks:
         singles = results(list(map(jnp.asarray, first)))
         if all(self.tolerance.agrees(np.asarray(b)[0], np.asarray(s)) for b, s in zip(batched, singles, strict=True)):
             return []
-        return [f"batched {d.result}s are not those computed one by one: {d.method} is wrong under jax.vmap."]
+        return [f"batched {d.result_name}s differ from those computed one by one: {d.method} is wrong under jax.vmap."]
 
     def _without_one(self, vectors: Arrays, found: Findings) -> dict[int, Derivative]:
-        """Returns, by position, the derivative in which one vector is a symbolic zero."""
-        d = self.direction
-        made: dict[int, Derivative] = {}
-        for i, leaf in enumerate(d.varied):
-            others = [j for j in range(len(d.varied)) if j != i]
+        """Returns, for each seed leaf, the derivative in which its vector is a symbolic zero."""
+        d = self.mode
+        derivatives: dict[int, Derivative] = {}
+        for i, leaf in enumerate(d.seed_leaves):
+            others = [j for j in range(len(d.seed_leaves)) if j != i]
             try:
-                made[i] = self._recorded(_undefined(d, self.derivatives.call, others), vectors)
+                derivatives[i] = self._staged(_undefined(d, self.derivatives.call, others), vectors)
             except Exception as error:
                 found.problems.append(
-                    f"{d.method} fails where the {d.given} of {leaf.name} is undefined: {type(error).__name__}: "
-                    f"{error} (check_undefined_grad=False leaves this check out.)"
+                    f"{d.method} fails if the {d.seed_name} of {leaf.name} is undefined: {type(error).__name__}: "
+                    f"{error} (check_undefined_grad=False skips this check.)"
                 )
-        return made
+        return derivatives
 
     def _with_one_input(self, vectors: Arrays, found: Findings) -> dict[int, Derivative]:
-        """Returns, by position, the gradient of an input that alone is differentiated, where it is another program."""
-        d = self.direction
-        made: dict[int, Derivative] = {}
-        for j, leaf in enumerate(d.returned):
+        """Returns the gradient of each input that is computed differently if no other input is differentiated."""
+        d = self.mode
+        derivatives: dict[int, Derivative] = {}
+        for j, leaf in enumerate(d.result_leaves):
             try:
-                alone = self._recorded(_one_input(self.derivatives.call, j), vectors)
+                alone = self._staged(_one_input(self.derivatives.call, j), vectors)
             except Exception as error:
                 found.problems.append(
-                    f"backward fails where {leaf.name} alone is differentiated: {type(error).__name__}: {error}"
+                    f"backward fails if {leaf.name} alone is differentiated: {type(error).__name__}: {error}"
                 )
                 continue
-            if not is_part(alone, d.rule, len(d.varied) + j):
-                made[j] = alone
-        return made
+            if not is_same_output(alone, d.rule, len(d.seed_leaves) + j):
+                derivatives[j] = alone
+        return derivatives
 
-    def _recorded(self, derivative: Derivative, vectors: Arrays) -> Derivative:
+    def _staged(self, derivative: Derivative, vectors: Arrays) -> Derivative:
         if self.derivatives.is_traced:
-            return self.derivatives.trace(derivative, self.xs, vectors)
+            return self.derivatives.stage(derivative, self.xs, vectors)
         derivative(self.xs, vectors)
         return derivative
 
@@ -295,24 +298,24 @@ def _results(derivative: Derivative, xs: Arrays, *vectors: Any) -> Arrays:
     return derivative(xs, vectors)[1]
 
 
-def _undefined(direction: Direction, call: OfLeaves, others: Sequence[int]) -> Derivative:
-    """Returns the derivative in which only the vectors of `others` are defined; it takes all of them."""
+def _undefined(mode: ADMode, call: LeafFunction, others: Sequence[int]) -> Derivative:
+    """Returns the derivative that uses the vectors of `others` only; the rest are symbolic zeros."""
 
     def results(xs: Sequence[Any], vectors: Sequence[Any]) -> Any:
         defined = [vectors[i] for i in others]
-        if direction.is_forward:
-            return forward_of(function_of_some(call, xs, others))([xs[i] for i in others], defined)[1]
-        return rows_of(only(call, others))(xs, defined)[1]
+        if mode.is_forward:
+            return forward_derivative(restrict_inputs(call, xs, others))([xs[i] for i in others], defined)[1]
+        return jacobian_rows(restrict_outputs(call, others))(xs, defined)[1]
 
     return results
 
 
-def _one_input(call: OfLeaves, position: int) -> Derivative:
+def _one_input(call: LeafFunction, index: int) -> Derivative:
     def gradient(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        return rows_of(function_of_some(call, xs, [position]))([xs[position]], cotangents)[1][0]
+        return jacobian_rows(restrict_inputs(call, xs, [index]))([xs[index]], cotangents)[1][0]
 
     return gradient
 
 
-def _without(vectors: Arrays, position: int) -> Arrays:
-    return [np.zeros_like(v) if i == position else v for i, v in enumerate(vectors)]
+def _without(vectors: Arrays, index: int) -> Arrays:
+    return [np.zeros_like(v) if i == index else v for i, v in enumerate(vectors)]

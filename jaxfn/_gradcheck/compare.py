@@ -1,4 +1,4 @@
-"""Whole Jacobians compared with references, part by part: none is ever held at once unless it is small."""
+"""Comparison of whole Jacobians with references, in parts: only a small Jacobian is stored as a whole."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck.numbers.sweep import Sweep
-from jaxfn._gradcheck.numbers.vectors import Arrays, Basis, bases
-from jaxfn._gradcheck.problem.derivatives import Derivative, Derivatives, Direction
+from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
+from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases
+from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, Derivatives
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, largest, rounding_of_differences
 
 _WORST_KEPT = 8
 _DOUBLE_BYTES = 8
-_ARRAYS_HELD = 6  # of a block of the Jacobian: analytic, numeric, errors, and what comparing them makes
+_ARRAYS_PER_PART = 6  # arrays of the size of a part: analytic, numeric, errors, and temporaries of their comparison
 
 
 @dataclass
-class Pair:
-    """The wrong entries of one output's derivative with respect to one input.
+class JacobianBlock:
+    """The derivative of one output with respect to one input, with wrong entries.
 
     Attributes:
-      output, input: their positions.
-      count: how many entries are.
-      worst: components of the output (in reverse mode) or of the input (in forward mode) with the most of them.
+      output, input: the indices of both.
+      count: the number of wrong entries.
+      worst: the components of the output (in reverse mode) or input (in forward mode) with the most wrong entries.
     """
 
     output: int
@@ -37,90 +37,98 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of derivatives at one point."""
+    """A comparison of derivatives at one point.
+
+    Attributes:
+      derivatives: the function and its derivatives.
+      tolerance: the tolerance of the comparison.
+      step: the step of finite differences.
+      evaluator: evaluates derivatives and differences.
+      outputs: the outputs of the function.
+    """
 
     derivatives: Derivatives
     tolerance: Tolerance
     step: float
-    sweep: Sweep
+    evaluator: BatchedEvaluator
     outputs: Sequence[Any]
 
-    def with_autodiff(self, direction: Direction) -> list[Pair]:
-        """The function's rule against autodiff of the bare function.
+    def with_autodiff(self, mode: ADMode) -> list[JacobianBlock]:
+        """Compares the function's rule with autodiff of the function without it.
 
-        All of both is computed where functions run, and one number comes back for two: how far they are apart, beyond
-        what their size allows. Only what exceeds the least that is allowed besides is looked at again.
+        The device returns the difference of each two entries, minus what their size allows. Only vectors with a larger
+        result than the least tolerance are evaluated again and compared exactly.
         """
         slope, least = self.tolerance.slope, self.tolerance.precise(0.0, 0.0)
 
         def beyond(analytic: Arrays, reference: Arrays) -> list[Arrays]:
             return [[abs(a - r) - slope * abs(r) for a, r in zip(analytic, reference, strict=True)]]
 
-        def precisely(basis: Basis, part: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
-            for a, r in zip(*self.sweep.along(direction.both, basis.vectors(part)), strict=True):
+        def compare_precisely(basis: Basis, part: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
+            for a, r in zip(*self.evaluator.along(mode.rule_and_reference, basis.vectors(part)), strict=True):
                 yield a, r, self.tolerance.precise(r, largest(r))
 
-        pairs: list[Pair] = []
-        for basis in bases(direction.varied):
+        blocks: list[JacobianBlock] = []
+        for basis in bases(mode.seed_leaves):
             suspects: list[int] = []
             done = 0
-            for (arrays,) in self.sweep.batches(direction.both, basis.vectors(), beyond):
+            for (arrays,) in self.evaluator.batches(mode.rule_and_reference, basis.vectors(), beyond):
                 batch = range(done, done := done + len(arrays[0]))
-                if not all(a.max(initial=0.0) <= least for a in arrays):  # nor is what is not a number
+                if not all(a.max(initial=0.0) <= least for a in arrays):  # false for NaN, too
                     suspects += batch
-                    if not batch.start:  # probably all are
+                    if not batch.start:  # probably all vectors are
                         suspects = list(range(basis.size))
                         break
             if suspects:
-                pairs += self._wrong(direction, basis, suspects, precisely)
-        return pairs
+                blocks += self._wrong(mode, basis, suspects, compare_precisely)
+        return blocks
 
-    def with_differences(self, direction: Direction, derivative: Derivative, *, coarsely: bool = False) -> list[Pair]:
-        """Any derivative against finite differences.
+    def with_differences(self, mode: ADMode, derivative: Derivative, *, coarsely: bool = False) -> list[JacobianBlock]:
+        """Compares a derivative with finite differences.
 
-        Where it is compared `coarsely`, it need not come as close as the differences' estimated errors allow.
+        With `coarsely` the tolerance is that of a coarse reference, whatever the estimated errors of the differences.
         """
 
         def estimated(basis: Basis, part: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
-            numeric = self.differences(direction, basis, part)
+            numeric = self.differences(mode, basis, part)
             for a, n, error in zip(self.values(derivative, basis, part), *numeric, strict=True):
                 yield a, n, self.bound(n, error, coarsely)
 
         return [
-            pair
-            for basis in bases(direction.varied)
-            for pair in self._wrong(direction, basis, range(basis.size), estimated)
+            block
+            for basis in bases(mode.seed_leaves)
+            for block in self._wrong(mode, basis, range(basis.size), estimated)
         ]
 
     def _wrong(
         self,
-        direction: Direction,
+        mode: ADMode,
         basis: Basis,
         which: Sequence[int],
         compute: Callable[[Basis, Sequence[int]], Iterable[tuple[Any, Any, Any]]],
-    ) -> list[Pair]:
-        """The pairs of leaves with mismatches, as far as some of the unit vectors in a basis show them.
+    ) -> list[JacobianBlock]:
+        """Returns the blocks of the Jacobian with wrong entries along some of the unit vectors in a basis.
 
-        For some of them `compute` gives, for everything returned: values, a reference, how far these may be apart.
+        For a part of these vectors `compute` yields, for each result leaf, values, references and tolerances.
         """
-        counts = [np.zeros(basis.size, int) for _ in direction.returned]
-        width = sum(leaf.num_components for leaf in direction.returned)
-        held = max(1, self.sweep.max_memory // (_ARRAYS_HELD * _DOUBLE_BYTES * max(width, 1)))
+        counts = [np.zeros(basis.size, int) for _ in mode.result_leaves]
+        width = sum(leaf.num_components for leaf in mode.result_leaves)
+        held = max(1, self.evaluator.max_memory // (_ARRAYS_PER_PART * _DOUBLE_BYTES * max(width, 1)))
         for start in range(0, len(which), held):
             part = which[start : start + held]
             for count, (value, reference, bound) in zip(counts, compute(basis, part), strict=True):
-                is_right = (abs(value - reference) <= bound) | (value == reference)  # what is not a number is not
+                is_right = (abs(value - reference) <= bound) | (value == reference)  # false for NaN
                 count[part] = (~is_right).sum(axis=1)
-        pairs: list[Pair] = []
-        for returned, count in enumerate(counts):
-            for varied in basis.chosen:
-                offset = basis.offsets[varied]
-                own = count[offset : offset + basis.leaves[varied].num_components]
+        blocks: list[JacobianBlock] = []
+        for result, count in enumerate(counts):
+            for seed in basis.chosen:
+                offset = basis.offsets[seed]
+                own = count[offset : offset + basis.leaves[seed].num_components]
                 if own.any():
                     order = np.argsort(-own, kind="stable")[:_WORST_KEPT]
                     worst = [int(i) for i in order if own[i]]
-                    pairs.append(Pair(*direction.leaves(varied, returned), int(own.sum()), worst))
-        return pairs
+                    blocks.append(JacobianBlock(*mode.output_and_input(seed, result), int(own.sum()), worst))
+        return blocks
 
     def bound(self, numeric: Any, error: Any, coarsely: bool) -> Any:
         """Returns the allowed distance from finite differences that have an estimated error."""
@@ -129,19 +137,19 @@ class Comparison:
         return self.tolerance.estimated(numeric, largest(numeric), error)
 
     def values(self, derivative: Derivative, basis: Basis, which: Sequence[int]) -> Arrays:
-        """Rows or columns of the Jacobian as they are: for everything returned an array of (vectors, size)."""
-        return self.sweep.along([derivative], basis.vectors(which))[0]
+        """Returns rows or columns of the Jacobian: an array of shape (vectors, size) for each result leaf."""
+        return self.evaluator.along([derivative], basis.vectors(which))[0]
 
-    def differences(self, direction: Direction, basis: Basis, which: Sequence[int]) -> tuple[Arrays, Arrays]:
-        """Finite differences in place of `values`, and what their errors are at most."""
-        if direction.is_forward:
+    def differences(self, mode: ADMode, basis: Basis, which: Sequence[int]) -> tuple[Arrays, Arrays]:
+        """Returns finite differences in place of `values`, and bounds of their errors."""
+        if mode.is_forward:
             values, errors = self._columns(basis, which)
             return values, [abs(error) for error in errors]
         inputs = self.derivatives.inputs
         values = [np.zeros((len(which), 0)) for _ in inputs]
         errors = list(values)
         for columns in bases(inputs):
-            computed = [_turned(arrays, basis, which) for arrays in self._columns(columns)]
+            computed = [_rows_of_columns(arrays, basis, which) for arrays in self._columns(columns)]
             for i in columns.chosen:
                 leaf, offset = inputs[i], columns.offsets[i]
                 block = slice(offset, offset + leaf.num_components)
@@ -149,8 +157,8 @@ class Comparison:
         return values, [abs(error) for error in errors]
 
     def _columns(self, basis: Basis, which: Sequence[int] | None = None) -> tuple[Arrays, Arrays]:
-        """Finite differences along unit vectors of inputs, and their errors, real and imaginary parts' apart."""
-        values, errors = self.sweep.differences(self.derivatives.measured, basis.vectors(which), self.step)
+        """Returns finite differences along unit vectors of inputs, and bounds of their errors."""
+        values, errors = self.evaluator.differences(self.derivatives.target, basis.vectors(which), self.step)
         return values, [_bounded_error(error, floor) for error, floor in zip(errors, self.rounding(), strict=True)]
 
     def rounding(self) -> Arrays:
@@ -163,17 +171,17 @@ def _bounded_error(error: Any, floor: Any) -> Any:
     return bound + 1j * (SAFETY * abs(error.imag) + floor) if np.iscomplexobj(error) else bound
 
 
-def _turned(columns: Arrays, basis: Basis, which: Sequence[int]) -> Any:
-    """Columns as an array of some of the rows of `basis`."""
+def _rows_of_columns(columns: Arrays, basis: Basis, which: Sequence[int]) -> Any:
+    """Transposes columns of a Jacobian to some of its rows, which are unit vectors of `basis`."""
     parts = [_real_components(columns[i]) for i in basis.chosen]
     return np.concatenate(parts, axis=1)[:, which].T
 
 
 def _real_components(columns: Any) -> Any:
-    """Complex columns as real ones: all real parts, then all imaginary parts."""
+    """Returns complex columns as real ones: all real parts, then all imaginary parts."""
     return np.concatenate([columns.real, columns.imag], axis=1) if np.iscomplexobj(columns) else columns
 
 
 def _complex_entries(array: Any, leaf: Leaf) -> Any:
-    """Real components of an input side by side, as the rows' complex entries."""
+    """Combines the real components of an input to complex entries of the rows."""
     return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array

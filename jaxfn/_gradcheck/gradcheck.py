@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxfn._gradcheck.problem.derivatives import UnavailableError
 from jaxfn._gradcheck.problem.problem import make_problem
 from jaxfn._gradcheck.problem.second import second_order
-from jaxfn._gradcheck.report.report import GradcheckError, Report
+from jaxfn._gradcheck.report.report import GradcheckReport
 from jaxfn._gradcheck.run import Options, run_check
 from jaxfn._gradcheck.tolerance import ATOL, RTOL, Default
 
@@ -23,7 +23,7 @@ _MAX_MEMORY = 512 << 20
 @overload
 def gradcheck(
     func: Callable[..., Any], inputs: Any, *args: Any, return_report: Literal[True], **options: Any
-) -> Report: ...
+) -> GradcheckReport: ...
 @overload
 def gradcheck(
     func: Callable[..., Any],
@@ -72,64 +72,63 @@ def gradcheck(
     dtype: Any = None,
     max_memory: int = _MAX_MEMORY,
     return_report: bool = False,
-) -> bool | Report:
+) -> bool | GradcheckReport:
     """Checks a function's first derivatives against finite differences and against autodiff.
 
     Three ways to the same Jacobian are compared: the function's own rule, central finite differences, and JAX's
-    autodiff of the operations in `forward`, with the rule taken off. Autodiff has to agree with finite differences, in
-    random directions or else in every entry, and the rule has to agree with autodiff in every entry; where there is no
-    autodiff that can be trusted, it has to agree with finite differences in every entry. Everything is computed in
-    double precision, whatever `jax_enable_x64` says, and that setting is left alone.
+    autodiff of the operations in `forward`, with the rule bypassed. Autodiff must agree with finite differences, along
+    random vectors or else in every entry, and the rule must agree with autodiff in every entry. Without a trusted
+    autodiff, the rule must agree with finite differences in every entry. Everything is computed in double precision,
+    whatever `jax_enable_x64` says.
 
-    Besides the values it is checked that `backward` is linear in the gradients it gets, deterministic, respects
-    `ctx.needs_input_grad` and takes undefined gradients for zeros.
-
-    In a test suite one line does: `assert jaxfn.gradcheck(f, inputs)`.
+    It is also checked that `backward` is linear in its gradients, deterministic, respects `ctx.needs_input_grad`, and
+    treats undefined gradients as zeros.
 
     Args:
-      func: any differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`, a lambda
-        over any of these. It may take and return pytrees.
-      inputs: a tuple of its arguments, or the one argument. NumPy's float64 arrays stay what they are.
-      eps: the step of finite differences.
-      atol: the absolute tolerance.
-      rtol: the relative one. Chosen tolerances mean exactly `|analytic - reference| <= atol + rtol * |reference|`.
-        If both are left to their defaults, a reference that is precise enough (autodiff, or finite differences with a
-        small error estimate) has to be met a thousand times closer, but never closer than its errors and rounding
-        allow: a factor of 1.001 is found.
-      raise_exception: whether to raise where something is wrong, instead of returning False.
-      nondet_tol: how far apart the results of two runs may be.
-      check_undefined_grad: whether gradients of outputs, and tangents of inputs, may be undefined one at a time.
-      check_grad_dtypes: whether `backward` has to return gradients in the inputs' dtypes.
-      check_batched_grad: whether `backward` has to work under `jax.vmap`.
-      check_batched_forward_grad: whether forward mode has to.
-      check_forward_ad: whether to check forward mode.
-      check_backward_ad: whether to check reverse mode.
-      fast_mode: compares random projections, two for each output and each input, in place of whole Jacobians. With
-        autodiff at hand these are rows `v^T J`, compared entry by entry: a wrong factor is always seen, and a mistake
-        in a single entry of `J`, `d` times as large as the entry of `v^T J` that it goes into, is missed with a
-        probability of about `(1e-6 / d)**2`. With finite differences alone it is the number `v^T J u`, as in torch,
-        with a tolerance that grows with the arrays: a mistake in a few entries of a large Jacobian is lost in it.
-      masked: accepted for torch's sake; there are no sparse arrays here.
-      argnums: which arguments to differentiate with respect to; by default every floating or complex array in all of
-        them. Python numbers are static unless their argument is named here.
-      reference: "both", "finite_differences" or "autodiff". Where the two disagree with each other, as for a `forward`
-        that stops a gradient, finite differences decide.
-      surrogate: for a rule that is deliberately not the derivative (straight-through): a function of the same inputs
+      func: A differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`, a lambda that
+        calls any of these. It may take and return pytrees.
+      inputs: A tuple of the arguments, or the only argument. NumPy's float64 arrays keep their precision.
+      eps: The step of finite differences.
+      atol: The absolute tolerance.
+      rtol: The relative tolerance. If one is passed, they mean exactly
+        `|analytic - reference| <= atol + rtol * |reference|`. By default, the tolerance for a precise reference
+        (autodiff, or finite differences with a small error estimate) is a thousand times smaller, but never smaller
+        than its errors and rounding: a factor of 1.001 is found.
+      raise_exception: Whether to raise on failure, instead of returning False.
+      nondet_tol: The largest difference of the results of two runs.
+      check_undefined_grad: Whether gradients of outputs, and tangents of inputs, may be undefined one at a time.
+      check_grad_dtypes: Whether `backward` must return gradients in the dtypes of the inputs.
+      check_batched_grad: Whether `backward` must work under `jax.vmap`.
+      check_batched_forward_grad: Whether forward mode must work under `jax.vmap`.
+      check_forward_ad: Whether to check forward mode.
+      check_backward_ad: Whether to check reverse mode.
+      fast_mode: Whether to compare random projections, two per output and per input, instead of whole Jacobians. With
+        autodiff these are rows `v^T J`, compared entry by entry: a wrong factor is always found, and a mistake in a
+        single entry of `J`, `d` times as large as the entry of `v^T J` that contains it, is missed with a probability
+        of about `(1e-6 / d)**2`. With finite differences alone it is the number `v^T J u`, as in torch, with a
+        tolerance that grows with the arrays: a mistake in a few entries of a large Jacobian may be missed.
+      masked: Ignored, as there are no sparse arrays; accepted for torch's signature.
+      argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: every floating-point or
+        complex array in all arguments. Python numbers are static unless `argnums` names their argument.
+      reference: What the rule is compared with: "both", "finite_differences" or "autodiff". Where the two disagree
+        with each other, as for a `forward` that stops a gradient, finite differences decide.
+      surrogate: For a rule that is deliberately not the derivative (straight-through): a function of the same inputs
         whose derivative the rule claims to be.
-      dtype: for a function that cannot run in double precision, such as a kernel with a float32 output: what its
-        inputs are cast to. The reference is autodiff in float64, of `surrogate` or else of the operations in `forward`,
-        and no finite differences are taken, since rounding would be most of them. Tolerances are those of the dtype: by
-        default `rtol` is the square root of its epsilon, and `atol` a hundredth of that, for entries of order 1.
-        `kernelcheck` judges by the errors that a plain implementation makes, which is sharper.
-      max_memory: bytes that may be used at a time; large Jacobians are compared in parts and never held.
-      return_report: whether to return the report, which is true where nothing is wrong, in place of True or False.
+      dtype: The dtype to which to cast the inputs, for a function that cannot run in double precision, such as a kernel
+        with a float32 output. Then the reference is autodiff in float64, of `surrogate` or else of the operations in
+        `forward`, and no finite differences are taken, as most of them would be rounding. By default `rtol` is the
+        square root of the epsilon of the dtype, and `atol` a hundredth of that, for entries of order 1.
+        `kernelcheck` measures the errors of a plain implementation, which is more precise.
+      max_memory: The number of bytes that may be used at a time; large Jacobians are compared in parts.
+      return_report: Whether to return the report, whatever it says, instead of True or False.
 
     Returns:
-      True, or False where something is wrong and `raise_exception` is off.
+      True, or False on failure with `raise_exception=False`; with `return_report` a `GradcheckReport`, which is true
+      if the check passed.
 
     Raises:
-      GradcheckError: something is wrong; its text says where, and `error.report` has it as data.
-      ValueError: nothing can be differentiated, or the options contradict each other.
+      GradcheckError: A derivative is wrong; the text says where, and `error.report` has it as data.
+      ValueError: Nothing can be differentiated, or the options contradict each other.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, jaxfn
@@ -166,13 +165,13 @@ def gradcheck(
     )
     with jax.enable_x64(True):
         problem = make_problem(func, inputs, argnums, surrogate, dtype)
-    return _concluded(run_check(problem, options), raise_exception, return_report)
+    return _result_of(run_check(problem, options), raise_exception, return_report)
 
 
 @overload
 def gradgradcheck(
     func: Callable[..., Any], inputs: Any, *args: Any, return_report: Literal[True], **options: Any
-) -> Report: ...
+) -> GradcheckReport: ...
 @overload
 def gradgradcheck(
     func: Callable[..., Any],
@@ -223,27 +222,27 @@ def gradgradcheck(
     dtype: Any = None,
     max_memory: int = _MAX_MEMORY,
     return_report: bool = False,
-) -> bool | Report:
-    """Checks a function's second derivatives: as `gradcheck`, of the gradient that its rule computes.
+) -> bool | GradcheckReport:
+    """Checks a function's second derivatives, as `gradcheck` checks the first.
 
-    The gradient is a function of the inputs and of the gradients of the outputs. Its finite differences are those of
-    the rule as it is; autodiff differentiates the operations in `forward` twice.
+    The checked function is the gradient by the function's rule, a function of the inputs and of the gradients of the
+    outputs. Finite differences are those of the rule; autodiff differentiates the operations in `forward` twice.
 
     Args:
-      func, inputs, eps, atol, rtol, raise_exception, nondet_tol: see `gradcheck`.
-      grad_outputs: an array for each differentiable output; random ones by default.
-      gen_non_contig_grad_outputs: accepted for torch's sake; JAX arrays have no strides.
-      check_undefined_grad, check_grad_dtypes, check_batched_grad: see `gradcheck`.
-      check_fwd_over_rev: whether to check forward mode over reverse mode.
-      check_rev_over_rev: whether to check reverse mode over reverse mode.
-      fast_mode, masked, argnums, reference, surrogate, dtype, max_memory, return_report: see `gradcheck`.
+      func, inputs, eps, atol, rtol, raise_exception, nondet_tol: See `gradcheck`.
+      grad_outputs: An array for each differentiable output. Default: random arrays.
+      gen_non_contig_grad_outputs: Ignored, as JAX arrays have no strides; accepted for torch's signature.
+      check_undefined_grad, check_grad_dtypes, check_batched_grad: See `gradcheck`.
+      check_fwd_over_rev: Whether to check forward mode over reverse mode.
+      check_rev_over_rev: Whether to check reverse mode over reverse mode.
+      fast_mode, masked, argnums, reference, surrogate, dtype, max_memory, return_report: See `gradcheck`.
 
     Returns:
-      True, or False where something is wrong and `raise_exception` is off.
+      As `gradcheck`.
 
     Raises:
-      GradcheckError: something is wrong.
-      ValueError: nothing can be differentiated, or the options contradict each other.
+      GradcheckError: A derivative is wrong.
+      ValueError: Nothing can be differentiated, or the options contradict each other.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, jaxfn
@@ -276,24 +275,20 @@ def gradgradcheck(
         try:
             problem = second_order(problem, grad_outputs)
         except UnavailableError as error:
-            report = Report(problem.name, options.name, problems=[f"backward raised {error}"])
-            return _concluded(report, raise_exception, return_report)
-    return _concluded(run_check(problem, options), raise_exception, return_report)
+            report = GradcheckReport(problem.name, options.name, problems=[f"backward raised {error}"])
+            return _result_of(report, raise_exception, return_report)
+    return _result_of(run_check(problem, options), raise_exception, return_report)
 
 
 def _tolerances(atol: float, rtol: float, dtype: Any) -> tuple[float, float]:
-    """Both tolerances; where neither was chosen, those of the dtype."""
+    """Returns both tolerances, by default those of the dtype."""
     if dtype is not None and isinstance(atol, Default) and isinstance(rtol, Default):
         root = math.sqrt(float(jnp.finfo(dtype).eps))
         return Default(root / 100), Default(root)
     return atol, rtol
 
 
-def _concluded(report: Report, raise_exception: bool, return_report: bool) -> bool | Report:
-    if return_report:
-        return report
-    if report.passed:
-        return True
-    if raise_exception:
-        raise GradcheckError(report)
-    return False
+def _result_of(report: GradcheckReport, raise_exception: bool, return_report: bool) -> bool | GradcheckReport:
+    if raise_exception and not return_report:
+        report.raise_if_failed()
+    return report if return_report else report.passed

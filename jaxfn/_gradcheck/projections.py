@@ -1,4 +1,4 @@
-"""Fast mode: a few random projections of the Jacobian in place of all of its entries."""
+"""Fast mode: a few random projections of the Jacobian instead of all of its entries."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxfn._gradcheck.compare import Comparison, Pair
-from jaxfn._gradcheck.numbers.vectors import Arrays, Vectors, random_vectors
-from jaxfn._gradcheck.problem.derivatives import Derivative, Direction, available
+from jaxfn._gradcheck.compare import Comparison, JacobianBlock
+from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors, random_vectors
+from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, available
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.tolerance import SAFETY, excess, largest
 
-PROJECTIONS = 2  # for each output and each input
+PROJECTIONS = 2  # per output and per input
 
 
 class Projections:
-    """Random projections of every output and every input, by every means at hand."""
+    """Random projections of the Jacobian, by the rule, by autodiff, and by finite differences."""
 
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
@@ -28,61 +28,61 @@ class Projections:
 
     @cached_property
     def _differences(self) -> tuple[Arrays, Arrays]:
-        """Finite differences along the inputs' vectors, and what their errors are."""
+        """Finite differences along the vectors of the inputs, and estimates of their errors."""
         c = self._comparison
         every = _each(c.derivatives.inputs, self._of_inputs)
-        return c.sweep.differences(c.derivatives.measured, every, c.step)
+        return c.evaluator.differences(c.derivatives.target, every, c.step)
 
-    def with_autodiff(self, direction: Direction) -> list[Pair]:
-        """`v^T J`, or `J u`, by the rule and by autodiff, entry by entry."""
-        rule, reference = self._values(direction, available(direction.rule), available(direction.reference))
-        pairs: list[Pair] = []
-        for returned, arrays in enumerate(zip(rule, reference, strict=True)):
-            for varied, (given, meant) in enumerate(zip(*map(_blocks, arrays), strict=True)):
-                bound = self._comparison.tolerance.precise(meant, largest(meant))
-                pairs += _pair(direction, varied, returned, excess(given, meant, bound))
-        return pairs
+    def with_autodiff(self, mode: ADMode) -> list[JacobianBlock]:
+        """Compares `v^T J`, or `J u`, by the rule and by autodiff, entry by entry."""
+        rule, reference = self._values(mode, available(mode.rule), available(mode.reference))
+        blocks: list[JacobianBlock] = []
+        for result, arrays in enumerate(zip(rule, reference, strict=True)):
+            for seed, (analytic, expected) in enumerate(zip(*map(_split, arrays), strict=True)):
+                bound = self._comparison.tolerance.precise(expected, largest(expected))
+                blocks += _block(mode, seed, result, excess(analytic, expected, bound))
+        return blocks
 
-    def with_differences(self, direction: Direction, derivative: Derivative, *, coarsely: bool = False) -> list[Pair]:
-        """`J u`, entry by entry, or `v^T J u`, by some derivative and by finite differences."""
-        (values,) = self._values(direction, derivative)
-        if not direction.is_forward:
-            return self._scalars(direction, values)
-        pairs: list[Pair] = []
+    def with_differences(self, mode: ADMode, derivative: Derivative, *, coarsely: bool = False) -> list[JacobianBlock]:
+        """Compares `J u`, entry by entry, or `v^T J u`, by a derivative and by finite differences."""
+        (values,) = self._values(mode, derivative)
+        if not mode.is_forward:
+            return self._scalars(mode, values)
+        blocks: list[JacobianBlock] = []
         for i, arrays in enumerate(zip(values, *self._differences, strict=True)):
-            for j, (given, numeric, error) in enumerate(zip(*map(_blocks, arrays), strict=True)):
+            for j, (analytic, numeric, error) in enumerate(zip(*map(_split, arrays), strict=True)):
                 bound = self._comparison.bound(numeric, SAFETY * abs(error) + self._rounding(i), coarsely)
-                pairs += _pair(direction, j, i, excess(given, numeric, bound))
-        return pairs
+                blocks += _block(mode, j, i, excess(analytic, numeric, bound))
+        return blocks
 
-    def _scalars(self, direction: Direction, values: list[Any]) -> list[Pair]:
-        pairs: list[Pair] = []
+    def _scalars(self, mode: ADMode, values: list[Any]) -> list[JacobianBlock]:
+        blocks: list[JacobianBlock] = []
         tolerance = self._comparison.tolerance
-        for j, (all_given, u) in enumerate(zip(values, map(_flat, self._of_inputs), strict=True)):
-            for i, (given, v) in enumerate(zip(_blocks(all_given), map(_flat, self._of_outputs), strict=True)):
-                analytic = (given.conj() @ u.T).real
-                numbers, errors = (_blocks(columns[i])[j] for columns in self._differences)
+        for j, (of_all_outputs, u) in enumerate(zip(values, map(_flat, self._of_inputs), strict=True)):
+            for i, (projected, v) in enumerate(zip(_split(of_all_outputs), map(_flat, self._of_outputs), strict=True)):
+                analytic = (projected.conj() @ u.T).real
+                numbers, errors = (_split(columns[i])[j] for columns in self._differences)
                 numeric = (v.conj() @ numbers.T).real
                 error = abs(v) @ (SAFETY * abs(errors) + self._rounding(i)).T
                 sums = np.outer(abs(v).sum(axis=1), abs(u).sum(axis=1))
                 bound = replace(tolerance, atol=tolerance.atol * sums).estimated(numeric, largest(numeric), error)
-                pairs += _pair(direction, i, j, excess(analytic, numeric, bound))
-        return pairs
+                blocks += _block(mode, i, j, excess(analytic, numeric, bound))
+        return blocks
 
-    def _values(self, direction: Direction, *derivatives: Derivative) -> list[list[Any]]:
-        of = self._of_inputs if direction.is_forward else self._of_outputs
-        return self._comparison.sweep.along(derivatives, _each(direction.varied, of))
+    def _values(self, mode: ADMode, *derivatives: Derivative) -> list[list[Any]]:
+        vectors = self._of_inputs if mode.is_forward else self._of_outputs
+        return self._comparison.evaluator.along(derivatives, _each(mode.seed_leaves, vectors))
 
     def _rounding(self, output: int) -> Any:
         return self._comparison.rounding()[output]
 
 
-def _each(leaves: tuple[Leaf, ...], of: list[Any]) -> Vectors:
-    """Returns each leaf's vectors in turn, with zeros for all other leaves."""
+def _each(leaves: tuple[Leaf, ...], vectors: list[Any]) -> Vectors:
+    """Returns the vectors of one leaf after the other, with zeros for all other leaves."""
 
     def make(numbers: Any) -> list[Any]:
-        owner, which = np.divmod(numbers, PROJECTIONS)
-        return [_where(owner == i, vectors[which]) for i, vectors in enumerate(of)]
+        leaf, which = np.divmod(numbers, PROJECTIONS)
+        return [_where(leaf == i, of_leaf[which]) for i, of_leaf in enumerate(vectors)]
 
     return Vectors(leaves, tuple(range(len(leaves))), PROJECTIONS * len(leaves), make)
 
@@ -91,8 +91,8 @@ def _where(chosen: Any, vectors: Any) -> Any:
     return vectors * chosen.reshape(-1, *[1] * (vectors.ndim - 1))
 
 
-def _blocks(array: Any) -> list[Any]:
-    """The results for `_each`, leaf by leaf."""
+def _split(array: Any) -> list[Any]:
+    """Splits the results for `_each` by leaf."""
     return [array[i : i + PROJECTIONS] for i in range(0, len(array), PROJECTIONS)]
 
 
@@ -100,13 +100,13 @@ def _flat(vectors: Any) -> Any:
     return vectors.reshape(PROJECTIONS, -1)
 
 
-def _pair(direction: Direction, varied: int, returned: int, excesses: Any) -> list[Pair]:
+def _block(mode: ADMode, seed: int, result: int, excesses: Any) -> list[JacobianBlock]:
     count = int((excesses > 1).sum())
-    return [Pair(*direction.leaves(varied, returned), count)] if count else []
+    return [JacobianBlock(*mode.output_and_input(seed, result), count)] if count else []
 
 
 def _unit_vectors(leaf: Leaf, seed: int) -> Any:
-    """Random directions of length one."""
+    """Returns random directions of length one."""
     vectors = np.stack([random_vectors([leaf], seed + 5000 * k)[0] for k in range(PROJECTIONS)])
     norms = np.sqrt((abs(_flat(vectors)) ** 2).sum(axis=1))
     return vectors / np.maximum(norms, np.finfo(float).tiny).reshape(PROJECTIONS, *[1] * len(leaf.shape))

@@ -1,4 +1,4 @@
-"""One whole check, from the problem to the report."""
+"""One check, from the problem to the report."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._gradcheck.checks import Checks, Findings
-from jaxfn._gradcheck.compare import Comparison, Pair
+from jaxfn._gradcheck.checks import Findings, PropertyChecks
+from jaxfn._gradcheck.compare import Comparison, JacobianBlock
 from jaxfn._gradcheck.diagnosis import Diagnosis
-from jaxfn._gradcheck.numbers.programs import Mode
-from jaxfn._gradcheck.numbers.sweep import Sweep
+from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
+from jaxfn._gradcheck.evaluation.execution import ExecutionMode
 from jaxfn._gradcheck.problem.derivatives import Derivatives, UnavailableError, available, derive
 from jaxfn._gradcheck.problem.problem import Problem
 from jaxfn._gradcheck.projections import PROJECTIONS, Projections
 from jaxfn._gradcheck.report.progress import Progress
-from jaxfn._gradcheck.report.report import Mismatch, Report
+from jaxfn._gradcheck.report.report import GradcheckReport, Mismatch
 from jaxfn._gradcheck.tolerance import Default, Tolerance
 
 REFERENCES = ("both", "finite_differences", "autodiff")
 _DOUBLE_EPS = float(np.finfo(np.float64).eps)
-# In fast mode a failing Jacobian of up to so many entries is computed after all, to show which ones are wrong.
-_EXPLAINED = 1 << 20
+# In fast mode a failing Jacobian of up to this many entries is computed as a whole, to show which entries are wrong.
+_MAX_EXPLAINED_ENTRIES = 1 << 20
 
-_WAY_OUT = (
+_SURROGATE_HINT = (
     "a rule that is deliberately not the derivative of forward (straight-through, say) disagrees with finite "
     "differences and autodiff alike. Declare it with surrogate=, a function whose derivative the rule claims to be."
 )
@@ -65,25 +65,25 @@ class Options:
         )
         if not (self.check_forward_ad or self.check_backward_ad):
             raise ValueError("check_forward_ad and check_backward_ad are both off: nothing is left to check")
-        for name, wanted, required, given in needs:
-            if wanted and not given:
+        for name, is_on, required, is_met in needs:
+            if is_on and not is_met:
                 raise ValueError(f"{name} needs {required}=True")
 
 
-def run_check(problem: Problem, options: Options) -> Report:
+def run_check(problem: Problem, options: Options) -> GradcheckReport:
     """Checks a problem; raises only what the function itself raises, and `ValueError` for impossible wishes."""
-    # What is not a number is found by comparing; NumPy need not warn of it as well.
+    # NaN is found by comparison, so NumPy need not warn of it.
     with jax.enable_x64(True), np.errstate(all="ignore"):
         return _Check(problem, options).run()
 
 
 class _Check:
-    """A check under way: what is known so far, and the report that grows."""
+    """A check in progress."""
 
     def __init__(self, problem: Problem, options: Options) -> None:
         self.options = options
         self.problem = problem
-        self.report = Report(problem.name, options.name)
+        self.report = GradcheckReport(problem.name, options.name)
         self.derivatives = derive(
             problem,
             reverse=options.check_backward_ad,
@@ -95,55 +95,55 @@ class _Check:
         is_default = isinstance(options.atol, Default) and isinstance(options.rtol, Default)
         self.tolerance = Tolerance(float(options.atol), float(options.rtol), is_default, d.precision)
         self.step = _step(options.eps, d.precision)
-        wanted = ((options.check_backward_ad, d.reverse), (options.check_forward_ad, d.forward))
-        self.directions = [direction for is_wanted, direction in wanted if is_wanted]
+        modes = ((options.check_backward_ad, d.reverse), (options.check_forward_ad, d.forward))
+        self.modes = [mode for is_checked, mode in modes if is_checked]
         self.progress = Progress(f"{options.name} of {problem.name}")
-        self.sweep = self._sweep(Mode.VECTORIZED if d.is_traced else Mode.PYTHON_LOOP)
+        self.evaluator = self._new_evaluator(ExecutionMode.VECTORIZED if d.is_traced else ExecutionMode.PYTHON_LOOP)
         self.outputs: Sequence[Any] = ()
         self.autodiff_agrees = False
 
-    def run(self) -> Report:
+    def run(self) -> GradcheckReport:
         if not self._is_differentiable():
             return self.report
-        self._note_how()
+        self._note_settings()
         try:
-            self._small_checks()
+            self._check_properties()
             if self.report.passed:
-                self._whole_jacobians()
+                self._compare_jacobians()
         finally:
             self.progress.close()
         return self.report
 
-    def _sweep(self, mode: Mode) -> Sweep:
-        return Sweep(mode, self.problem.values, self.options.max_memory, self.progress)
+    def _new_evaluator(self, mode: ExecutionMode) -> BatchedEvaluator:
+        return BatchedEvaluator(mode, self.problem.values, self.options.max_memory, self.progress)
 
     def _is_differentiable(self) -> bool:
-        """Whether there is anything to compare; says what is wrong where there is not."""
+        """Whether there is anything to compare; otherwise adds the problem to the report."""
         d, say = self.derivatives, self.report.problems.append
         if not (d.outputs or d.stopped):
             raise ValueError(f"{self.problem.name} has no floating or complex output, so it has no derivative to check")
-        for direction in self.directions:
-            if isinstance(direction.rule, UnavailableError):
-                say(f"{direction.name} raised {direction.rule}")
+        for mode in self.modes:
+            if isinstance(mode.rule, UnavailableError):
+                say(f"{mode.name} raised {mode.rule}")
         if not d.outputs and self.report.passed:
             self._check_constant()
         return self.report.passed and bool(d.outputs)
 
     def _check_constant(self) -> None:
-        """Without any differentiable output, none may change with the inputs."""
+        """Adds a problem if an output without derivative changes with the inputs."""
         d, xs = self.derivatives, self.problem.values
         moved = [x + self.step * (1 + abs(np.asarray(x))) for x in xs]
         for leaf, a, b in zip(d.stopped, d.primal(*xs), d.primal(*moved), strict=True):
             if (np.asarray(a) != np.asarray(b)).any():
                 self.report.problems.append(
-                    f"{leaf.name} is not differentiable, and so is no other output, but it changes with the inputs: "
+                    f"{leaf.name} is not differentiable, nor is any other output, but it changes with the inputs: "
                     "its derivative was expected to be zero."
                 )
 
-    def _note_how(self) -> None:
+    def _note_settings(self) -> None:
         d, note = self.derivatives, self.report.notes.append
         if not d.is_traced:
-            note("the function cannot be traced by JAX, so it ran in a Python loop")
+            note("JAX cannot trace the function, so it ran in a Python loop")
         dtype = self.problem.dtype
         if dtype is not None:
             of = "surrogate" if self.options.has_surrogate else "forward"
@@ -152,9 +152,9 @@ class _Check:
         elif d.precision > _DOUBLE_EPS:
             note(f"the function computes in lower precision than double (spacing {d.precision:.1g})")
         if self.options.reference == "autodiff" or dtype is not None:
-            for direction in self.directions:
-                if isinstance(direction.reference, UnavailableError):
-                    why = direction.reference
+            for mode in self.modes:
+                if isinstance(mode.reference, UnavailableError):
+                    why = mode.reference
                     if dtype is not None:
                         raise ValueError(
                             f"in {dtype} the reference is autodiff in float64, which is not possible for "
@@ -165,21 +165,21 @@ class _Check:
         elif self.options.reference == "both" and isinstance(d.reverse.reference, UnavailableError):
             note(f"compared with finite differences only, not with autodiff: {d.reverse.reference}")
 
-    def _small_checks(self) -> None:
+    def _check_properties(self) -> None:
         o, d = self.options, self.derivatives
         if o.check_grad_dtypes:
-            for where, got, wanted in d.casts:
-                self.report.problems.append(f"{where}: backward returned a gradient of dtype {got} for {wanted}.")
-        for direction in self.directions:
-            checks = Checks(
+            for where, got, expected in d.casts:
+                self.report.problems.append(f"{where}: backward returned a gradient of dtype {got} for {expected}.")
+        for mode in self.modes:
+            checks = PropertyChecks(
                 derivatives=d,
-                direction=direction,
+                mode=mode,
                 xs=self.problem.values,
                 step=self.step,
                 tolerance=self.tolerance,
                 nondet_tol=o.nondet_tol,
                 undefined=o.check_undefined_grad,
-                # Fast mode has projections of its own.
+                # Fast mode compares autodiff by projections.
                 samples_autodiff=o.reference == "both" and not o.fast_mode and self.problem.dtype is None,
                 max_memory=o.max_memory,
             )
@@ -187,83 +187,82 @@ class _Check:
             self.report.problems += found.problems
             self.outputs = found.outputs
             self.autodiff_agrees = found.autodiff_agrees
-            is_batched = o.check_batched_forward_grad if direction.is_forward else o.check_batched_grad
-            if is_batched and self.sweep.mode is not Mode.VECTORIZED:  # otherwise it was batched, and rightly
-                self.report.problems += checks.batches_as_it_is()
+            is_batched = o.check_batched_forward_grad if mode.is_forward else o.check_batched_grad
+            # In vectorized mode the checks themselves have batched the rule.
+            if is_batched and self.evaluator.mode is not ExecutionMode.VECTORIZED:
+                self.report.problems += checks.problems_of_eager_batching()
 
-    def _run_in_fastest_mode(self, checks: Checks) -> Findings:
-        """Runs checks in the fastest mode that gives right values, which is also the one for what comes after them."""
-        if self.sweep.mode is Mode.VECTORIZED:
-            reason = "batching gives other values than computing one by one"
+    def _run_in_fastest_mode(self, checks: PropertyChecks) -> Findings:
+        """Runs checks in the fastest execution mode that gives right values, which later evaluations use too."""
+        if self.evaluator.mode is ExecutionMode.VECTORIZED:
+            reason = "batching changes values"
             try:
-                found = checks.run(self.sweep.mode)
+                found = checks.run(self.evaluator.mode)
                 if not found.batches_wrong:
                     return found
             except Exception as error:
                 reason = f"it cannot be batched ({type(error).__name__}: {error})"
-            self.sweep = self._sweep(Mode.COMPILED_LOOP)
+            self.evaluator = self._new_evaluator(ExecutionMode.COMPILED_LOOP)
             self.report.notes.append(f"ran in a compiled loop: {reason}")
-        return checks.run(self.sweep.mode)
+        return checks.run(self.evaluator.mode)
 
-    def _whole_jacobians(self) -> None:
-        comparison = Comparison(self.derivatives, self.tolerance, self.step, self.sweep, self.outputs)
-        by: Comparison | Projections = comparison
+    def _compare_jacobians(self) -> None:
+        comparison = Comparison(self.derivatives, self.tolerance, self.step, self.evaluator, self.outputs)
+        method: Comparison | Projections = comparison
         if self.options.fast_mode:
-            self.report.notes.append(f"fast mode: {PROJECTIONS} random projections for each output and each input")
-            by = Projections(comparison)
-        is_trusted = self._is_trusted(by)
+            self.report.notes.append(f"fast mode: {PROJECTIONS} random projections of each output and each input")
+            method = Projections(comparison)
+        is_trusted = self._is_trusted(method)
         takes_differences = self.options.reference != "autodiff" and self.problem.dtype is None
-        for direction in self.directions:
-            by_autodiff = is_trusted and direction.has_reference
-            if by_autodiff:
-                pairs = by.with_autodiff(direction)
-            else:
-                pairs = by.with_differences(direction, available(direction.rule))
-            if pairs:
-                diagnosis = Diagnosis(comparison, direction, by_autodiff, takes_differences)
-                self.report.mismatches += self._explained(diagnosis, pairs)
+        for mode in self.modes:
+            by_autodiff = is_trusted and mode.has_reference
+            blocks = method.with_autodiff(mode) if by_autodiff else method.with_differences(mode, available(mode.rule))
+            if blocks:
+                diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
+                self.report.mismatches += self._explained(diagnosis, blocks)
         if self.report.mismatches and not self.options.has_surrogate:
-            self.report.notes.append(_WAY_OUT)
+            self.report.notes.append(_SURROGATE_HINT)
 
-    def _explained(self, diagnosis: Diagnosis, pairs: Sequence[Pair]) -> list[Mismatch]:
-        """Mismatches with the entries that make them; those of projections only where that is affordable."""
+    def _explained(self, diagnosis: Diagnosis, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:
+        """Returns mismatches with their entries; for projections only if the Jacobian is small."""
         if not self.options.fast_mode:
-            return diagnosis.mismatches(pairs)
+            return diagnosis.mismatches(blocks)
         d = self.derivatives
         found: list[Mismatch] = []
-        for pair in pairs:
-            if d.outputs[pair.output].num_components * d.inputs[pair.input].num_components <= _EXPLAINED:
-                explained = diagnosis.whole(pair)
+        for block in blocks:
+            if d.outputs[block.output].num_components * d.inputs[block.input].num_components <= _MAX_EXPLAINED_ENTRIES:
+                explained = diagnosis.whole(block)
                 found += [explained] if explained else []
             else:
-                found.append(diagnosis.named(pair))
+                found.append(diagnosis.named(block))
         return found
 
-    def _is_trusted(self, by: Comparison | Projections) -> bool:
-        """Whether autodiff of the bare function may decide: finite differences agree with it, or are not asked."""
+    def _is_trusted(self, method: Comparison | Projections) -> bool:
+        """Whether autodiff decides: finite differences agree with it, or are not used."""
         d = self.derivatives
         if self.options.reference != "both" or self.problem.dtype is not None:
             return self.options.reference != "finite_differences"
         if self.autodiff_agrees:
             return True
-        for direction in (d.forward, d.reverse):
-            if direction.has_reference:
-                return self._noted(by.with_differences(direction, available(direction.reference), coarsely=True))
+        for mode in (d.forward, d.reverse):
+            if mode.has_reference:
+                return self._agree(method.with_differences(mode, available(mode.reference), coarsely=True))
         return False
 
-    def _noted(self, pairs: Sequence[Pair]) -> bool:
-        if pairs:
+    def _agree(self, blocks: Sequence[JacobianBlock]) -> bool:
+        """Whether no block differs; otherwise adds a note."""
+        if blocks:
             d = self.derivatives
-            where = f"{d.outputs[pairs[0].output].name} with respect to {d.inputs[pairs[0].input].name}"
+            where = f"{d.outputs[blocks[0].output].name} with respect to {d.inputs[blocks[0].input].name}"
             self.report.notes.append(
-                f"autodiff of the function without its rule and finite differences disagree (on {where}), as where "
-                "forward stops a gradient or rounds: finite differences decided"
+                f"autodiff of the function without its rule and finite differences disagree (on {where}), as they do "
+                "if forward stops a gradient or rounds: finite differences decided"
             )
-        return not pairs
+        return not blocks
 
 
 def _step(eps: float, precision: float) -> float:
-    """The step of finite differences: the caller's, or the default, longer where values are coarse."""
+    """Returns the step of finite differences; the default is longer for values in low precision."""
     if isinstance(eps, Default) and precision > _DOUBLE_EPS:
         return float(precision ** (1 / 3))
     return float(eps)
@@ -271,7 +270,7 @@ def _step(eps: float, precision: float) -> float:
 
 def _sources(derivatives: Derivatives) -> list[str]:
     """Returns the source locations of the rules."""
-    places: list[str] = []
+    locations: list[str] = []
     for function in derivatives.functions:
         for name in ("backward", "vjp", "jvp"):
             method = inspect.unwrap(getattr(function, name, None) or _sources)
@@ -281,5 +280,5 @@ def _sources(derivatives: Derivatives) -> list[str]:
                 file, line = inspect.getsourcefile(method), inspect.getsourcelines(method)[1]
             except (OSError, TypeError):
                 continue
-            places.append(f"{file}:{line} ({function.__name__}.{name})")
-    return places
+            locations.append(f"{file}:{line} ({function.__name__}.{name})")
+    return locations

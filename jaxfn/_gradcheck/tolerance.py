@@ -1,18 +1,18 @@
-"""When two numbers agree.
+"""Tolerances of comparisons.
 
 # Note: a tolerance for each reference
 
-torch's formula, `|a - n| <= 1e-5 + 1e-3 |n|`, allows for the error of finite differences: about 1e-10 for a central one
-with a step of 1e-6 in double precision, and more where the function is curved. It lets a gradient pass that is wrong in
-the fourth digit:
+torch's formula, `|a - n| <= 1e-5 + 1e-3 |n|`, allows for the error of finite differences: about 1e-10 for a central
+difference with a step of 1e-6 in double precision, and more for a function with a large curvature. It accepts a
+gradient that is wrong in the fourth digit:
 
     backward       g * 1.0004 * cos(x)
     numeric        0.5403023 for x = 1, and 0.5405184 by backward: 2e-4 apart, of 5e-4 allowed
 
-So the default tolerances mean that formula where the reference is coarse, as one finite difference is. A reference that
-is known to be precise (autodiff of the function without its rule, or differences that agree at two steps) must be met a
-thousand times closer, but never closer than the rounding of the sums that both sides compute. Tolerances that a caller
-chose mean what torch's mean, whatever the reference.
+So the default tolerances mean that formula for a coarse reference only, such as one finite difference. The tolerance
+for a precise reference (autodiff of the function without its rule, or differences that agree at two steps) is a
+thousand times smaller, but never smaller than the rounding of the sums that are compared. Tolerances that the caller
+passes mean what torch's mean, for every reference.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 
 import numpy as np
 
-# Against a precise reference the default tolerances are this much smaller.
+# Factor of the default tolerances for a precise reference.
 _TIGHTER = 1e-3
-# What a sum of many rounded terms may lose, in units of the largest entry's last digit.
+# Rounding error of a sum of many terms, in units in the last place of the largest entry.
 _ROUNDING = 1e3
 _COARSE_ROUNDING = 30
-# How far apart two ways to compute the same thing may be, relative to the largest entry.
+# Difference of two ways to compute the same array, relative to the largest entry.
 _SAME = 1e-8
 _DOUBLE = 2.220446049250313e-16
-_DIFFERENCE = 4  # what a difference of two values may be wrong by, in units of their last digits
-SAFETY = 4  # how far beyond its estimate an error of finite differences may be
+_DIFFERENCE_ULPS = 4  # rounding error of a difference of two values, in units in their last place
+SAFETY = 4  # factor between an estimated error of finite differences and its bound
 _TINY = float(np.finfo(np.float64).tiny)
 
 
 class Default(float):
-    """A number that the caller did not choose."""
+    """A default value of a parameter, recognizable by its type."""
 
 
 ATOL = Default(1e-5)
@@ -48,13 +48,13 @@ RTOL = Default(1e-3)
 class Tolerance:
     """The allowed distance of an analytic derivative from a reference.
 
-    Chosen tolerances mean exactly `|a - n| <= atol + rtol * |n|`. The default ones mean that of a coarse reference. A
-    precise one must be met a thousand times closer, but never closer than rounding allows.
+    Tolerances that the caller passed mean exactly `|a - n| <= atol + rtol * |n|`. The default ones mean that for a
+    coarse reference. For a precise reference they are a thousand times smaller, but never smaller than rounding.
 
     Attributes:
-      atol: absolute.
-      rtol: relative to the reference.
-      is_default: whether neither was chosen by the caller.
+      atol: the absolute tolerance.
+      rtol: the tolerance relative to the reference.
+      is_default: whether the caller passed neither.
       precision: the relative spacing of the coarsest floating-point type that the function computes in.
     """
 
@@ -70,27 +70,27 @@ class Tolerance:
 
     @property
     def is_tight(self) -> bool:
-        """Whether precise references are held to more than the plain formula."""
+        """Whether the tolerance of precise references is smaller than that of the plain formula."""
         return self.is_default and self.is_double
 
     def strict(self) -> Tolerance:
-        """The default tolerances, whatever the caller chose."""
+        """Returns the default tolerances, even if the caller passed others."""
         return Tolerance(ATOL, RTOL, True, self.precision)
 
     def plain(self, reference: Any) -> Any:
-        """The plain formula."""
+        """Returns `atol + rtol * |reference|`."""
         return self.atol + self.rtol * abs(reference)
 
     def coarse(self, reference: Any, error: Any) -> Any:
-        """Returns the tolerance for a reference with an error of its own."""
+        """Returns the tolerance for a reference that has an error."""
         return self.plain(reference) + error if self.is_default else self.plain(reference)
 
     def precise(self, reference: Any, scale: Any) -> Any:
         """Returns the tolerance for a reference that is exact up to rounding.
 
         Args:
-          reference: its values.
-          scale: the largest of them, in a block whose entries are sums of terms of about that size.
+          reference: the values of the reference.
+          scale: the largest value, in a block whose entries are sums of terms of about that size.
         """
         if not self.is_default:
             return self.plain(reference)
@@ -106,13 +106,11 @@ class Tolerance:
         return _TIGHTER * self.rtol if self.is_tight else self.rtol
 
     def agrees(self, value: Any, expected: Any, scale: float | None = None) -> bool:
-        """Whether two values are what two ways to compute the same thing give.
-
-        Not the last digits matter here; small entries may be what is left of large ones.
+        """Whether two ways to compute the same array agree, apart from rounding.
 
         Args:
-          value, expected: the two.
-          scale: of the terms that these are sums of; by default the largest expected value.
+          value, expected: the arrays.
+          scale: the size of the terms that the entries are sums of. Default: the largest expected value.
         """
         if scale is None:
             scale = float(largest(expected))
@@ -128,7 +126,7 @@ class Tolerance:
 
 def rounding_of_differences(outputs: Sequence[Any], precision: float, step: float) -> list[Any]:
     """Returns the effect of rounding of the outputs on finite differences, an array for each output."""
-    return [_DIFFERENCE * precision / step * np.abs(y).reshape(-1) for y in outputs]
+    return [_DIFFERENCE_ULPS * precision / step * np.abs(y).reshape(-1) for y in outputs]
 
 
 def excess(analytic: Any, reference: Any, tolerance: Any) -> Any:
@@ -138,5 +136,5 @@ def excess(analytic: Any, reference: Any, tolerance: Any) -> Any:
 
 
 def largest(array: Any) -> Any:
-    """The largest absolute value; 0 of nothing."""
+    """Returns the largest absolute value, 0 for an empty array."""
     return np.max(abs(array), initial=0.0)

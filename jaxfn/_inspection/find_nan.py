@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxfn._compat import AbstractRef, eqn_source_line, lower_jaxpr
-from jaxfn._inspection.execution import EqnInterpreter, Frame, Noted, first_not_finite
 from jaxfn._inspection.harvest import Path
+from jaxfn._inspection.interpreter import EqnInterpreter, Frame, NonFiniteValue, first_non_finite
 from jaxfn._jaxpr import SubJaxpr, any_eqn, is_variable, open_jaxpr
 from jaxfn._observe import OBSERVATION, Observation, label_p, named_line
 from jaxfn._tree import TreeSpec, flatten, is_traced, leaves_with_path
 
 
 @dataclass(frozen=True)
-class NotFinite:
+class NanOrigin:
     """The origin of a NaN or an infinity.
 
     Attributes:
@@ -80,7 +80,7 @@ _SHARD_MAP_HINT = (
 )
 
 
-def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NotFinite | None:
+def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NanOrigin | None:
     """Finds, and prints, where a NaN or an infinity begins: in which Function, which of its methods, which line.
 
     The function is traced, with everything that it calls, and run once; nothing is left in other programs. What leads
@@ -165,19 +165,19 @@ class _Search:
         self._names = names
         self._producers: dict[int, dict[Any, tuple[int, int]]] = {}
 
-    def found(self) -> NotFinite | None:
+    def found(self) -> NanOrigin | None:
         """The first beginning of those that lead to results, or else to values that a Function gives or is given."""
         jaxpr = self._whole.jaxpr
         bad = [v for v in jaxpr.outvars if self._is_bad(self._whole, v)]
         if bad:
-            return self._not_finite(self._whole, bad)
+            return self._origin_of(self._whole, bad)
         for frame, number, place in self._bad_marks():
-            told = self._not_finite(frame, [frame.jaxpr.eqns[number].outvars[place]])
+            told = self._origin_of(frame, [frame.jaxpr.eqns[number].outvars[place]])
             if told.operation != "argument" or told.number == "nan":  # an infinity begins nowhere, as that of a mask
                 return told
         return None
 
-    def _not_finite(self, frame: Frame, variables: Sequence[Any]) -> NotFinite:
+    def _origin_of(self, frame: Frame, variables: Sequence[Any]) -> NanOrigin:
         first: _Origin | None = None
         seen: set[tuple[Path, tuple[int, ...], Any]] = set()
         starts = [(frame, v) for v in variables]
@@ -193,26 +193,26 @@ class _Search:
             if origin is not None and (first is None or origin.order < first.order):
                 first = origin
         if first is None:  # an infinity that was passed in, or something that is written in the program
-            return self._argument_not_finite(is_nan=any(self._number(*start) == "nan" for start in starts))
-        return self._argument_not_finite(first.result) if first.number < 0 else self._described(first)
+            return self._argument_origin(is_nan=any(self._number(*start) == "nan" for start in starts))
+        return self._argument_origin(first.result) if first.number < 0 else self._described(first)
 
-    def _argument_not_finite(self, place: int | None = None, is_nan: bool = False) -> NotFinite:
+    def _argument_origin(self, place: int | None = None, is_nan: bool = False) -> NanOrigin:
         invars = self._whole.jaxpr.invars
         bad = [i for i, v in enumerate(invars) if self._is_bad(self._whole, v)]
         if place is None and (is_nan or not bad):
             number = "nan" if is_nan else "inf"
-            return NotFinite(None, None, "a constant of the program", number, "argument", (), (), "", ())
+            return NanOrigin(None, None, "a constant of the program", number, "argument", (), (), "", ())
         place = bad[0] if place is None else place
         noted = self._noted(self._whole, invars[place])
-        return NotFinite(None, None, self._names[place], *noted.told("argument"), "", ())
+        return NanOrigin(None, None, self._names[place], *noted.as_fields("argument"), "", ())
 
-    def _noted(self, frame: Frame, variable: Any) -> Noted:
+    def _noted(self, frame: Frame, variable: Any) -> NonFiniteValue:
         return self._interpreter.noted[frame.path, frame.steps, variable]
 
     def _number(self, frame: Frame, atom: Any) -> str | None:
         """Returns "nan" or the infinity that a value has; `None` if it is finite."""
         if not is_variable(atom):
-            noted = first_not_finite(atom.val)
+            noted = first_non_finite(atom.val)
         else:
             noted = self._interpreter.noted.get((frame.path, frame.steps, atom))
         return None if noted is None else noted.number
@@ -285,7 +285,7 @@ class _Search:
             for inner in self._interpreter.frames_inside(frame, number):
                 yield from self._marks(inner)
 
-    def _described(self, origin: _Origin) -> NotFinite:
+    def _described(self, origin: _Origin) -> NanOrigin:
         frame, eqn = origin.frame, origin.frame.jaxpr.eqns[origin.number]
         noted = self._noted(frame, eqn.outvars[origin.result])
         eqns, inside = [eqn], []
@@ -300,11 +300,11 @@ class _Search:
         methods = re.findall(r"([^/()]+)\.(forward|backward|jvp|vmap)\b", "/".join(names))
         known = self._functions()  # others are names that somebody gave by jax.named_scope
         function, method = next((m for m in reversed(methods) if m[0] in known), (None, None))
-        return NotFinite(
+        return NanOrigin(
             function,
             method,
             self._value_of(origin, function, method),
-            *noted.told(eqn.primitive.name),
+            *noted.as_fields(eqn.primitive.name),
             named_line("/".join(names)) or next(lines, ""),
             tuple(inside),
         )

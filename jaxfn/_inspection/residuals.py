@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._compat import make_jaxpr, memory_space, name_p
-from jaxfn._inspection.tables import aligned
+from jaxfn._inspection.reports import aligned
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._primitives import attach_p, stop_p
@@ -57,7 +57,7 @@ class Residual(NamedTuple):
         return ", ".join(said + ["counted above"] * self.is_duplicate)
 
 
-class Ledger(Sequence[Residual]):
+class ResidualTable(Sequence[Residual]):
     """The residuals of a function: a sequence of `Residual`, which prints as a table.
 
     Attributes:
@@ -95,7 +95,7 @@ class Ledger(Sequence[Residual]):
         return "\n".join([head, rule, *lines[: len(rows)], rule, *lines[len(rows) :]])
 
 
-def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> Ledger:
+def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> ResidualTable:
     """Lists what reverse mode keeps between a function's forward and backward pass: each array, and who saved it.
 
     Nothing is computed: the function is traced, under the policies, hooks and transformations that it has. The sum is
@@ -147,7 +147,7 @@ def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | 
     wanted = range(len(args)) if argnums is None else np.atleast_1d(argnums).tolist()
     if any(not -len(args) <= i < len(args) for i in wanted):
         raise ValueError(f"residuals: argnums={argnums}, but the function was given {len(args)} arguments.")
-    return Ledger(list(_Passes(f, args, [i % len(args) for i in wanted]).rows()))
+    return ResidualTable(list(_Passes(f, args, [i % len(args) for i in wanted]).rows()))
 
 
 class _Passes:

@@ -32,7 +32,7 @@ class Arguments:
       values: these arrays, in float64.
       names: what reports call them.
       differentiated: which of them are differentiated, by position in `floats`.
-      owners: which argument each of them belongs to.
+      argument_indices: which argument each of them belongs to.
     """
 
     tree: Any
@@ -41,7 +41,7 @@ class Arguments:
     values: tuple[np.ndarray[Any, Any], ...]
     names: tuple[str, ...]
     differentiated: tuple[int, ...]
-    owners: tuple[int, ...]
+    argument_indices: tuple[int, ...]
 
     @property
     def fixed(self) -> Arrays:
@@ -87,7 +87,7 @@ class Arguments:
         return sorted({size for array in arrays for size in array.shape if size > 1})
 
 
-def take_apart(
+def flatten_arguments(
     function: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None, generator: np.random.Generator
 ) -> Arguments:
     """Makes `Arguments` of a tuple of inputs, or of the one input.
@@ -101,8 +101,8 @@ def take_apart(
     floats: list[int] = []
     values: list[np.ndarray[Any, Any]] = []
     described: list[str] = []
-    owners: list[int] = []
-    for position, (owner, name, leaf) in enumerate(named):
+    argument_indices: list[int] = []
+    for position, (argument, name, leaf) in enumerate(named):
         is_spec = isinstance(leaf, jax.ShapeDtypeStruct)
         if not (is_spec or is_array_leaf(leaf)):
             leaves.append(leaf)
@@ -119,11 +119,13 @@ def take_apart(
         floats.append(position)
         values.append(generator.standard_normal(leaf.shape) if is_spec else np.asarray(leaf, np.float64))
         described.append(name)
-        owners.append(owner)
+        argument_indices.append(argument)
     if not floats:
         raise ValueError("kernelcheck expects at least one floating-point array among its inputs")
-    differentiated = tuple(i for i, owner in enumerate(owners) if owner in chosen)
-    return Arguments(tree, tuple(leaves), tuple(floats), tuple(values), tuple(described), differentiated, tuple(owners))
+    differentiated = tuple(i for i, argument in enumerate(argument_indices) if argument in chosen)
+    return Arguments(
+        tree, tuple(leaves), tuple(floats), tuple(values), tuple(described), differentiated, tuple(argument_indices)
+    )
 
 
 def rounded(array: Any, dtype: Any) -> np.ndarray[Any, Any]:
@@ -132,7 +134,7 @@ def rounded(array: Any, dtype: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array, np.float64).astype(dtype).astype(np.float64)
 
 
-def drawn(values: Sequence[Any], draws: int, dtype: Any, generator: np.random.Generator) -> Arrays:
+def sample_nearby(values: Sequence[Any], draws: int, dtype: Any, generator: np.random.Generator) -> Arrays:
     """Arrays that are near to some: these themselves first, then others a few units in the last place away."""
     eps = _MOVED * float(jnp.finfo(dtype).eps)
     found: Arrays = []
@@ -143,7 +145,7 @@ def drawn(values: Sequence[Any], draws: int, dtype: Any, generator: np.random.Ge
     return found
 
 
-def off_by_rounding(arrays: Sequence[Any], dtype: Any, generator: np.random.Generator) -> Arrays:
+def add_rounding_noise(arrays: Sequence[Any], dtype: Any, generator: np.random.Generator) -> Arrays:
     """Each number moved by less than half a unit in the last place; a zero by the least there is."""
     info = jnp.finfo(dtype)
     moved: Arrays = []
@@ -153,7 +155,7 @@ def off_by_rounding(arrays: Sequence[Any], dtype: Any, generator: np.random.Gene
     return moved
 
 
-def surrounded(array: Any) -> jax.Array:
+def nan_padded(array: Any) -> jax.Array:
     """An array whose memory lies between NaNs, on backends that take over what NumPy has."""
     given = np.asarray(array)
     guard = max(_ALIGNED, given.nbytes // _ALIGNED * _ALIGNED)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._gradcheck.problem.problem import function_name
-from jaxfn._kernelcheck.arguments import take_apart
-from jaxfn._kernelcheck.bench import Bench, Exact
-from jaxfn._kernelcheck.checks import NAMES, Wishes, run
+from jaxfn._kernelcheck.arguments import flatten_arguments
+from jaxfn._kernelcheck.checks import NAMES, CheckOptions, run
+from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
 from jaxfn._kernelcheck.report import KernelcheckError, KernelReport
 
 
@@ -115,17 +115,17 @@ def kernelcheck(
     if not kinds or draws < 1:
         raise ValueError("kernelcheck needs at least one dtype and one draw")
     generator = np.random.default_rng(seed)
-    arguments = take_apart(reference, inputs, argnums, generator)
-    others = None if sizes is None else [take_apart(reference, other, argnums, generator) for other in sizes]
+    arguments = flatten_arguments(reference, inputs, argnums, generator)
+    others = None if sizes is None else [flatten_arguments(reference, other, argnums, generator) for other in sizes]
     if "gradients" in skip:
         arguments = arguments.undifferentiated()
         others = others and [other.undifferentiated() for other in others]
     report = KernelReport(function_name(kernel), function_name(reference), factor)
-    wishes = Wishes(scales, others, shard, frozenset(skip), allow_zero_gradients)
-    exact = Exact(reference, arguments)
+    options = CheckOptions(scales, others, shard, frozenset(skip), allow_zero_gradients)
+    exact = Float64Reference(reference, arguments)
     for position, kind in enumerate(kinds):
-        bench = Bench(kernel, reference, arguments, kind, draws, factor, generator, exact)
-        report.rows += run(bench, wishes, is_first=position == 0)
+        comparison = KernelComparison(kernel, reference, arguments, kind, draws, factor, generator, exact)
+        report.rows += run(comparison, options, is_first=position == 0)
     if exact.note:
         report.notes.append(exact.note)
     if raise_exception and not report.passed:

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jaxfn._inspection.tables import aligned, small
+from jaxfn._inspection.reports import aligned, small
 
 
 class KernelcheckError(RuntimeError):
@@ -164,8 +164,8 @@ class KernelReport:
             wrong = [row for row in rows if not row.passed]
             if check not in ("outputs", "gradients"):
                 said = [f"{row.what}: {row.message}" for row in rows if row.passed and row.message]
-                verdict = f"FAILED ({len(wrong)} of {len(rows)})" if wrong else f"passed ({len(rows)})"
-                lines.append("; ".join([f"{check}: {verdict}", *said]))
+                result = f"FAILED ({len(wrong)} of {len(rows)})" if wrong else f"passed ({len(rows)})"
+                lines.append("; ".join([f"{check}: {result}", *said]))
             for row in wrong:
                 lines += _explained(row)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -176,8 +176,8 @@ _HEADERS = ["", "dtype", "worst place", "error", "allowed", "ulps", "in norm", "
 
 def _cells(row: Row) -> list[str]:
     numbers = (row.error, row.allowed, row.ulps, row.norm, row.allowed_norm)
-    verdict = "" if row.passed else "WRONG"
-    return [row.what, row.dtype, "" if row.place is None else str(list(row.place)), *map(small, numbers), verdict]
+    result = "" if row.passed else "WRONG"
+    return [row.what, row.dtype, "" if row.place is None else str(list(row.place)), *map(small, numbers), result]
 
 
 def _explained(row: Row) -> list[str]:

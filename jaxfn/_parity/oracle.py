@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfn._parity.backends import Measurements
 from jaxfn._parity.inputs import Array
-from jaxfn._parity.sides import Measurements
 
 _RUNS = ("given", "double", "nudged")
 

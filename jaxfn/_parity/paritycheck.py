@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from jaxfn._observe import CALL_MONITOR, CallMonitor
+from jaxfn._parity.backends import JaxBackend, Measurements, TorchBackend
 from jaxfn._parity.inputs import Array, Inputs
 from jaxfn._parity.oracle import Oracle, load, save
 from jaxfn._parity.report import ParityReport, Row
-from jaxfn._parity.sides import JaxSide, Measurements, TorchSide
 from jaxfn._tree import double
 
 # Relative, by the coarser dtype of the two; what rounding in sums and products of usual length leaves.
@@ -84,7 +84,7 @@ def paritycheck(
         if inputs is None:
             raise TypeError("paritycheck: say on which `inputs` to compare")
         oracle = _ask_torch(torch_fn, inputs, second_order, "paritycheck")
-    return _compare(JaxSide(jax_fn), oracle, rtol, atol, second_order)
+    return _compare(JaxBackend(jax_fn), oracle, rtol, atol, second_order)
 
 
 def record_oracle(torch_fn: Any, inputs: Sequence[Any], path: str | os.PathLike[str]) -> None:
@@ -124,7 +124,7 @@ def _ask_torch(torch_fn: Any, args: Sequence[Any], second_order: bool, what: str
     if not isinstance(args, (list, tuple)):
         args = (args,)
     inputs = Inputs(args)
-    side = TorchSide(torch_fn)
+    side = TorchBackend(torch_fn)
     measured, refusal = side.measure(inputs, second_order)
     name = getattr(torch_fn, "__qualname__", repr(torch_fn))
     if not any(row.startswith("output") for row in measured):
@@ -140,7 +140,9 @@ def _ask_torch(torch_fn: Any, args: Sequence[Any], second_order: bool, what: str
     )
 
 
-def _compare(side: JaxSide, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool) -> ParityReport:
+def _compare(
+    side: JaxBackend, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool
+) -> ParityReport:
     inputs = Inputs(oracle.args)
     second_order = second_order and oracle.refusal is None
     ours = _measure(side, inputs, second_order)
@@ -190,7 +192,7 @@ class _Measured(NamedTuple):
     refusal: str | None
 
 
-def _measure(side: JaxSide, inputs: Inputs, second_order: bool) -> _Measured:
+def _measure(side: JaxBackend, inputs: Inputs, second_order: bool) -> _Measured:
     """Computes everything that is compared, and why there are no second derivatives, if there are none."""
     given, refusal = side.measure(inputs, second_order)
     with jax.enable_x64(True):

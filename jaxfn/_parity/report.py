@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxfn._inspection.tables import aligned, small
+from jaxfn._inspection.reports import aligned, small
 
 
 @dataclass

@@ -30,7 +30,7 @@ LAYERS = [
     ("jaxfn._torch.trace",),
     ("jaxfn._torch.adopt",),
     ("jaxfn._torch",),
-    ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.tables"),
+    ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.reports"),
     ("jaxfn._gradcheck.numbers",),
     ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity"),
     ("jaxfn",),

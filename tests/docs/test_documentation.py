@@ -66,7 +66,7 @@ def test_all_that_users_are_handed_has_a_public_name_and_a_docstring():
     assert dir(jaxfn) == sorted([*jaxfn.__all__, "__version__"])
     assert len(inspect.getmembers(jaxfn)) == len(dir(jaxfn))  # as help() asks for them, where there is no torch too
     assert all(getattr(jaxfn, name).__doc__ for name in jaxfn.__all__)
-    assert isinstance(jaxfn.gradcheck(lambda x: x * x, np.float64(1), return_report=True), jaxfn.Report)
+    assert isinstance(jaxfn.gradcheck(lambda x: x * x, np.float64(1), return_report=True), jaxfn.GradcheckReport)
 
 
 GALLERY = ROOT / "docs" / "errors.md"  # whose programs raise: test_error_gallery.py runs them

@@ -643,7 +643,7 @@ def test_rules_that_read_other_inputs_are_told_apart():
 
 
 def test_programs_differ_in_what_they_use_and_in_how_it_is_arranged():
-    from jaxfn._gradcheck.numbers.programs import Mode
+    from jaxfn._gradcheck.evaluation.execution import Mode
 
     a, b = np.ones(3), np.full(3, 2.0)
     functions = {

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfn
 from jaxfn import KernelcheckError, KernelReport, kernelcheck
-from jaxfn._kernelcheck.double import doubled
-from jaxfn._kernelcheck.judge import expect
+from jaxfn._kernelcheck.error_bounds import expect
+from jaxfn._kernelcheck.float64 import doubled
 from tests.support.kernel_faults import KERNELS, shape
 from tests.support.marks import row, slow
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxfn import kernelcheck
 from jaxfn._kernelcheck.arguments import take_apart
-from jaxfn._kernelcheck.bench import Bench, Exact
+from jaxfn._kernelcheck.comparison import Bench, Exact
 from tests.support.kernel_faults import shape
 from tests.support.marks import row, slow
 

@@ -1,4 +1,4 @@
-"""A function and its derivatives, in both directions, as the rest computes with them."""
+"""The derivatives of a problem's function, by its own rules and by autodiff, in both modes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._compat import SymbolicZero
-from jaxfn._gradcheck.problem.problem import Leaf, OfLeaves, Problem
-from jaxfn._gradcheck.problem.traced import Traced, trace, trace_without_x64
+from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
+from jaxfn._gradcheck.problem.staging import JaxprFunction, stage, stage_without_x64
 from jaxfn._jaxpr import is_reverse_only
 from jaxfn._observe import CALL_MONITOR, CallMonitor
 
-# (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all of them lists.
+# (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
 Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
-def reverse_of(call: OfLeaves) -> Derivative:
-    """Reverse mode."""
+def reverse_derivative(call: LeafFunction) -> Derivative:
+    """Returns the derivative in reverse mode."""
 
     def reverse(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         outputs, pull = jax.vjp(call, *xs)
@@ -30,8 +30,8 @@ def reverse_of(call: OfLeaves) -> Derivative:
     return reverse
 
 
-def forward_of(call: OfLeaves) -> Derivative:
-    """Forward mode."""
+def forward_derivative(call: LeafFunction) -> Derivative:
+    """Returns the derivative in forward mode."""
 
     def forward(xs: Sequence[Any], tangents: Sequence[Any]) -> Any:
         return jax.jvp(call, tuple(xs), tuple(tangents))
@@ -39,9 +39,12 @@ def forward_of(call: OfLeaves) -> Derivative:
     return forward
 
 
-def rows_of(call: OfLeaves) -> Derivative:
-    """Reverse mode in torch's convention: JAX's cotangent of the functional "imaginary part" is -1j, torch's 1j."""
-    reverse = reverse_of(call)
+def jacobian_rows(call: LeafFunction) -> Derivative:
+    """Returns the derivative in reverse mode, in torch's convention for complex numbers.
+
+    The cotangent of the functional "imaginary part" is -1j in JAX, and 1j in torch.
+    """
+    reverse = reverse_derivative(call)
 
     def rows(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         outputs, gradients = reverse(xs, [jnp.conj(ct) for ct in cotangents])
@@ -50,22 +53,22 @@ def rows_of(call: OfLeaves) -> Derivative:
     return rows
 
 
-def only(call: OfLeaves, positions: Sequence[int]) -> OfLeaves:
-    """The function with some of its outputs."""
+def restrict_outputs(call: LeafFunction, indices: Sequence[int]) -> LeafFunction:
+    """Returns the function with some of its outputs."""
 
     def some(*xs: Any) -> list[Any]:
         outputs = call(*xs)
-        return [outputs[i] for i in positions]
+        return [outputs[i] for i in indices]
 
     return some
 
 
-def function_of_some(call: OfLeaves, xs: Sequence[Any], positions: Sequence[int]) -> OfLeaves:
-    """The function of some of its inputs, with the others as they are."""
+def restrict_inputs(call: LeafFunction, xs: Sequence[Any], indices: Sequence[int]) -> LeafFunction:
+    """Returns the function of some of its inputs, with the values in `xs` for the others."""
 
     def some(*values: Any) -> list[Any]:
-        given = dict(zip(positions, values, strict=True))
-        return call(*(given.get(i, x) for i, x in enumerate(xs)))
+        chosen = dict(zip(indices, values, strict=True))
+        return call(*(chosen.get(i, x) for i, x in enumerate(xs)))
 
     return some
 
@@ -75,44 +78,44 @@ class UnavailableError(Exception):
 
 
 def available(derivative: Any) -> Any:
-    """The derivative; raises where there is none."""
+    """Returns the derivative, or raises the `UnavailableError`."""
     if isinstance(derivative, UnavailableError):
         raise derivative
     return derivative
 
 
 @dataclass(frozen=True)
-class Direction:
-    """One mode of differentiation, reverse or forward.
+class ADMode:
+    """A mode of differentiation, reverse or forward, of one function.
 
-    Its derivative gets one vector for each of the leaves that are varied, and returns one for each of the others. With
-    unit vectors it gives the rows of the Jacobian in reverse mode, and its columns in forward mode. A row is what one
-    component of one output depends on; a column is what one component of one input has influence on. The gradients in
-    a row are in torch's convention: for a complex input, the derivative with respect to the real part plus `1j` times
-    the one with respect to the imaginary part.
+    Its derivative takes one seed vector for each seed leaf, and returns one vector for each result leaf: cotangents of
+    outputs and gradients of inputs in reverse mode, tangents of inputs and of outputs in forward mode. Unit vectors
+    give the rows of the Jacobian in reverse mode, and its columns in forward mode. The gradients in a row are in
+    torch's convention: for a complex input, the derivative with respect to the real part plus `1j` times that with
+    respect to the imaginary part.
 
     Attributes:
-      is_forward: which mode it is.
-      name: what reports call it.
-      method: what users write for it.
-      given, result: what vectors for something varied, and for something returned, are called.
-      derivative_of: makes the derivative of a function in this direction.
-      varied: what vectors are given for: the outputs in reverse mode, the inputs in forward mode.
-      returned: what vectors are returned for: the others.
-      rule: the derivative by the function's own rule, or why there is none.
-      retraced: the same, traced once more; `None` where that recorded the very same operations.
-      reference: the derivative by autodiff of the function without its rule, or why there is none.
+      is_forward: whether it is forward mode.
+      name: the name of the mode in reports.
+      method: the name of the method that users write for it.
+      seed_name, result_name: the names of seed vectors and of results in reports.
+      derivative_of: makes the derivative of a function in this mode.
+      seed_leaves: the outputs in reverse mode, the inputs in forward mode.
+      result_leaves: the inputs in reverse mode, the outputs in forward mode.
+      rule: the derivative by the function's own rule, or the reason why there is none.
+      retraced: `rule`, traced a second time; `None` if that trace has the same operations.
+      reference: the derivative by autodiff of the function without its rule, or the reason why there is none.
     """
 
     is_forward: ClassVar[bool]
     name: ClassVar[str]
     method: ClassVar[str]
-    given: ClassVar[str]
-    result: ClassVar[str]
-    derivative_of: ClassVar[Callable[[OfLeaves], Derivative]]
+    seed_name: ClassVar[str]
+    result_name: ClassVar[str]
+    derivative_of: ClassVar[Callable[[LeafFunction], Derivative]]
 
-    varied: tuple[Leaf, ...]
-    returned: tuple[Leaf, ...]
+    seed_leaves: tuple[Leaf, ...]
+    result_leaves: tuple[Leaf, ...]
     rule: Derivative | UnavailableError
     retraced: Derivative | None
     reference: Derivative | UnavailableError
@@ -122,52 +125,52 @@ class Direction:
         return not isinstance(self.reference, UnavailableError)
 
     @property
-    def both(self) -> list[Derivative]:
-        """The rule, and the reference where there is one."""
+    def rule_and_reference(self) -> list[Derivative]:
+        """The rule, and the reference if there is one."""
         return [available(self.rule), *([available(self.reference)] if self.has_reference else [])]
 
-    def leaves(self, varied: int, returned: int) -> tuple[int, int]:
-        """The positions of an output and an input, from those of something varied and something returned."""
-        return (returned, varied) if self.is_forward else (varied, returned)
+    def output_and_input(self, seed: int, result: int) -> tuple[int, int]:
+        """Returns the indices of an output and an input, from those of a seed leaf and a result leaf."""
+        return (result, seed) if self.is_forward else (seed, result)
 
 
-class ReverseMode(Direction):
+class ReverseMode(ADMode):
     """Reverse mode."""
 
     is_forward = False
     name = method = "backward"
-    given, result = "cotangent", "gradient"
-    derivative_of = staticmethod(rows_of)
+    seed_name, result_name = "cotangent", "gradient"
+    derivative_of = staticmethod(jacobian_rows)
 
 
-class ForwardMode(Direction):
+class ForwardMode(ADMode):
     """Forward mode."""
 
     is_forward = True
     name, method = "forward mode", "jvp"
-    given = result = "tangent"
-    derivative_of = staticmethod(forward_of)
+    seed_name = result_name = "tangent"
+    derivative_of = staticmethod(forward_derivative)
 
 
 @dataclass(frozen=True)
 class Derivatives:
-    """A problem's function and derivatives, traced where that is possible.
+    """A problem's function and its derivatives, staged to jaxprs if that is possible.
 
     Attributes:
-      is_traced: whether they are; otherwise they are Python that runs each time.
-      inputs: what is differentiated with respect to.
-      outputs: what is differentiated: the outputs that have a derivative.
-      stopped: the floating and complex outputs that have none.
-      kept: the positions of `outputs` among both.
-      primal: inputs to outputs, or to `stopped` where there are no others.
-      measured: as `primal`, the function whose values finite differences take.
-      call: the function itself, untraced, inputs to outputs.
+      is_traced: whether they are staged; otherwise they are Python code that runs at every evaluation.
+      inputs: the leaves with respect to which the function is differentiated.
+      outputs: the outputs that have a derivative.
+      stopped: the floating-point and complex outputs that have none.
+      kept: the indices of `outputs` among both.
+      primal: maps inputs to `outputs`, or to `stopped` if there are no others.
+      target: as `primal`, the function whose values finite differences use.
+      call: the function itself, not staged; maps inputs to outputs.
       reverse: reverse mode.
       forward: forward mode.
-      functions: the Functions whose rules were taken off for the references.
-      casts: gradients that were returned in another dtype than their input's: (where, dtype, input's dtype).
-      precision: the relative spacing of the coarsest floating-point type on the way.
-      trace: makes a trace of something else about `call`.
+      functions: the Functions whose rules the references bypass.
+      casts: gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype).
+      precision: the relative spacing of the coarsest floating-point type that the function computes in.
+      stage: stages another function that calls `call`.
     """
 
     is_traced: bool
@@ -175,26 +178,26 @@ class Derivatives:
     outputs: tuple[Leaf, ...]
     stopped: tuple[Leaf, ...]
     kept: Sequence[int]
-    primal: OfLeaves
-    measured: OfLeaves
-    call: OfLeaves
-    reverse: Direction
-    forward: Direction
+    primal: LeafFunction
+    target: LeafFunction
+    call: LeafFunction
+    reverse: ADMode
+    forward: ADMode
     functions: list[Any]
     casts: list[tuple[str, str, str]]
     precision: float
-    trace: Callable[..., Traced]
+    stage: Callable[..., JaxprFunction]
 
     @property
     def mesh_axes(self) -> dict[str, int]:
         """The sizes of the mesh axes over which the function uses `shard_map`, by name."""
-        return self.primal.mesh_axes() if isinstance(self.primal, Traced) else {}
+        return self.primal.mesh_axes() if isinstance(self.primal, JaxprFunction) else {}
 
 
 def derive(problem: Problem, *, reverse: bool, forward: bool, reference: bool) -> Derivatives:
-    """A problem's function and its derivatives in the modes that are to be checked.
+    """Returns the derivatives of a problem's function in the modes to be checked.
 
-    With a `reference`, the function without its rule is differentiated too. Raises whatever the function itself raises.
+    With `reference`, the function without its rule is differentiated too. Errors of the function itself propagate.
     """
     try:
         return _derive(problem, _Tracer(problem, is_tracing=True), reverse, forward, reference)
@@ -203,53 +206,55 @@ def derive(problem: Problem, *, reverse: bool, forward: bool, reference: bool) -
 
 
 class _UntraceableError(Exception):
-    """The function's Python needs values that a trace does not have."""
+    """Raised if the user's code reads concrete values, which a tracer does not have."""
 
 
 def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, reference: bool) -> Derivatives:
     primal, avals = tracer.primal(problem.call)
     described = problem.describe_outputs()
-    measured = primal
-    if problem.measured is not problem.call:
-        measured, meant = tracer.primal(problem.measured, trace)
-        if [(y.shape, y.dtype) for y in meant] != [(y.shape, y.dtype) for y in avals]:
-            raise ValueError(f"surrogate returns {_listed(meant)}, but {problem.name} returns {_listed(avals)}")
+    target = primal
+    if problem.target is not problem.call:
+        target, target_avals = tracer.primal(problem.target, stage)
+        if [(y.shape, y.dtype) for y in target_avals] != [(y.shape, y.dtype) for y in avals]:
+            raise ValueError(f"surrogate returns {_listed(target_avals)}, but {problem.name} returns {_listed(avals)}")
     leaves = [Leaf(name, y.shape, y.dtype) for (name, _), y in zip(described, avals, strict=True)]
     precision = _precision(primal, [dtype for _, dtype in described])
-    watch = CallMonitor(bypass_rules=False)
+    monitor = CallMonitor(bypass_rules=False)
 
-    def rules(call: OfLeaves, outputs: Sequence[Leaf]) -> list[Derivative | UnavailableError]:
+    def rules(call: LeafFunction, outputs: Sequence[Leaf]) -> list[Derivative | UnavailableError]:
         """Returns the derivatives by the function's own rules, with calls monitored too."""
         return [
-            tracer.derivative(watched(rows_of(call), watch), outputs, retry_eagerly=True) if reverse else _UNCHECKED,
-            tracer.derivative(watched(forward_of(call), watch), problem.inputs) if forward else _UNCHECKED,
+            tracer.derivative(monitored(jacobian_rows(call), monitor), outputs, retry_eagerly=True)
+            if reverse
+            else _UNCHECKED,
+            tracer.derivative(monitored(forward_derivative(call), monitor), problem.inputs) if forward else _UNCHECKED,
         ]
 
     differentiable: set[int] = set()
-    own = rules(telling(problem.call, differentiable), leaves)
+    own = rules(recording_derivatives(problem.call, differentiable), leaves)
     if problem.may_stop and not all(isinstance(rule, UnavailableError) for rule in own):
         kept = sorted(differentiable)
     else:
         kept = list(range(len(leaves)))
     outputs = tuple(leaves[i] for i in kept)
-    call, bare_call = problem.call, problem.reference
+    call, reference_call = problem.call, problem.reference
     if len(kept) < len(leaves):
-        call, bare_call = only(call, kept), only(bare_call, kept)
+        call, reference_call = restrict_outputs(call, kept), restrict_outputs(reference_call, kept)
         own = rules(call, outputs)
         if kept:
-            primal = measured = tracer.primal(only(problem.call, kept))[0]
-            if problem.measured is not problem.call:
-                measured = tracer.primal(only(problem.measured, kept), trace)[0]
-    bare = CallMonitor(bypass_rules=True)
-    without_rules = watched(bare_call, bare)
+            primal = target = tracer.primal(restrict_outputs(problem.call, kept))[0]
+            if problem.target is not problem.call:
+                target = tracer.primal(restrict_outputs(problem.target, kept), stage)[0]
+    bypassing = CallMonitor(bypass_rules=True)
+    without_rules = monitored(reference_call, bypassing)
     references: list[Derivative | UnavailableError] = [
-        tracer.derivative(rows_of(without_rules), outputs, trace) if reference and reverse else _UNCHECKED,
-        tracer.derivative(forward_of(without_rules), problem.inputs, trace) if reference else _UNCHECKED,
+        tracer.derivative(jacobian_rows(without_rules), outputs, stage) if reference and reverse else _UNCHECKED,
+        tracer.derivative(forward_derivative(without_rules), problem.inputs, stage) if reference else _UNCHECKED,
     ]
-    if reference and not bare.functions and not problem.has_reference:
-        references = [UnavailableError("there is no rule to take off: it would be the derivative that is checked")] * 2
-    elif watch.functions.keys() - bare.functions.keys():
-        # Finite differences shall vouch for reverse mode then, and not for rules of forward mode, which are others.
+    if reference and not bypassing.functions and not problem.has_reference:
+        references = [UnavailableError("it has no rule: autodiff is the derivative that is checked")] * 2
+    elif monitor.functions.keys() - bypassing.functions.keys():
+        # Then finite differences decide about reverse mode, and the rules of forward mode are no reference.
         references[1] = UnavailableError("Functions inside the function keep their own rules")
     of_reverse, of_forward = zip(own, map(_retraced, own, rules(call, outputs)), references, strict=True)
     return Derivatives(
@@ -259,14 +264,14 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
         stopped=tuple(leaf for i, leaf in enumerate(leaves) if i not in kept),
         kept=kept,
         primal=primal,
-        measured=measured,
-        call=watched(call, watch),
+        target=target,
+        call=monitored(call, monitor),
         reverse=ReverseMode(outputs, problem.inputs, *of_reverse),
         forward=ForwardMode(problem.inputs, outputs, *of_forward),
-        functions=list(bare.functions) or list(watch.functions),
-        casts=list(watch.casts),
+        functions=list(bypassing.functions) or list(monitor.functions),
+        casts=list(monitor.casts),
         precision=precision,
-        trace=tracer.trace,
+        stage=tracer.stage,
     )
 
 
@@ -274,23 +279,22 @@ _UNCHECKED = UnavailableError("that mode is not checked")
 
 
 class _Tracer:
-    """Traces what it is given, or runs it once; an error becomes an `UnavailableError`."""
+    """Stages functions, or evaluates them once; an error becomes an `UnavailableError`."""
 
     def __init__(self, problem: Problem, *, is_tracing: bool) -> None:
         self.is_tracing = is_tracing
-        self.trace = trace if problem.dtype is None else trace_without_x64
+        self.stage = stage if problem.dtype is None else stage_without_x64
         self._values = problem.values
         self._inputs = _avals(problem.inputs)
 
-    def primal(self, call: OfLeaves, trace: Callable[..., Traced] | None = None) -> tuple[OfLeaves, list[Any]]:
-        """A function itself, and the types of what it returns.
-
-        By default the trace is made as that of the function that is checked.
-        """
+    def primal(
+        self, call: LeafFunction, stage_as: Callable[..., JaxprFunction] | None = None
+    ) -> tuple[LeafFunction, list[Any]]:
+        """Returns a function, staged as the checked function by default, and the types of its outputs."""
         if not self.is_tracing:
             return call, [jax.typeof(y) for y in call(*self._values)]
         try:
-            traced = (trace or self.trace)(call, *self._inputs)
+            traced = (stage_as or self.stage)(call, *self._inputs)
         except Exception as error:
             raise _UntraceableError from error
         return traced, [v.aval for v in traced.jaxpr.outvars]
@@ -298,16 +302,16 @@ class _Tracer:
     def derivative(
         self,
         derivative: Derivative,
-        varied: Sequence[Leaf],
-        trace: Callable[..., Traced] | None = None,
+        seed_leaves: Sequence[Leaf],
+        stage_as: Callable[..., JaxprFunction] | None = None,
         retry_eagerly: bool = False,
     ) -> Derivative | UnavailableError:
-        """A derivative of the function, of vectors for some leaves."""
+        """Returns a derivative of the function, staged for vectors of some leaves."""
         try:
             if not self.is_tracing:
-                derivative(self._values, [jnp.ones(leaf.shape, leaf.dtype) for leaf in varied])
+                derivative(self._values, [jnp.ones(leaf.shape, leaf.dtype) for leaf in seed_leaves])
                 return derivative
-            traced = (trace or self.trace)(derivative, self._inputs, _avals(varied))
+            traced = (stage_as or self.stage)(derivative, self._inputs, _avals(seed_leaves))
         except Exception as error:
             if retry_eagerly and self.is_tracing:
                 raise _UntraceableError from error
@@ -319,34 +323,34 @@ class _Tracer:
         return traced
 
 
-def telling(call: OfLeaves, differentiable: set[int]) -> OfLeaves:
-    """The function itself; differentiating it notes which outputs have a derivative that is not known to be zero."""
+def recording_derivatives(call: LeafFunction, differentiable: set[int]) -> LeafFunction:
+    """Returns the function; differentiating it records the outputs whose tangent is not a symbolic zero."""
 
-    def told(*xs: Any) -> list[Any]:
-        return [_teller(differentiable, i)(y) for i, y in enumerate(call(*xs))]
+    def recording(*xs: Any) -> list[Any]:
+        return [_recorder(differentiable, i)(y) for i, y in enumerate(call(*xs))]
 
-    return told
+    return recording
 
 
-def _teller(differentiable: set[int], position: int) -> Callable[[Any], Any]:
+def _recorder(differentiable: set[int], index: int) -> Callable[[Any], Any]:
     @jax.custom_jvp
     def identity(y: Any) -> Any:
         return y
 
     def rule(primals: Any, tangents: Any) -> Any:
         if not isinstance(tangents[0], SymbolicZero):
-            differentiable.add(position)
+            differentiable.add(index)
         return primals[0], tangents[0]
 
     identity.defjvp(rule, symbolic_zeros=True)
     return identity
 
 
-def watched(function: Callable[..., Any], watch: CallMonitor) -> Callable[..., Any]:
-    """The function under a watch."""
+def monitored(function: Callable[..., Any], monitor: CallMonitor) -> Callable[..., Any]:
+    """The function under a monitor."""
 
     def run(*args: Any) -> Any:
-        with CALL_MONITOR(watch):
+        with CALL_MONITOR(monitor):
             return function(*args)
 
     return run
@@ -355,7 +359,7 @@ def watched(function: Callable[..., Any], watch: CallMonitor) -> Callable[..., A
 def _retraced(rule: Derivative | UnavailableError, again: Derivative | UnavailableError) -> Derivative | None:
     if isinstance(rule, UnavailableError):
         return None
-    is_same = isinstance(rule, Traced) and isinstance(again, Traced) and rule.same_as(again)
+    is_same = isinstance(rule, JaxprFunction) and isinstance(again, JaxprFunction) and rule.is_same_computation(again)
     return None if is_same else available(again)
 
 
@@ -367,7 +371,7 @@ def _listed(avals: Sequence[Any]) -> str:
     return ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in avals) or "nothing"
 
 
-def _precision(primal: OfLeaves, dtypes: Sequence[Any]) -> float:
-    """The spacing of the coarsest type that an output has, or that something computed from the inputs has."""
-    on_the_way = primal.dtypes_from_inputs() if isinstance(primal, Traced) else ()
-    return max(float(jnp.finfo(dtype).eps) for dtype in (*dtypes, *on_the_way, np.dtype(np.float64)))
+def _precision(primal: LeafFunction, dtypes: Sequence[Any]) -> float:
+    """Returns the spacing of the coarsest dtype among the outputs and everything computed from the inputs."""
+    intermediate = primal.dtypes_from_inputs() if isinstance(primal, JaxprFunction) else ()
+    return max(float(jnp.finfo(dtype).eps) for dtype in (*dtypes, *intermediate, np.dtype(np.float64)))

@@ -1,4 +1,4 @@
-"""The function that is differentiated, from a list of double-precision arrays to a list of them."""
+"""The function to be differentiated, as a function from a list of double-precision arrays to another."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from jaxfn._function import show_signature
 from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
 
 # A function of arrays that returns a list of arrays.
-OfLeaves = Callable[..., list[Any]]
+LeafFunction = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array that is differentiated, or differentiated with respect to.
+    """An array leaf of the inputs or the outputs.
 
     A complex array of `size` elements has `2 * size` real components: first all real parts, then all imaginary ones.
 
     Attributes:
-      name: what reports call it.
-      shape: its shape.
+      name: the name in reports.
+      shape: the shape.
       dtype: `float64` or `complex128`.
     """
 
@@ -51,7 +51,7 @@ class Leaf:
         return self.size * (2 if self.is_complex else 1)
 
     def locate(self, component: int) -> tuple[tuple[int, ...], str]:
-        """The index of a component, and for complex arrays which part it is."""
+        """Returns the index of a component's element, and for complex arrays its part."""
         part, element = divmod(component, max(self.size, 1))
         index = tuple(int(i) for i in np.unravel_index(element, self.shape)) if self.shape else ()
         return index, ("real", "imaginary")[part] if self.is_complex else ""
@@ -59,25 +59,25 @@ class Leaf:
 
 @dataclass
 class Problem:
-    """A function, and where it is differentiated.
+    """A function, and the point at which it is differentiated.
 
     Attributes:
-      name: the function's.
+      name: the function's name.
       call: the function itself.
-      measured: the function whose derivative is meant, and whose values finite differences take.
-      reference: the same for autodiff, without custom rules as far as they can be taken off.
-      inputs: what is differentiated with respect to.
-      values: their values, in double precision.
-      describe_outputs: the names of what `call` returned last, and their dtypes before they were made double.
+      target: the function whose derivative the rule should be, and whose values finite differences use.
+      reference: the function for autodiff: `target`, without the rules of `jax.custom_vjp` and `jax.custom_jvp`.
+      inputs: the leaves with respect to which it is differentiated.
+      values: the values of `inputs`, in double precision.
+      describe_outputs: returns the names of the outputs of the last call, and their dtypes before the cast to double.
       may_stop: whether an output may have no derivative, as one that is marked non-differentiable.
-      dtype: what `call` computes in, where that is not double precision: it is to be traced without x64 then.
-      has_reference: whether `reference` is another function than `call`, whatever rules of Functions are taken off.
+      dtype: the dtype that `call` computes in, if not double precision; then it is staged without x64.
+      has_reference: whether `reference` is another function than `call`, even if no rule of a Function is bypassed.
     """
 
     name: str
-    call: OfLeaves
-    measured: OfLeaves
-    reference: OfLeaves
+    call: LeafFunction
+    target: LeafFunction
+    reference: LeafFunction
     inputs: tuple[Leaf, ...]
     values: list[jax.Array]
     describe_outputs: Callable[[], list[tuple[str, Any]]]
@@ -87,7 +87,7 @@ class Problem:
 
 
 def as_double(array: Any) -> jax.Array:
-    """An inexact array in double precision, or in what is nearest to that without x64; any other as it is."""
+    """Returns an inexact array in double precision (in single precision without x64), any other unchanged."""
     array = jnp.asarray(array)
     return array.astype(jax.dtypes.canonicalize_dtype(double(array.dtype))) if is_inexact(array.dtype) else array
 
@@ -99,17 +99,17 @@ def make_problem(
     surrogate: Callable[..., Any] | None = None,
     dtype: Any = None,
 ) -> Problem:
-    """Takes the inputs apart.
+    """Makes a problem of a function and its inputs.
 
     Args:
       func: any callable.
-      inputs: its positional arguments, or the one argument.
-      argnums: which of them are differentiated; by default every floating or complex array leaf of all of them.
-      surrogate: another function whose derivative is meant.
-      dtype: what the function computes in, where it cannot in double precision.
+      inputs: a tuple of positional arguments, or the only argument.
+      argnums: the arguments to differentiate with respect to. Default: every inexact array leaf of all arguments.
+      surrogate: the function whose derivative the rule should be. Default: `func`.
+      dtype: the dtype in which to run the function. Default: double precision.
 
     Raises:
-      ValueError: nothing is differentiable, or `argnums` names an argument that is not there or not differentiable.
+      ValueError: nothing is differentiable, or `argnums` names an argument that is missing or not differentiable.
     """
     dtype = None if dtype is None else _coarse(dtype)
     named, tree, chosen = named_leaves(func, inputs, argnums)
@@ -136,7 +136,7 @@ def make_problem(
     _require_differentiable(argnums, chosen, [named[i][0] for i in positions])
     outputs: list[list[tuple[str, Any]]] = [[]]
 
-    def flat(function: Callable[..., Any], dtype: Any = None) -> OfLeaves:
+    def flat(function: Callable[..., Any], dtype: Any = None) -> LeafFunction:
         def call(*values: Any) -> list[jax.Array]:
             merged = list(leaves)
             for position, value in zip(positions, values, strict=True):
@@ -151,15 +151,15 @@ def make_problem(
 
     values = [leaves[i] for i in positions]
     call = flat(func, dtype)
-    measured = call if surrogate is None else flat(surrogate)
-    # JAX's own rules are taken off here; Functions lose theirs when they are called.
+    target = call if surrogate is None else flat(surrogate)
+    # The rules of custom_vjp and custom_jvp are removed here; `CallMonitor.bypass_rules` removes those of Functions.
     has_rule = surrogate is None and isinstance(func, (jax.custom_vjp, jax.custom_jvp))
-    bare = flat(cast(Any, func).__wrapped__ if has_rule else surrogate or func) if has_rule or dtype else measured
+    reference = flat(cast(Any, func).__wrapped__ if has_rule else surrogate or func) if has_rule or dtype else target
     return Problem(
         function_name(func),
         call,
-        measured,
-        bare,
+        target,
+        reference,
         tuple(described),
         values,
         lambda: outputs[0],
@@ -169,7 +169,7 @@ def make_problem(
 
 
 def _coarse(dtype: Any) -> np.dtype[Any]:
-    """A dtype that a function may be checked in, in place of double precision."""
+    """Returns `dtype`, checked to be a floating-point type below double precision."""
     kind = jnp.dtype(dtype)
     if not jnp.issubdtype(kind, jnp.floating) or double(kind) == kind:
         raise ValueError(f"dtype is {kind}; it must be a floating-point type below float64, or None for float64")
@@ -177,7 +177,7 @@ def _coarse(dtype: Any) -> np.dtype[Any]:
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
-    """An inexact array in a dtype, complex ones in that with such parts; any other as it is."""
+    """Casts an inexact array to a dtype (to the complex dtype of that precision), and returns any other unchanged."""
     if not is_inexact(jnp.result_type(leaf)):
         return leaf
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
@@ -195,9 +195,9 @@ def function_name(func: Callable[..., Any]) -> str:
 def named_leaves(
     func: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None
 ) -> tuple[list[tuple[int, str, Any]], Any, frozenset[int]]:
-    """All leaves of a tuple of inputs, or of the one input: each with its argument's position, and a name for reports.
+    """Returns the leaves of the inputs, their treedef, and the positions of the arguments that `argnums` names.
 
-    Also how they are arranged, and the positions of the arguments that `argnums` names.
+    Each leaf comes with the position of its argument and a name for reports.
     """
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     chosen = _chosen_arguments(argnums, len(args))
@@ -208,7 +208,7 @@ def named_leaves(
 
 
 def _chosen_arguments(argnums: int | Sequence[int] | None, count: int) -> frozenset[int]:
-    """The positions of the arguments that `argnums` names, or of all."""
+    """Returns the positions of the arguments that `argnums` names, or of all."""
     if argnums is None:
         return frozenset(range(count))
     wanted = [argnums] if isinstance(argnums, int) else list(argnums)
@@ -230,7 +230,7 @@ def _require_differentiable(argnums: int | Sequence[int] | None, chosen: frozens
 
 
 def _argument_names(func: Callable[..., Any], args: Sequence[Any]) -> list[str]:
-    """`input 0 ('x')` and so on, by the function's signature where it says."""
+    """Returns `input 0 ('x')` and so on, with the names in the function's signature if it has one."""
     show_signature(func)
     try:
         signature = inspect.signature(func)
@@ -257,7 +257,7 @@ def _warn_of_precision(name: str, leaf: Any) -> None:
 
 
 def _inexact_outputs(returned: Any) -> tuple[list[tuple[str, Any]], list[jax.Array]]:
-    """The names, dtypes and double-precision values of the floating and complex leaves that a function returned."""
+    """Returns names and original dtypes, and double-precision values, of the inexact leaves of a function's result."""
     several = isinstance(returned, tuple)
     described: list[tuple[str, Any]] = []
     arrays: list[jax.Array] = []
@@ -274,5 +274,5 @@ def _inexact_outputs(returned: Any) -> tuple[list[tuple[str, Any]], list[jax.Arr
 
 
 def _position(key: Any) -> str:
-    """An entry of a tuple or of a namedtuple."""
+    """Returns the index or name of an entry of a tuple or namedtuple."""
     return str(getattr(key, "idx", getattr(key, "name", key)))

@@ -1,4 +1,4 @@
-"""Second order: the gradient of a function as a function of its inputs and of the gradients of its outputs."""
+"""The gradient of a function as a problem of its own: a function of the inputs and of the gradients of the outputs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfn._gradcheck.problem.derivatives import available, derive, only, reverse_of
-from jaxfn._gradcheck.problem.problem import Leaf, OfLeaves, Problem, as_double
+from jaxfn._gradcheck.problem.derivatives import available, derive, restrict_outputs, reverse_derivative
+from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem, as_double
 
 
 def second_order(problem: Problem, grad_outputs: Any) -> Problem:
-    """The problem whose function is the first-order gradient.
+    """Returns the problem whose function is the first-order gradient.
 
     Args:
-      problem: the function.
+      problem: the problem of the function itself.
       grad_outputs: an array for each differentiable output, or `None` for random ones.
 
     Raises:
-      UnavailableError: the function has no gradient; the message says why.
+      UnavailableError: the function has no gradient.
     """
     d = derive(problem, reverse=True, forward=False, reference=False)
     available(d.reverse.rule)
@@ -32,8 +32,8 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
     cotangents = [Leaf(f"grad_output of {leaf.name}", leaf.shape, leaf.dtype) for leaf in d.outputs]
     count = len(problem.inputs)
 
-    def gradients(call: OfLeaves) -> OfLeaves:
-        reverse = reverse_of(only(call, d.kept))
+    def gradients(call: LeafFunction) -> LeafFunction:
+        reverse = reverse_derivative(restrict_outputs(call, d.kept))
 
         def first_order(*values: Any) -> list[Any]:
             return reverse(values[:count], values[count:])[1]
@@ -41,12 +41,12 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
         return first_order
 
     call = gradients(problem.call)
-    measured = call if problem.measured is problem.call else gradients(problem.measured)
+    target = call if problem.target is problem.call else gradients(problem.target)
     return replace(
         problem,
         call=call,
-        measured=measured,
-        reference=measured if problem.reference is problem.measured else gradients(problem.reference),
+        target=target,
+        reference=target if problem.reference is problem.target else gradients(problem.reference),
         inputs=(*problem.inputs, *cotangents),
         values=[*problem.values, *_cotangents(d.outputs, grad_outputs)],
         describe_outputs=lambda: [(name, leaf.dtype) for name, leaf in zip(names, problem.inputs, strict=True)],
@@ -54,15 +54,15 @@ def second_order(problem: Problem, grad_outputs: Any) -> Problem:
     )
 
 
-def _cotangents(outputs: Sequence[Leaf], given: Any) -> list[Any]:
-    if given is None:
+def _cotangents(outputs: Sequence[Leaf], grad_outputs: Any) -> list[Any]:
+    if grad_outputs is None:
         generator = np.random.default_rng(0)
         return [jnp.asarray(_uniform(generator, leaf)) for leaf in outputs]
-    arrays = [as_double(leaf) for leaf in jax.tree.leaves(given)]
-    shapes, wanted = [a.shape for a in arrays], [leaf.shape for leaf in outputs]
-    if shapes != wanted:
+    arrays = [as_double(leaf) for leaf in jax.tree.leaves(grad_outputs)]
+    shapes, expected = [a.shape for a in arrays], [leaf.shape for leaf in outputs]
+    if shapes != expected:
         raise ValueError(
-            f"grad_outputs has arrays of shapes {shapes}, but the differentiable outputs have {wanted}: give one for "
+            f"grad_outputs has arrays of shapes {shapes}, but the differentiable outputs have {expected}: give one for "
             "each of them"
         )
     return [a.astype(leaf.dtype) for a, leaf in zip(arrays, outputs, strict=True)]

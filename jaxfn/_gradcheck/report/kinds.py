@@ -1,4 +1,4 @@
-"""Guesses what kind of mistake a wrong Jacobian shows."""
+"""Classification of the mistake in a wrong Jacobian."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Matrix = np.ndarray[Any, Any]
 _CLOSE = 1e-4  # relative to the largest entry, so that finite differences are precise enough
 
 
-def kind_of(
+def mismatch_kind(
     analytic: Matrix,
     reference: Matrix,
     output_shape: tuple[int, ...],
     input_shape: tuple[int, ...],
     mesh_axes: Mapping[str, int],
 ) -> str | None:
-    """The kind of mistake, where the whole Jacobian shows it clearly.
+    """Returns the kind of mistake, or `None` if the Jacobian does not show it clearly.
 
     Args:
-      analytic: what the rule gives, (output components, input size).
-      reference: what it should be.
-      output_shape, input_shape: what the axes stand for.
+      analytic: the Jacobian by the rule, of shape (output components, input size).
+      reference: the right Jacobian.
+      output_shape, input_shape: the shapes of the output and the input.
       mesh_axes: the sizes of the mesh axes of `shard_map`, by name.
     """
     if analytic.size < 1 or not (np.isfinite(analytic).all() and np.isfinite(reference).all()):
@@ -60,7 +60,7 @@ def _factor(a: Matrix, n: Matrix, mesh_axes: Mapping[str, int]) -> str | None:
     if abs(shown) > 1.5 and _is_whole(shown):
         shown = np.round(shown)
     text = f"a constant factor: {shown:.6g} times what it should be"
-    # A gradient that is summed over the devices too often, or not at all, is off by the size of a mesh axis.
+    # A gradient that is summed over the devices twice, or not at all, is off by the size of a mesh axis.
     times = max(abs(shown), 1 / abs(shown))
     axes = [(name, size) for name, size in mesh_axes.items() if size > 1 and _is_whole(times / size)]
     return f"{text} ({' and '.join(f'mesh axis {name!r} has {size} devices' for name, size in axes)})" if axes else text
@@ -81,7 +81,7 @@ def _transposed(a: Matrix, n: Matrix, input: tuple[int, ...]) -> str | None:
 
 
 def _broadcast(a: Matrix, n: Matrix) -> str | None:
-    """Each row should gather what several elements of a broadcast input contribute, and has only one of them."""
+    """Detects a rule that does not sum the cotangent of a broadcast input: all but one contribution is missing."""
     num_rows = len(a)
     wrong = ~_close_rows(a, n)
     zero_rows = ~a.any(axis=1)

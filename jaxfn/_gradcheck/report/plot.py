@@ -9,17 +9,17 @@ import numpy as np
 
 
 def draw(matrices: Mapping[str, np.ndarray[Any, Any]], of_input: str, of_output: str) -> Any:
-    """A figure of the analytic Jacobian, the reference, and their difference.
+    """Returns a figure of the analytic Jacobian, the reference, and their difference.
 
     Args:
-      matrices: the Jacobians, by what they are: "analytic", and "numeric" or "autodiff". None of one too large to keep.
-      of_input, of_output: whose they are.
+      matrices: the Jacobians "analytic", and "numeric" or "autodiff"; empty for a Jacobian too large to be stored.
+      of_input, of_output: the names of the input and the output.
 
     Raises:
-      ValueError: there are none.
+      ValueError: `matrices` is empty.
     """
     if not matrices:
-        raise ValueError("this Jacobian is too large to be drawn: only its worst entries were kept")
+        raise ValueError("this Jacobian is too large to be drawn: only its worst entries were stored")
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -46,6 +46,6 @@ def _error(analytic: Any, reference: Any) -> tuple[Any, float]:
 
 
 def _limit(*matrices: Any) -> float:
-    """The colour scale's end, symmetric about zero."""
+    """Returns the end of the colour scale, which is symmetric about zero."""
     finite = [abs(m[np.isfinite(m)]).max(initial=0.0) for m in matrices]
     return float(max(finite)) or 1.0

@@ -1,4 +1,4 @@
-"""The progress bar of checks that take long."""
+"""A progress bar for long checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SECONDS_BEFORE_SHOWN = 2.0
 
 
 class Progress:
-    """Counts the directions of a check; after two seconds it shows them by tqdm, where that is installed."""
+    """A counter of the directions of a check, shown by tqdm after two seconds if tqdm is installed."""
 
     def __init__(self, title: str) -> None:
         self._title = title

@@ -1,23 +1,23 @@
-"""The report of a check: as data, as text, as pictures."""
+"""The report of `gradcheck`: as data, as text, as pictures."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxfn._gradcheck.report.plot import draw
-from jaxfn._inspection.tables import aligned, small
+from jaxfn._inspection.reports import CheckError, CheckReport, aligned, small
 
 Number = float | complex
 
 
-class GradcheckError(RuntimeError):
-    """A derivative check failed.
+class GradcheckError(CheckError):
+    """A derivative is wrong.
 
     Attributes:
-      report: what was found, as data.
+      report: the `GradcheckReport`.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, jaxfn
@@ -38,27 +38,20 @@ class GradcheckError(RuntimeError):
     Torch counterpart: `torch.autograd.gradcheck.GradcheckError`.
     """
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(str(report))
-        self.report = report
-
-    def __reduce__(self) -> Any:
-        return GradcheckError, (self.report,)
-
 
 @dataclass(frozen=True)
 class Entry:
     """One wrong entry of a Jacobian.
 
     Attributes:
-      output_index, input_index: which element of which array.
-      part: for a complex output the part that is differentiated, "real" or "imaginary" (in forward mode, the part of a
-        complex input); otherwise empty.
-      analytic: by the function's rule.
-      numeric: by finite differences, if those were asked for.
-      autodiff: by autodiff of the function without its rule, where that is possible.
-      absolute_error, relative_error: of the analytic value, from the reference that decides.
-      tolerance: what the absolute error may be.
+      output_index, input_index: the indices of the elements of output and input.
+      part: the part of a complex output that is differentiated, "real" or "imaginary" (in forward mode, the part of a
+        complex input); empty for real arrays.
+      analytic: the value by the function's rule.
+      numeric: the value by finite differences, or `None`.
+      autodiff: the value by autodiff of the function without its rule, or `None` if that is not possible.
+      absolute_error, relative_error: the distance of `analytic` from the reference that decides.
+      tolerance: the largest absolute error that is allowed.
     """
 
     output_index: tuple[int, ...]
@@ -78,12 +71,12 @@ class Mismatch:
 
     Attributes:
       check: "backward" or "forward mode".
-      output, input: their names, with paths into pytrees.
-      output_shape, input_shape: their shapes.
-      count, total: how many entries of how many are wrong; of random projections in fast mode.
-      entries: the worst few.
-      kind: what kind of mistake it looks like, where the evidence is clear.
-      matrices: the whole Jacobian "analytic", "numeric" and "autodiff" where it is small.
+      output, input: the names of both, with paths into pytrees.
+      output_shape, input_shape: the shapes of both.
+      count, total: the number of wrong entries, and of all; of random projections in fast mode.
+      entries: the worst few entries.
+      kind: the kind of mistake, if the Jacobian shows it clearly.
+      matrices: the whole Jacobian as "analytic", "numeric" and "autodiff", if it is small.
     """
 
     check: str
@@ -98,40 +91,38 @@ class Mismatch:
     matrices: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict[str, np.ndarray[Any, Any]])
 
 
-@dataclass
-class Report:
-    """The report of a check.
+@dataclass(repr=False)
+class GradcheckReport(CheckReport):
+    """The report of `gradcheck` or `gradgradcheck`; true if it passed.
 
     Attributes:
-      function: the name of what was checked.
+      function: the name of the function.
       check: "gradcheck" or "gradgradcheck".
       mismatches: wrong derivatives.
-      problems: what else is wrong, in words.
-      notes: what one should know about how it was checked.
-      source: where the function's `backward` is defined, "file:line".
+      problems: other failures, as text.
+      notes: how it was checked, as far as that matters for the result.
+      source: the locations of the function's rules, "file:line".
     """
+
+    error: ClassVar[type[CheckError]] = GradcheckError
 
     function: str
     check: str
     mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
     problems: list[str] = field(default_factory=list[str])
-    notes: list[str] = field(default_factory=list[str])
     source: list[str] = field(default_factory=list[str])
 
     @property
-    def passed(self) -> bool:
-        """Whether nothing is wrong."""
-        return not (self.mismatches or self.problems)
-
-    def __bool__(self) -> bool:
-        return self.passed
+    def failures(self) -> list[Mismatch | str]:
+        """The mismatches and the other problems."""
+        return [*self.mismatches, *self.problems]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain Python values; complex numbers stay such."""
-        content = asdict(self)
+        """Returns the report as plain Python values; complex numbers stay complex."""
+        content = super().to_dict()
         for mismatch in content["mismatches"]:
             mismatch["matrices"] = {name: array.tolist() for name, array in mismatch["matrices"].items()}
-        return content | {"passed": self.passed}
+        return content
 
     def __str__(self) -> str:
         lines = [f"{self.check} of {self.function}: {'passed' if self.passed else 'FAILED'}"]
@@ -145,16 +136,16 @@ class Report:
         return "\n".join(lines)
 
     def plot(self, mismatch: int = 0) -> Any:
-        """Draws analytic, numeric and error as heat maps, outputs downwards and inputs to the right.
+        """Draws the analytic Jacobian, the reference and the error as heat maps, one row for each output element.
 
         Args:
-          mismatch: which of `mismatches`.
+          mismatch: an index into `mismatches`.
 
         Returns:
           A matplotlib figure.
 
         Raises:
-          ValueError: there is no such mismatch, or its Jacobian was too large to be kept.
+          ValueError: there is no such mismatch, or its Jacobian was too large to be stored.
         """
         if not 0 <= mismatch < len(self.mismatches):
             raise ValueError(f"there is no mismatch {mismatch}: the report has {len(self.mismatches)}")
@@ -174,7 +165,7 @@ def _mismatch_lines(mismatch: Mismatch) -> list[str]:
 
 
 def _table(entries: list[Entry]) -> list[str]:
-    """The entries in aligned columns; those that no entry has are left out."""
+    """Returns the entries in aligned columns, without columns that are empty."""
     table = [["output", "input", "analytic", "numeric", "autodiff", "error", "relative", "tolerance"]]
     for e in entries:
         index = f"{_index(e.output_index)}{' ' + e.part if e.part else ''}"

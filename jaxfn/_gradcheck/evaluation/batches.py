@@ -1,7 +1,7 @@
-"""Derivatives along many vectors, by rules and by finite differences, as many at a time as fit into memory.
+"""Derivatives along many vectors, by rules and by finite differences, in batches that fit into memory.
 
-Results are judged on the host, and little is computed in programs but functions of the user's: XLA takes longer to
-compile such arithmetic than NumPy to do it.
+Results are compared on the host, and compiled functions compute little besides the user's code: XLA takes longer to
+compile such arithmetic than NumPy to evaluate it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_map
 
-from jaxfn._gradcheck.numbers.programs import Mode, Program
-from jaxfn._gradcheck.numbers.vectors import Arrays, Vectors
+from jaxfn._gradcheck.evaluation.execution import CompiledFunction, ExecutionMode
+from jaxfn._gradcheck.evaluation.vectors import Arrays, Vectors
 from jaxfn._gradcheck.problem.derivatives import Derivative
-from jaxfn._gradcheck.problem.problem import OfLeaves
-from jaxfn._gradcheck.problem.traced import bytes_each
+from jaxfn._gradcheck.problem.problem import LeafFunction
+from jaxfn._gradcheck.problem.staging import bytes_per_call
 from jaxfn._gradcheck.report.progress import Progress
 
-# More at a time is slower: the numbers no longer fit into the processor's caches.
+# Larger batches are slower, as they no longer fit into the processor's caches.
 _BATCH_BYTES = 16 << 20
 _LOOP_BATCH = 64
 _STEPS = (1, -1, 2, -2)
@@ -38,9 +38,9 @@ def _points(x: Any, vectors: Any, steps: Any) -> Any:
 
 
 def differences(outputs: Arrays, step: float) -> tuple[Arrays, Arrays]:
-    """Derivatives of values at `points`, exact to the fourth order of the step, and estimates of their errors.
+    """Returns derivatives from values at `points`, to fourth order in the step, and estimates of their errors.
 
-    For each output these are arrays of (vectors, size).
+    Each has shape (vectors, size), for each output.
     """
     values: Arrays = []
     errors: Arrays = []
@@ -57,26 +57,28 @@ def _listed(*results: Arrays) -> list[Arrays]:
     return list(results)
 
 
-class Sweep:
-    """Runs functions for many vectors.
+class BatchedEvaluator:
+    """Evaluation of derivatives along many vectors.
 
     Args:
-      xs: where the derivatives are taken.
-      max_memory: bytes that one batch may need.
+      mode: the way to run a function for a batch.
+      xs: the point at which to differentiate.
+      max_memory: the number of bytes that one batch may use.
+      progress: the counter of the evaluated vectors.
     """
 
-    def __init__(self, mode: Mode, xs: Sequence[Any], max_memory: int, progress: Progress) -> None:
+    def __init__(self, mode: ExecutionMode, xs: Sequence[Any], max_memory: int, progress: Progress) -> None:
         self.mode = mode
         self.xs = list(xs)
         self.max_memory = max_memory
         self.progress = progress
-        self._programs: dict[Any, tuple[int, Any]] = {}
+        self._executables: dict[Any, tuple[int, Any]] = {}
 
-    def at(self, xs: Sequence[Any]) -> Sweep:
-        """A sweep of the same programs at other inputs."""
-        sweep = Sweep(self.mode, xs, self.max_memory, self.progress)
-        sweep._programs = self._programs
-        return sweep
+    def at(self, xs: Sequence[Any]) -> BatchedEvaluator:
+        """Returns an evaluator with the same executables at another point."""
+        evaluator = BatchedEvaluator(self.mode, xs, self.max_memory, self.progress)
+        evaluator._executables = self._executables
+        return evaluator
 
     def along(self, derivatives: Sequence[Derivative], vectors: Vectors) -> list[Arrays]:
         """Evaluates derivatives along all vectors; each result is an array of shape (vectors, size)."""
@@ -88,28 +90,29 @@ class Sweep:
         """Evaluates derivatives along one batch of vectors after the other; results keep their shapes.
 
         Args:
-          derivatives: in the same direction.
-          vectors: of that.
-          combine: what to compute from all that they give for one vector.
+          derivatives: derivatives of one mode.
+          vectors: the cotangents or tangents.
+          combine: computes the results from those of all derivatives for one vector.
         """
 
-        def compute(derivatives: Sequence[Derivative], xs: Arrays, given: Arrays) -> list[Arrays]:
+        def compute(derivatives: Sequence[Derivative], xs: Arrays, components: Arrays) -> list[Arrays]:
             every = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in vectors.leaves]
-            for i, vector in zip(vectors.chosen, vectors.expand(given), strict=True):
+            for i, vector in zip(vectors.chosen, vectors.expand(components), strict=True):
                 every[i] = vector
             return combine(*(f(xs, every)[1] for f in derivatives))
 
         key = *map(id, derivatives), combine  # the derivatives live as long as the check
         return self._batches(key, compute, derivatives, vectors, vectors.make)
 
-    def differences(self, function: OfLeaves, vectors: Vectors, step: float) -> tuple[Arrays, Arrays]:
-        """Finite differences of a function along vectors of inputs, and their errors; see `differences`."""
+    def differences(self, function: LeafFunction, vectors: Vectors, step: float) -> tuple[Arrays, Arrays]:
+        """Returns finite differences of a function along vectors of inputs, and their errors; see `differences`."""
         steps = step * np.asarray(_STEPS, float)
 
-        def compute(functions: Sequence[OfLeaves], xs: Arrays, given: Arrays) -> list[Arrays]:
+        def compute(functions: Sequence[LeafFunction], xs: Arrays, step_and_components: Arrays) -> list[Arrays]:
+            step, *components = step_and_components
             moved = list(xs)
-            for i, vector in zip(vectors.chosen, vectors.expand(given[1:]), strict=True):
-                moved[i] = xs[i] + given[0] * vector
+            for i, vector in zip(vectors.chosen, vectors.expand(components), strict=True):
+                moved[i] = xs[i] + step * vector
             return [list(function(*moved)) for function in functions]
 
         def make(numbers: Any) -> Arrays:
@@ -128,22 +131,22 @@ class Sweep:
         make: Callable[[Any], Arrays],
         each: int = 1,
     ) -> Iterator[list[Arrays]]:
-        """Runs `compute` on what `make` returns for the numbers of vectors, `each` evaluations for every number.
+        """Runs `compute` on what `make` returns for the indices of vectors, `each` evaluations for every index.
 
-        While one batch is looked at, the next one is computed.
+        While one batch is compared, the next one is computed.
         """
-        types = (array.dtype for array in make(np.zeros(1, int)))  # numbers of unit vectors, or vectors themselves
+        types = (array.dtype for array in make(np.zeros(1, int)))  # indices of unit vectors, or vectors themselves
         key = *key, vectors.chosen, vectors.count, *types
-        if key not in self._programs:
-            self._programs[key] = self._program(compute, functions, vectors.count, make, each)
-        batch, program = self._programs[key]
+        if key not in self._executables:
+            self._executables[key] = self._compile(compute, functions, vectors.count, make, each)
+        batch, executable = self._executables[key]
         self.progress.expect(vectors.count)
         before: tuple[int, Callable[[], list[Arrays]]] | None = None
         for start in range(0, vectors.count, batch):
             numbers = np.arange(start, min(start + batch, vectors.count))
-            # The last batch is filled up, so that one program serves all.
+            # The last batch is padded, so that one executable serves all.
             padded = np.concatenate([numbers, np.repeat(numbers[-1:], batch - len(numbers))])
-            computing = len(numbers), program.start(functions, self.xs, make(padded))
+            computing = len(numbers), executable.start(functions, self.xs, make(padded))
             if before:
                 yield self._finished(*before, each)
             before = computing
@@ -155,7 +158,7 @@ class Sweep:
         self.progress.advance(count)
         return computed
 
-    def _program(
+    def _compile(
         self,
         compute: Callable[..., list[Arrays]],
         functions: Sequence[Any],
@@ -163,27 +166,27 @@ class Sweep:
         make: Callable[[Any], Arrays],
         each: int,
     ) -> tuple[int, Any]:
-        """Returns how many of the vectors run at a time, and the program for them."""
-        batch = min(count, self._fitting(each * sum(map(bytes_each, functions))))
+        """Returns the batch size, and the executable for one batch."""
+        batch = min(count, self._fitting(each * sum(map(bytes_per_call, functions))))
 
-        def run(functions: Sequence[Any], xs: Arrays, given: Arrays) -> list[Arrays]:
-            return self.mode.map(lambda *given: compute(functions, xs, given), *given)
+        def run(functions: Sequence[Any], xs: Arrays, batch: Arrays) -> list[Arrays]:
+            return self.mode.map(lambda *items: compute(functions, xs, items), *batch)
 
         while True:
             args = functions, self.xs, make(np.zeros(batch, int))
-            program = self.mode.program(run, *args, runs=-(-count // batch))
-            if batch == 1 or not isinstance(program, Program) or program.bytes() <= self.max_memory:
-                return batch, program
+            executable = self.mode.prepare(run, *args, runs=-(-count // batch))
+            if batch == 1 or not isinstance(executable, CompiledFunction) or executable.bytes() <= self.max_memory:
+                return batch, executable
             batch = (batch + 1) // 2
 
-    def _fitting(self, bytes_each: int) -> int:
-        if self.mode is Mode.PYTHON_LOOP:
+    def _fitting(self, bytes_per_call: int) -> int:
+        if self.mode is ExecutionMode.PYTHON_LOOP:
             return _LOOP_BATCH
-        return max(1, min(_BATCH_BYTES, self.max_memory) // max(bytes_each, 1))
+        return max(1, min(_BATCH_BYTES, self.max_memory) // max(bytes_per_call, 1))
 
 
 def _flat(batches: Iterator[list[Arrays]]) -> list[Arrays]:
-    """All batches in one, each item in a row."""
+    """Concatenates batches, each item flattened to a row."""
     return tree_map(_rows, *batches)
 
 

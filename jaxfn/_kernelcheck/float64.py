@@ -25,7 +25,7 @@ import numpy as np
 from jax.tree_util import tree_leaves, tree_map, tree_unflatten
 
 from jaxfn._compat import make_jaxpr, random_bits_p, threefry2x32_p
-from jaxfn._gradcheck.problem.traced import Traced, single, trace, trace_without_x64
+from jaxfn._gradcheck.problem.staging import JaxprFunction, single, stage, stage_without_x64
 from jaxfn._jaxpr import eval_jaxpr_with, open_jaxpr, subjaxprs
 from jaxfn._tree import double, is_inexact
 
@@ -35,7 +35,9 @@ _CALLS = frozenset({"jit", "call", "checkpoint"})
 _DRAWING = frozenset({random_bits_p, threefry2x32_p, jax.lax.rng_bit_generator_p})
 
 
-def doubled(function: Callable[..., Any], *args: Any, draws_alike: bool = False) -> tuple[Callable[..., Any], str]:
+def promote_to_float64(
+    function: Callable[..., Any], *args: Any, draws_alike: bool = False
+) -> tuple[Callable[..., Any], str]:
     """A function in float64, and what is to be said about that; x64 is switched on.
 
     Args:
@@ -44,7 +46,7 @@ def doubled(function: Callable[..., Any], *args: Any, draws_alike: bool = False)
       draws_alike: whether it draws the random numbers that are wanted, since these are drawn with x64 too.
     """
     try:
-        traced = trace(function, *args)
+        traced = stage(function, *args)
         draws = not draws_alike and any(eqn.primitive in _DRAWING for eqn in traced.eqns)
         why = "draws random numbers, which are others with x64" if draws else _casts(traced)
     except Exception as error:  # it may mix dtypes in a way that float64 does not go with
@@ -53,33 +55,33 @@ def doubled(function: Callable[..., Any], *args: Any, draws_alike: bool = False)
         return traced, ""
     if traced is None or draws:
         with jax.enable_x64(False):
-            recorded = trace(function, *tree_map(single, args))
-        as_it_is = trace_without_x64(function, *args)
+            recorded = stage(function, *tree_map(single, args))
+        as_it_is = stage_without_x64(function, *args)
     else:
         recorded = as_it_is = traced
     try:
-        promoted = trace(lambda *args: _run_doubled(recorded, *args), *args)
+        promoted = stage(lambda *args: _run_in_float64(recorded, *args), *args)
     except Exception as error:
         return as_it_is, f"the reference {why}, and cannot be made to ({type(error).__name__}), so less is certain"
     return promoted, f"the reference {why}; what is right was computed by the same operations on float64"
 
 
-def _casts(traced: Traced) -> str:
+def _casts(traced: JaxprFunction) -> str:
     """Describes the dtypes coarser than double precision that a trace computes in."""
     found = {str(dtype) for dtype in traced.dtypes_from_inputs() if _is_coarse(dtype)}
     return f"computes in {', '.join(sorted(found))} even where its inputs are float64" if found else ""
 
 
-def _run_doubled(traced: Traced, *args: Any) -> Any:
+def _run_in_float64(traced: JaxprFunction, *args: Any) -> Any:
     """Evaluates a trace with every floating-point number in float64."""
-    return tree_unflatten(traced.tree, _eval_doubled(traced.jaxpr, traced.constants, tree_leaves(args)))
+    return tree_unflatten(traced.tree, _eval_jaxpr_in_float64(traced.jaxpr, traced.constants, tree_leaves(args)))
 
 
-def _eval_doubled(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _eval_jaxpr_in_float64(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a jaxpr where every floating-point number is float64."""
 
     def promoted_results(_: int, eqn: Any, operands: list[Any]) -> list[Any]:
-        return list(map(_promoted, _eval_eqn_doubled(eqn, operands)))
+        return list(map(_promoted, _eval_eqn_in_float64(eqn, operands)))
 
     def promoted_literal(literal: Any) -> Any:
         return jnp.asarray(literal.val, _double(literal.aval.dtype))
@@ -88,7 +90,7 @@ def _eval_doubled(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> lis
     return eval_jaxpr_with(promoted_results, jaxpr, consts, args, promoted_literal)
 
 
-def _eval_eqn_doubled(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _eval_eqn_in_float64(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Returns the results of one eqn on float64."""
     primitive, params = eqn.primitive, eqn.params
     casts = primitive in (jax.lax.convert_element_type_p, jax.lax.reduce_precision_p)
@@ -99,7 +101,7 @@ def _eval_eqn_doubled(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         return [primitive.bind(operands[0].astype(eqn.invars[0].aval.dtype), **params)]
     inner = subjaxprs(eqn)
     if inner and inner[0].kind in _CALLS:
-        return _eval_doubled(inner[0].jaxpr, inner[0].consts, [operands[i] for i in inner[0].operands])
+        return _eval_jaxpr_in_float64(inner[0].jaxpr, inner[0].consts, [operands[i] for i in inner[0].operands])
     results = primitive.bind(*operands, **{key: _parameter(item) for key, item in params.items()})
     return results if primitive.multiple_results else [results]
 
@@ -111,7 +113,7 @@ def _parameter(item: Any) -> Any:
     if hasattr(item, "eqns"):
         inner, consts = open_jaxpr(item)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, _double(v.aval.dtype)) for v in inner.invars]
-        closed = make_jaxpr(lambda *args: _eval_doubled(inner, consts, args), *avals)
+        closed = make_jaxpr(lambda *args: _eval_jaxpr_in_float64(inner, consts, args), *avals)
         return closed.jaxpr if inner is item else closed
     return _double(item) if isinstance(item, np.dtype) and _is_coarse(item) else item
 

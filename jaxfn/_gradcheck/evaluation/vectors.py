@@ -1,4 +1,4 @@
-"""The vectors that derivatives are taken along: random ones, and the unit vectors of some leaves."""
+"""Vectors along which derivatives are taken: random vectors, and the unit vectors of some leaves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 from jaxfn._gradcheck.problem.problem import Leaf
 
 Arrays = list[Any]
-# Below this many components all leaves are handled together, which compiles less; above it one after the other, which
-# leaves those that do not vary out of the batch.
+# Up to this many components all leaves share one basis, which compiles less; above it each has its own, which keeps the
+# others out of the batch.
 _TOGETHER = 1024
 
 
 def random_vectors(leaves: Sequence[Leaf], seed: int) -> Arrays:
-    """Normal numbers of each leaf's type, the same for the same seed; no global generator is touched."""
+    """Returns standard normal numbers for each leaf, determined by the seed alone."""
     generator = np.random.default_rng(seed)
     vectors: Arrays = []
     for leaf in leaves:
@@ -33,14 +33,14 @@ def random_vectors(leaves: Sequence[Leaf], seed: int) -> Arrays:
 
 @dataclass(frozen=True)
 class Vectors:
-    """Many vectors, made a few at a time.
+    """Many vectors in a compact form, expanded inside compiled functions.
 
     Attributes:
-      leaves: what they are for.
-      chosen: the positions of the leaves for which they are not zero.
-      count: how many there are.
-      make: what stands for some of them, by their numbers: for each chosen leaf an array with one more axis in front.
-      expand: one vector, for each chosen leaf an array, from what stands for it.
+      leaves: the leaves to which the vectors belong.
+      chosen: the indices of the leaves in which vectors may be nonzero.
+      count: the number of vectors.
+      make: maps indices of vectors to their compact form: for each chosen leaf an array with a leading axis.
+      expand: maps the compact form of one vector to the vector, an array for each chosen leaf.
     """
 
     leaves: Sequence[Leaf]
@@ -56,7 +56,7 @@ class Basis:
 
     Attributes:
       leaves: all leaves.
-      chosen: which of them vary.
+      chosen: the indices of the leaves that have unit vectors here.
     """
 
     leaves: tuple[Leaf, ...]
@@ -64,7 +64,7 @@ class Basis:
 
     @cached_property
     def size(self) -> int:
-        """The number of vectors: one per real component."""
+        """The number of unit vectors: one per real component."""
         return sum(self.leaves[i].num_components for i in self.chosen)
 
     @cached_property
@@ -74,7 +74,7 @@ class Basis:
         return dict(zip(self.chosen, accumulate(sizes, initial=0), strict=False))
 
     def vectors(self, which: Sequence[int] | None = None) -> Vectors:
-        """All of them, or some by number."""
+        """Returns all unit vectors, or those with the given indices."""
         every = np.arange(self.size) if which is None else np.asarray(which, int)
 
         def make(numbers: Any) -> Arrays:
@@ -87,7 +87,7 @@ class Basis:
 
 
 def bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
-    """All leaves' unit vectors, in as many bases as is quickest."""
+    """Returns the unit vectors of all leaves, in one basis or in one for each leaf."""
     filled = tuple(i for i, leaf in enumerate(leaves) if leaf.size)
     if sum(leaf.num_components for leaf in leaves) <= _TOGETHER:
         return [Basis(leaves, tuple(range(len(leaves))))] if filled else []
@@ -95,7 +95,7 @@ def bases(leaves: tuple[Leaf, ...]) -> list[Basis]:
 
 
 def _unit(leaf: Leaf, component: Any) -> Any:
-    """The unit vector for a component of a leaf; zero for one that it does not have."""
+    """Returns the unit vector of a component of a leaf; zero for a component that the leaf does not have."""
     elements = jnp.arange(leaf.size)
     vector = elements == component
     if leaf.is_complex:

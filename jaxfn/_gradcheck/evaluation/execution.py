@@ -1,7 +1,7 @@
-"""Compiled programs, kept for the next check, and how a function is run for many directions.
+"""Compilation of functions for many directions, with a cache of executables that later checks reuse.
 
-A function is traced and lowered anew for every check, so a check never sees an old version of the code. What is kept
-are compiled programs, by all that XLA gets: lowering takes milliseconds, compiling a hundred.
+A function is traced and lowered again for every check, so a check never sees an old version of the code. Executables
+are cached by everything that XLA receives: lowering takes milliseconds, compiling a hundred.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jax.core import eval_jaxpr
 from jax.tree_util import tree_flatten, tree_map, tree_unflatten
 
 from jaxfn._compat import compile_quickly, keeps_constants_apart
-from jaxfn._gradcheck.problem.traced import called_back, computed_bytes
+from jaxfn._gradcheck.problem.staging import computed_bytes, python_callbacks
 from jaxfn._jaxpr import all_eqns, is_variable, open_jaxpr
 
-_PROGRAMS_KEPT = 256
-_kept: OrderedDict[Hashable, Any] = OrderedDict()
+_MAX_CACHED = 256
+_cache: OrderedDict[Hashable, Any] = OrderedDict()
 _lock = Lock()
 
-# Below this much to compute, optimizing a program takes longer than that saves.
+# Below this size, XLA's optimizations take longer than they save.
 _SMALL_BYTES = 256 << 20
 
 
-class Mode(enum.Enum):
+class ExecutionMode(enum.Enum):
     """A way to run a function for many directions."""
 
     VECTORIZED = "vectorized"
@@ -41,52 +41,52 @@ class Mode(enum.Enum):
 
     def map(self, function: Callable[..., Any], *args: Any) -> Any:
         """Applies the function to each item along the first axis."""
-        if self is Mode.VECTORIZED:
+        if self is ExecutionMode.VECTORIZED:
             return jax.vmap(function)(*args)
-        if self is Mode.COMPILED_LOOP:
-            return jax.lax.map(partial(_called, function), args)
+        if self is ExecutionMode.COMPILED_LOOP:
+            return jax.lax.map(partial(_apply, function), args)
         leaves, tree = tree_flatten(args)
         items = [[jnp.asarray(array[i]) for array in leaves] for i in range(len(leaves[0]))]
         results = [function(*tree_unflatten(tree, item)) for item in items]
         return tree_map(lambda *items: jnp.stack(items), *results)
 
-    def program(self, function: Callable[..., Any], *args: Any, runs: int = 1) -> Program | PythonProgram:
-        """The function compiled for arguments like these, or as it is in a Python loop.
+    def prepare(self, function: Callable[..., Any], *args: Any, runs: int = 1) -> CompiledFunction | PythonFunction:
+        """Returns the function compiled for arguments like these, or uncompiled for a Python loop.
 
         Args:
-          function: of pytrees of arrays. What it calls of the user's is among its arguments, as a `Traced` each.
-          args: such arguments.
-          runs: how often it is going to be called.
+          function: a function of pytrees of arrays. User code that it calls is passed in `args`, as `JaxprFunction`s.
+          args: example arguments.
+          runs: the expected number of calls.
         """
-        return PythonProgram(function) if self is Mode.PYTHON_LOOP else Program(function, args, runs)
+        return PythonFunction(function) if self is ExecutionMode.PYTHON_LOOP else CompiledFunction(function, args, runs)
 
 
 @dataclass(frozen=True)
-class PythonProgram:
-    """A function of pytrees of arrays that runs as it is."""
+class PythonFunction:
+    """A function of pytrees of arrays that is not compiled."""
 
     function: Callable[..., Any]
 
     def start(self, *args: Any) -> Callable[[], Any]:
-        """Starts the function; returns what waits for its results."""
+        """Calls the function, and returns a function that waits for its results."""
         return partial(tree_map, np.asarray, self.function(*args))
 
 
-class Program:
+class CompiledFunction:
     """A compiled function of pytrees of arrays.
 
-    # Note: what may be taken for the same
+    # Note: the key of the cache
 
-    XLA gets a text. Where two functions have the same one they compute the same, whatever Python they come from; but
-    four things are not in it. Which arguments are used: JAX leaves the others out of the text, so that `sin(a)` and
-    `sin(b)` of the arguments `a` and `b` would read the same, unless `keep_unused` is set. How results are arranged:
-    that is no part of what is kept here. Python functions that are called back have only numbers in the text, so they
-    are part of the key. And constants, in an option of JAX, with which nothing is kept.
+    XLA receives a text, and two functions with equal texts compute the same, whatever Python they come from. Four
+    things are not in the text. Unused arguments: JAX drops them, so `sin(a)` and `sin(b)` of the arguments `a` and `b`
+    would have equal texts; `keep_unused` prevents that. The pytree of the results: it is not cached. Python callbacks:
+    the text has numbers in their place, so they are part of the key. Constants, under an option of JAX: then nothing
+    is cached.
 
     Args:
-      function: see `Mode.program`.
-      args: arguments like those that it is called with.
-      runs: how often it is going to be called.
+      function: see `ExecutionMode.prepare`.
+      args: example arguments.
+      runs: the expected number of calls.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], runs: int) -> None:
@@ -103,11 +103,11 @@ class Program:
             traced = jax.jit(untransposed, keep_unused=True).trace(*leaves)
         eqns = list(all_eqns(traced.jaxpr))
         is_small = computed_bytes(eqns) * runs < _SMALL_BYTES
-        places = [getattr(leaf, "sharding", None) for leaf in leaves]
-        self._compiled = _compiled(traced.lower(), is_small, places, called_back(eqns))
+        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+        self._compiled = _compiled(traced.lower(), is_small, shardings, python_callbacks(eqns))
 
     def start(self, *args: Any) -> Callable[[], Any]:
-        """Begins to compute; what is returned waits for the results, which are NumPy's."""
+        """Starts the computation, and returns a function that waits for the results as NumPy arrays."""
         return partial(self._on_host, self._compiled(*tree_flatten(args)[0]))
 
     def _on_host(self, results: Sequence[Any]) -> Any:
@@ -115,7 +115,7 @@ class Program:
         return tree_unflatten(self._tree, [a.transpose(axes) for a, axes in zip(arrays, self._axes, strict=True)])
 
     def bytes(self) -> int:
-        """The memory that a run needs, arguments and results included; 0 where the backend does not tell."""
+        """Returns the memory of one call, arguments and results included; 0 if the backend does not report it."""
         memory = self._compiled.memory_analysis()
         if memory is None:
             return 0
@@ -123,10 +123,10 @@ class Program:
 
 
 def _without_last_transpositions(closed: Any) -> tuple[Callable[..., Any] | None, list[Sequence[int]]]:
-    """Returns a jaxpr as a function whose results are not transposed yet, and the order of their axes.
+    """Returns a jaxpr without final transpositions as a function, and the axes by which to transpose its results.
 
-    XLA copies to transpose, which takes as long as multiplying matrices of a hundred rows; NumPy makes a view. `None`
-    stands for the jaxpr itself, if no result is transposed last.
+    XLA copies to transpose, which takes as long as multiplying matrices of a hundred rows; NumPy makes a view. Returns
+    `None` for the function if the jaxpr ends with no transposition.
     """
     jaxpr, consts = open_jaxpr(closed)
     last = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is jax.lax.transpose_p}
@@ -139,30 +139,30 @@ def _without_last_transpositions(closed: Any) -> tuple[Callable[..., Any] | None
     return partial(eval_jaxpr, jaxpr.replace(outvars=outvars), consts), axes
 
 
-def _compiled(lowered: Any, is_small: bool, places: Sequence[Hashable], called: Sequence[Any]) -> Any:
-    """The executable of a program, an earlier one where there is one with the same text that calls back the same."""
+def _compiled(lowered: Any, is_small: bool, shardings: Sequence[Hashable], callbacks: Sequence[Any]) -> Any:
+    """Returns an executable, from the cache if one with equal text and callbacks is there."""
     config: Any = jax.config
     backend = jax.default_backend(), config.jax_default_device
-    key = lowered.as_text(), is_small, *backend, *places, *map(_key_of, called)
+    key = lowered.as_text(), is_small, *backend, *shardings, *map(_key_of, callbacks)
     with _lock:
-        if key in _kept:
-            _kept.move_to_end(key)
-            return _kept[key][0]
+        if key in _cache:
+            _cache.move_to_end(key)
+            return _cache[key][0]
     compiled = compile_quickly(lowered) if is_small else lowered.compile()
     if not keeps_constants_apart():
         with _lock:
-            _kept[key] = compiled, called  # held, so that nothing else takes their identities
-            while len(_kept) > _PROGRAMS_KEPT:
-                _kept.popitem(last=False)
+            _cache[key] = compiled, callbacks  # a reference to each, so that no other object gets its `id`
+            while len(_cache) > _MAX_CACHED:
+                _cache.popitem(last=False)
     return compiled
 
 
-def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _apply(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return function(*args)
 
 
 def _key_of(value: Any) -> Hashable:
-    """Returns a hashable stand-in for a value: itself, or its `id` if it cannot be hashed."""
+    """Returns the value itself, or its `id` if it cannot be hashed."""
     try:
         hash(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Functions as they were recorded: what runs is none of the user's Python, and what it consists of can be looked at."""
+"""Functions staged to jaxprs, which run without the user's Python and can be compared."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _HAVE_RULES = frozenset({custom_vjp_call_p, custom_jvp_call_p, attach_p, stop_p}
 
 @register_dataclass
 @dataclass(frozen=True, eq=False)
-class Traced:
-    """A function as a jaxpr: calling it runs what was recorded and none of the user's Python.
+class JaxprFunction:
+    """A function staged to a jaxpr; calling it evaluates the jaxpr.
 
-    As a pytree it consists of its constants, so that a program may take it for an argument.
+    It is a pytree of its constants, so that it can be an argument of a jitted function.
 
     Attributes:
-      constants: of the jaxpr.
-      jaxpr: what was recorded, of the arrays in the arguments.
-      tree: what the arrays that it returns are arranged as.
+      constants: the constants of the jaxpr.
+      jaxpr: a jaxpr of the array leaves of the arguments.
+      tree: the treedef of the result.
     """
 
     constants: Sequence[Any]
@@ -52,60 +52,60 @@ class Traced:
 
     @cached_property
     def eqns(self) -> list[Any]:
-        """All eqns, those of inner jaxprs included."""
+        """All eqns, including those of sub-jaxprs."""
         return list(all_eqns(self.jaxpr))
 
-    def part(self, position: int) -> Traced:
-        """Returns the function that computes one of the results alone."""
-        jaxpr = dce_jaxpr(self.jaxpr, [i == position for i in range(len(self.jaxpr.outvars))])
-        return Traced(self.constants, jaxpr, tree_structure(0))
+    def output_alone(self, index: int) -> JaxprFunction:
+        """Returns the function that computes one of the outputs only."""
+        jaxpr = dce_jaxpr(self.jaxpr, [i == index for i in range(len(self.jaxpr.outvars))])
+        return JaxprFunction(self.constants, jaxpr, tree_structure(0))
 
-    def same_as(self, other: Traced) -> bool:
-        """Whether both recorded the same operations on the same constants, as far as that is seen."""
+    def is_same_computation(self, other: JaxprFunction) -> bool:
+        """Whether both have the same operations and constants, as far as their texts and params show."""
         if str(self.jaxpr) != str(other.jaxpr):
             return False
         first, second = ([*traced.constants, *_not_in_text(traced.eqns)] for traced in (self, other))
         return len(first) == len(second) and all(map(_equal, first, second))
 
     def mesh_axes(self) -> dict[str, int]:
-        """The sizes of the mesh axes that are manual in a `shard_map`, by name."""
-        mapped = [eqn for eqn in self.eqns if eqn.primitive.name == "shard_map"]  # 0.10.0 to 0.12.0 name it so
+        """Returns the sizes of the mesh axes that are manual in a `shard_map`, by name."""
+        mapped = [eqn for eqn in self.eqns if eqn.primitive.name == "shard_map"]  # the name in 0.10.0 to 0.12.0
         return {name: eqn.params["mesh"].shape[name] for eqn in mapped for name in manual_axes(eqn)}
 
     def dtypes_from_inputs(self) -> set[Any]:
-        """The floating and complex dtypes of everything that is computed from the inputs."""
+        """Returns the inexact dtypes of everything that is computed from the inputs."""
         eqns, _ = dependent_eqns(self.jaxpr, self.jaxpr.invars)
         eqns += [eqn for outer in eqns for jaxpr in jaxprs_in_params(outer) for eqn in all_eqns(jaxpr)]
         avals = [v.aval for eqn in eqns for v in eqn.outvars]
         return {aval.dtype for aval in avals if hasattr(aval, "dtype") and is_inexact(aval.dtype)}
 
 
-def trace(function: Callable[..., Any], *args: Any) -> Traced:
-    """Records a function of pytrees of arrays, for arguments like these: arrays, or their shapes and dtypes."""
+def stage(function: Callable[..., Any], *args: Any) -> JaxprFunction:
+    """Stages a function of pytrees of arrays, for arguments that are arrays or `jax.ShapeDtypeStruct`s."""
     leaves, args_tree = tree_flatten(args)
     trees: list[Any] = []
 
-    def flat(*leaves: Any) -> Sequence[Any]:  # a new one each time, since JAX keeps traces by identity
+    def flat(*leaves: Any) -> Sequence[Any]:  # a new function each time, since JAX caches traces by identity
         returned, tree = tree_flatten(function(*tree_unflatten(args_tree, leaves)))
         trees.append(tree)
         return returned
 
     closed = make_jaxpr(flat, *leaves)
-    return Traced(closed.consts, closed.jaxpr, trees[0])
+    return JaxprFunction(closed.consts, closed.jaxpr, trees[0])
 
 
-def trace_without_x64(function: Callable[..., Any], *args: Any) -> Traced:
-    """A trace that takes and returns double precision, of a function that was traced in single precision.
+def stage_without_x64(function: Callable[..., Any], *args: Any) -> JaxprFunction:
+    """Stages a function without x64, and wraps it so that it takes and returns double precision.
 
-    Kernels are written for JAX's own default; with x64, their whole numbers would be others, of which many fail.
+    Kernels are written for JAX's default. With x64 their integers would be 64 bits wide, on which many fail.
     """
     with jax.enable_x64(False):
-        traced = trace(function, *tree_map(single, args))
+        traced = stage(function, *tree_map(single, args))
 
-    def widened(*args: Any) -> Any:
+    def in_double_precision(*args: Any) -> Any:
         return tree_map(_double, traced(*tree_map(_cast, args, tree_map(single, args))))
 
-    return trace(widened, *args)
+    return stage(in_double_precision, *args)
 
 
 def _cast(array: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -117,31 +117,31 @@ def _double(array: Any) -> jax.Array:
 
 
 def single(array: Any) -> jax.ShapeDtypeStruct:
-    """The type of a double-precision array in single precision."""
+    """Returns the type of a double-precision array in single precision."""
     dtypes: dict[Any, Any] = {np.float64: np.float32, np.complex128: np.complex64}
     return jax.ShapeDtypeStruct(array.shape, dtypes.get(array.dtype.type, array.dtype))
 
 
-def is_part(alone: object, whole: object, position: int) -> bool:
-    """Whether a trace recorded the operations that make one of the arrays that another one returns."""
-    if not (isinstance(alone, Traced) and isinstance(whole, Traced)):
+def is_same_output(alone: object, whole: object, index: int) -> bool:
+    """Whether the only output of one staged function is computed as one of the outputs of another."""
+    if not (isinstance(alone, JaxprFunction) and isinstance(whole, JaxprFunction)):
         return False
-    return alone.part(0).same_as(whole.part(position))
+    return alone.output_alone(0).is_same_computation(whole.output_alone(index))
 
 
-def bytes_each(function: object) -> int:
-    """Returns the bytes that one call computes, intermediates included; 0 if the function is not traced."""
-    return computed_bytes(function.eqns) if isinstance(function, Traced) else 0
+def bytes_per_call(function: object) -> int:
+    """Returns the bytes that one call computes, including intermediates; 0 if the function is not staged."""
+    return computed_bytes(function.eqns) if isinstance(function, JaxprFunction) else 0
 
 
 def computed_bytes(eqns: Sequence[Any]) -> int:
-    """Returns the size of what some eqns compute, all intermediate results included."""
+    """Returns the number of bytes that some eqns compute, including intermediates."""
     avals = [v.aval for eqn in eqns for v in eqn.outvars]
     return sum([aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "dtype")])
 
 
-def called_back(eqns: Sequence[Any]) -> list[Any]:
-    """Returns the Python functions that a program calls when it runs, and whatever else only equals itself."""
+def python_callbacks(eqns: Sequence[Any]) -> list[Any]:
+    """Returns the params that compare by identity: Python callbacks, which the text of a jaxpr does not show."""
     return [
         item
         for eqn in eqns
@@ -153,13 +153,13 @@ def called_back(eqns: Sequence[Any]) -> list[Any]:
 
 
 def _not_in_text(eqns: Sequence[Any]) -> list[Any]:
-    """Returns what a jaxpr's text may leave out: literals, constants of inner jaxprs, Python functions."""
+    """Returns values that the text of a jaxpr may omit: literals, constants of sub-jaxprs, Python callbacks."""
     found: list[Any] = []
     for eqn in eqns:
         found += [atom.val for atom in eqn.invars if not is_variable(atom)]
         for inner in jaxprs_in_params(eqn):
             found += getattr(inner, "consts", ())
-    return found + called_back(eqns)
+    return found + python_callbacks(eqns)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -169,5 +169,5 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     if jnp.issubdtype(a.dtype, jax.dtypes.extended):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
-    a, b = np.asarray(a), np.asarray(b)  # not by jax.numpy, which would compile something
+    a, b = np.asarray(a), np.asarray(b)  # jax.numpy would compile a program
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -61,7 +61,7 @@ class OutputTypes:
 
 
 @dataclass(frozen=True)
-class Side:
+class Implementation:
     """The user's function of arguments, with its gradients, for one draw."""
 
     function: Callable[..., Any]
@@ -129,7 +129,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class BatchedSide(Side):
+class BatchedImplementation(Implementation):
     """A side under `jax.vmap`.
 
     Attributes:
@@ -140,7 +140,7 @@ class BatchedSide(Side):
 
     def call(self, fixed: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         def run_one(*xs: Any) -> Any:
-            return super(BatchedSide, self).call(fixed, list(xs))
+            return super(BatchedImplementation, self).call(fixed, list(xs))
 
         return jax.vmap(run_one, in_axes=self.axes)(*xs)
 

@@ -22,7 +22,7 @@ Measurements = dict[str, Array]
 """By what was measured: `output 0`, `gradient of input 0 (alone)`, ..."""
 
 
-class Side(ABC):
+class Backend(ABC):
     """One library's way of computing what is compared."""
 
     def __init__(self, function: Any) -> None:
@@ -65,7 +65,7 @@ def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
     return f" (with {', '.join(inputs.names[i].removeprefix('input ') for i in pattern)})"
 
 
-class TorchSide(Side):
+class TorchBackend(Backend):
     """Evaluation by torch, on the CPU."""
 
     def _call(self, inputs: Inputs, leaves: Sequence[Any]) -> list[Any]:
@@ -135,7 +135,7 @@ def _drawn(seed: int, like: Any) -> Any:
     return to_torch(draw(seed, like.shape, _to_numpy(like).dtype))
 
 
-class JaxSide(Side):
+class JaxBackend(Backend):
     """Evaluation by JAX, under the active x64 setting."""
 
     def _call(self, inputs: Inputs, values: Sequence[Any]) -> list[jax.Array]:

@@ -21,7 +21,7 @@ from jaxfn._jaxpr import SubJaxpr, eval_jaxpr_with, subjaxprs
 from jaxfn._tree import is_inexact
 
 
-class Noted(NamedTuple):
+class NonFiniteValue(NamedTuple):
     """The first NaN of a value, or else its first infinity.
 
     Attributes:
@@ -34,19 +34,19 @@ class Noted(NamedTuple):
     shape: tuple[int, ...]
     place: tuple[int, ...]
 
-    def told(self, operation: str) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
+    def as_fields(self, operation: str) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
         """Returns the fields that are reported, with the operation that computed the value."""
         return self.number, operation, self.shape, self.place
 
 
-def first_not_finite(value: Any) -> Noted | None:
+def first_non_finite(value: Any) -> NonFiniteValue | None:
     """The first NaN of an array, or else its first infinity, if any."""
     if not np.size(value) or not is_inexact(jax.typeof(value).dtype) or bool(_is_finite(value)):
         return None
     value = np.asarray(value)
     nans = np.isnan(value)
     index = tuple(np.argwhere(nans if nans.any() else ~np.isfinite(value))[0])
-    return Noted(_name(value[index]), value.shape, tuple(map(int, index)))
+    return NonFiniteValue(_name(value[index]), value.shape, tuple(map(int, index)))
 
 
 @jax.jit
@@ -105,7 +105,7 @@ class EqnInterpreter:
     """
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> None:
-        self.noted: dict[tuple[Path, tuple[int, ...], Any], Noted] = {}
+        self.noted: dict[tuple[Path, tuple[int, ...], Any], NonFiniteValue] = {}
         self.selected: dict[tuple[Path, tuple[int, ...], Any], int] = {}
         self._num_steps: dict[tuple[Path, tuple[int, ...]], int] = {}  # of the sub-jaxprs that ran
         self._shard_maps: dict[int, Callable[..., Sequence[Any]]] = {}  # compiled, by the id of their eqn
@@ -125,7 +125,7 @@ class EqnInterpreter:
     ) -> list[Any]:
         def note(variables: Sequence[Any], values: Sequence[Any]) -> None:
             for variable, value in zip(variables, values, strict=True):
-                noted = first_not_finite(value)
+                noted = first_non_finite(value)
                 if noted is not None:
                     self.noted[path, steps, variable] = noted
 

@@ -51,12 +51,12 @@ _FALSE_ALARMS = 1e-6
 _FEW = 14
 _GAUSSIAN = 3  # n entries with a normal error are as good as n / 3 by their fourth moments
 _STANDS_OUT = 2
-_ULPS_OF_NOTHING = 8.0
+_EXACT_ZERO_ULPS = 8.0
 _WORST_KEPT = 5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ArrayResult:
     """The result for one array; see `Row`."""
 
     passed: bool
@@ -68,28 +68,28 @@ class Verdict:
     total: int
 
 
-class Spread(NamedTuple):
+class ErrorStats(NamedTuple):
     """The expected size of errors: the largest of them, and their root mean square."""
 
     largest: float
     rms: float
 
-    def widened_to(self, other: Spread) -> Spread:
+    def widened_to(self, other: ErrorStats) -> ErrorStats:
         """The larger one of both."""
-        return Spread(max(self.largest, other.largest), max(self.rms, other.rms))
+        return ErrorStats(max(self.largest, other.largest), max(self.rms, other.rms))
 
-    def scaled(self, factor: float) -> Spread:
+    def scaled(self, factor: float) -> ErrorStats:
         """Returns the spread of errors that are `factor` times as large."""
-        return Spread(factor * self.largest, factor * self.rms)
+        return ErrorStats(factor * self.largest, factor * self.rms)
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedArray:
     """The expected values of one output or gradient, for several draws.
 
     Attributes:
       exact: in float64, (draws, *shape).
-      is_judged: where anything can be said.
+      is_comparable: where anything can be said.
       error: of the reference in the dtype.
       moved: what rounding of the inputs does to `exact`.
       precision: the relative spacing of the dtype.
@@ -97,54 +97,54 @@ class Expected:
     """
 
     exact: Array
-    is_judged: Array
-    error: Spread
-    moved: Spread
+    is_comparable: Array
+    error: ErrorStats
+    moved: ErrorStats
     precision: float
     tiny: float
 
-    def at(self, draws: Sequence[int]) -> Expected:
+    def at(self, draws: Sequence[int]) -> ExpectedArray:
         """Selects some of the draws; the spread of errors stays that of all of them."""
-        return replace(self, exact=self.exact[list(draws)], is_judged=self.is_judged[list(draws)])
+        return replace(self, exact=self.exact[list(draws)], is_comparable=self.is_comparable[list(draws)])
 
     @property
-    def is_nothing(self) -> bool:
+    def is_exact_zero(self) -> bool:
         """Whether it is zero without any error, which tells nothing of errors."""
         return not (self.exact.any() or self.error.largest or self.moved.largest)
 
-    def made_of(self, size: float) -> Expected:
+    def made_of(self, size: float) -> ExpectedArray:
         """Allows the rounding of numbers of this size that cancel."""
-        error = _ULPS_OF_NOTHING * self.precision * size
-        return replace(self, error=self.error.widened_to(Spread(error, error)))
+        error = _EXACT_ZERO_ULPS * self.precision * size
+        return replace(self, error=self.error.widened_to(ErrorStats(error, error)))
 
-    def with_equal_inputs(self, other: Expected) -> Expected:
+    def with_equal_inputs(self, other: ExpectedArray) -> ExpectedArray:
         """Allows equal inputs, whose errors are equal too: all may be as large as the largest for unequal inputs."""
-        error, moved = (Spread(s.largest, s.largest) for s in (other.error, other.moved))
+        error, moved = (ErrorStats(s.largest, s.largest) for s in (other.error, other.moved))
         return replace(self, error=self.error.widened_to(error), moved=self.moved.widened_to(moved))
 
-    def summed(self) -> Expected:
+    def summed(self) -> ExpectedArray:
         """The sum over all draws, as a single one."""
-        exact = np.where(self.is_judged, self.exact, 0.0)
+        exact = np.where(self.is_comparable, self.exact, 0.0)
         rounding = self.precision * abs(exact).sum(0)
-        more = Spread(float(rounding.max(initial=0.0)), _rms(rounding))
+        more = ErrorStats(float(rounding.max(initial=0.0)), _rms(rounding))
         root = math.sqrt(len(exact))
         return replace(
             self,
             exact=exact.sum(0, keepdims=True),
-            is_judged=self.is_judged.all(0, keepdims=True),
+            is_comparable=self.is_comparable.all(0, keepdims=True),
             error=self.error.scaled(root).widened_to(more),
             moved=self.moved.scaled(root),
         )
 
-    def overflow(self, values: Array) -> Verdict:
+    def overflow(self, values: Array) -> ArrayResult:
         """Whether a kernel's values are finite where those of the reference are; all else is right."""
         values = np.asarray(values, np.float64)
-        is_wrong = self.is_judged & np.isfinite(self.exact) & ~np.isfinite(values)
-        return self.judge(np.where(is_wrong, values, self.exact), 1.0)
+        is_wrong = self.is_comparable & np.isfinite(self.exact) & ~np.isfinite(values)
+        return self.compare(np.where(is_wrong, values, self.exact), 1.0)
 
-    def judge(self, values: Array, factor: float) -> Verdict:
+    def compare(self, values: Array, factor: float) -> ArrayResult:
         """Whether a kernel's values are as good as they should be."""
-        exact, judged = self.exact, self.is_judged
+        exact, judged = self.exact, self.is_comparable
         values = np.asarray(values, np.float64)
         with np.errstate(all="ignore"):
             errors = np.where((values == exact) | ~judged, 0.0, abs(values - exact))
@@ -169,7 +169,7 @@ class Expected:
             message = f"{count:,} of {exact.size:,} entries are further off than is allowed"
         elif norm > allowed_norm:
             message = f"the errors' root mean square is {norm:.2g}, of {allowed_norm:.2g} that are allowed"
-        return Verdict(not message, message, norm, allowed_norm, worst, count, exact.size)
+        return ArrayResult(not message, message, norm, allowed_norm, worst, count, exact.size)
 
     def _ulps(self, error: float, exact: float) -> float:
         """An error in units of the last place of what is expected."""
@@ -178,7 +178,7 @@ class Expected:
         return error / (self.precision * 2.0 ** math.floor(math.log2(max(abs(exact), self.tiny))))
 
 
-def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> Expected:
+def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> ExpectedArray:
     """Returns the expected values of an array, and the errors that are allowed.
 
     Args:
@@ -193,19 +193,19 @@ def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> Expected:
     with np.errstate(all="ignore"):
         deviation, moved = abs(reference - exact), abs(nearby - exact)
     is_finite = np.isfinite(deviation) & np.isfinite(moved)
-    spreads = _spread(deviation[is_finite]), _spread(moved[is_finite])
-    return Expected(exact, is_finite | is_infinite, *spreads, float(info.eps), float(info.smallest_normal))
+    stats = _error_stats(deviation[is_finite]), _error_stats(moved[is_finite])
+    return ExpectedArray(exact, is_finite | is_infinite, *stats, float(info.eps), float(info.smallest_normal))
 
 
-def _spread(errors: Array) -> Spread:
+def _error_stats(errors: Array) -> ErrorStats:
     """Estimates the errors to be expected elsewhere from some that were observed."""
     size = float(errors.max(initial=0.0))
     if size == 0.0:
-        return Spread(0.0, 0.0)
+        return ErrorStats(0.0, 0.0)
     squares = (errors / size) ** 2
     n = min(errors.size, _GAUSSIAN * squares.sum() ** 2 / (squares**2).sum())
     rms = size * math.sqrt(squares.mean()) * (1 + (_FEW / n) ** 2)
-    return Spread(max(_STANDS_OUT * size, rms * math.sqrt(2 * math.log(errors.size / _FALSE_ALARMS))), rms)
+    return ErrorStats(max(_STANDS_OUT * size, rms * math.sqrt(2 * math.log(errors.size / _FALSE_ALARMS))), rms)
 
 
 def _rms(errors: Array) -> float:

@@ -1,0 +1,91 @@
+"""The base of the reports of `gradcheck`, `kernelcheck` and `paritycheck`, and text tables for reports."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+
+class CheckError(RuntimeError):
+    """A check failed.
+
+    Attributes:
+      report: the `CheckReport` of the check.
+    """
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.report,)
+
+
+@dataclass
+class CheckReport:
+    """The report of a check; true if it passed.
+
+    Attributes:
+      notes: how it was checked, as far as that matters for the result.
+    """
+
+    error: ClassVar[type[CheckError]] = CheckError
+
+    notes: list[str] = field(default_factory=list[str], kw_only=True)
+
+    @property
+    def failures(self) -> Sequence[Any]:
+        """Everything that is wrong."""
+        raise NotImplementedError
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.failures
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of the check, with this report, unless it passed."""
+        if not self.passed:
+            raise self.error(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain Python values."""
+        return asdict(self) | {"passed": self.passed}
+
+    def to_json(self) -> str:
+        """Returns the report as JSON; complex numbers and numbers that are not finite are strings."""
+        return json.dumps(_json_value(self.to_dict()), indent=2, allow_nan=False)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(item) for item in value]
+    if isinstance(value, np.generic):
+        return _json_value(value.item())
+    is_number = isinstance(value, float) and math.isfinite(value)
+    return value if value is None or is_number or isinstance(value, (bool, int, str)) else str(value)
+
+
+def aligned(table: Sequence[Sequence[str]], to_the_right: Collection[int] = ()) -> list[str]:
+    """Returns the rows of a table as lines, some of its columns aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    justify = [str.rjust if i in to_the_right else str.ljust for i in range(len(widths))]
+    return ["  ".join(f(cell, w) for f, cell, w in zip(justify, row, widths, strict=True)).rstrip() for row in table]
+
+
+def small(number: complex | None) -> str:
+    """Returns an error or a tolerance as a cell, empty for `None`."""
+    return "" if number is None else f"{number:.2g}"
