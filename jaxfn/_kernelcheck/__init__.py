@@ -1,4 +1,4 @@
-"""`kernelcheck`: a kernel's errors, forward and backward, measured against those of its reference."""
+"""`kernelcheck`: compares the errors of a kernel, forward and backward, with those of a reference."""
 
 from jaxfn._kernelcheck.kernelcheck import kernelcheck as kernelcheck
 from jaxfn._kernelcheck.report import KernelcheckError as KernelcheckError

@@ -1,4 +1,4 @@
-"""The arguments that a kernel is tried on: taken apart, rounded to a dtype, and varied."""
+"""The arguments of a kernel: flattened, rounded to a dtype, and varied."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jax.tree_util import tree_unflatten
 from jaxfn._gradcheck.problem.problem import named_leaves
 from jaxfn._tree import is_array_leaf, is_inexact, is_key
 
-_MOVED = 4  # units in the last place, at most, between draws
-_ALIGNED = 64  # bytes: where arrays begin that JAX takes over without copying
-_RESIZED = 0.125  # how far copied numbers are moved relatively, so that no two rows are the same
+_SAMPLE_ULPS = 4  # the largest difference of two samples, in units in the last place
+_ALIGNMENT = 64  # bytes; JAX does not copy NumPy arrays with this alignment
+_RESIZE_NOISE = 0.125  # relative change of repeated numbers, so that no two rows are equal
 
 Arrays = list[Any]
 
@@ -26,13 +26,13 @@ class Arguments:
     """The arguments of a call, without their floating-point arrays.
 
     Attributes:
-      tree: how they are arranged.
-      leaves: all of them; `None` stands for a floating-point array.
-      floats: the positions of those.
-      values: these arrays, in float64.
-      names: what reports call them.
-      differentiated: which of them are differentiated, by position in `floats`.
-      argument_indices: which argument each of them belongs to.
+      tree: the treedef of the arguments.
+      leaves: all leaves, with `None` for each floating-point array.
+      floats: the indices of the floating-point arrays.
+      values: the floating-point arrays, in float64.
+      names: the names of the floating-point arrays in reports.
+      differentiated: the differentiated arrays, as indices into `floats`.
+      argument_indices: the position of the argument of each floating-point array.
     """
 
     tree: Any
@@ -45,11 +45,11 @@ class Arguments:
 
     @property
     def fixed(self) -> Arrays:
-        """The other arrays: whole numbers, truth values, keys."""
+        """The other arrays: integers, booleans, keys."""
         return [leaf for leaf in self.leaves if is_array_leaf(leaf)]
 
     def call(self, function: Callable[..., Any], fixed: Sequence[Any], values: Sequence[Any]) -> Any:
-        """The function of these arguments with other arrays in them."""
+        """Calls a function with these arguments, with other arrays in place of their arrays."""
         others, floats = iter(fixed), iter(values)
         merged = [
             next(floats) if i in self.floats else next(others) if is_array_leaf(leaf) else leaf
@@ -62,7 +62,7 @@ class Arguments:
         return replace(self, differentiated=())
 
     def resized(self, old: int, new: int) -> Arguments:
-        """Every dimension of one size made another size, filled with what there is."""
+        """Returns arguments in which every dimension of size `old` has size `new`, filled by repetition."""
         generator = np.random.default_rng(new)
 
         def resize(array: Any) -> Any:
@@ -73,7 +73,7 @@ class Arguments:
 
         values: list[np.ndarray[Any, Any]] = []
         for value in self.values:
-            factors = 1 + _RESIZED * generator.uniform(-1, 1, resize(value).shape) if old in value.shape else 1.0
+            factors = 1 + _RESIZE_NOISE * generator.uniform(-1, 1, resize(value).shape) if old in value.shape else 1.0
             values.append(resize(value) * factors)
         leaves = [
             jnp.asarray(resize(np.asarray(leaf))) if is_array_leaf(leaf) and not is_key(leaf) else leaf
@@ -82,7 +82,7 @@ class Arguments:
         return replace(self, values=tuple(values), leaves=tuple(leaves))
 
     def sizes(self) -> list[int]:
-        """The different sizes above 1 of all dimensions."""
+        """Returns the distinct sizes above 1 of all dimensions."""
         arrays = [*self.values, *(leaf for leaf in self.fixed if not is_key(leaf))]
         return sorted({size for array in arrays for size in array.shape if size > 1})
 
@@ -90,19 +90,19 @@ class Arguments:
 def flatten_arguments(
     function: Callable[..., Any], inputs: Any, argnums: int | Sequence[int] | None, generator: np.random.Generator
 ) -> Arguments:
-    """Makes `Arguments` of a tuple of inputs, or of the one input.
+    """Makes `Arguments` of a tuple of inputs, or of the only input.
 
     Raises:
-      ValueError: there is nothing to differentiate, or an array that cannot be drawn.
-      TypeError: complex numbers.
+      ValueError: nothing is differentiable, or a `jax.ShapeDtypeStruct` is not floating-point.
+      TypeError: an input is complex.
     """
     named, tree, chosen = named_leaves(function, inputs, argnums)
     leaves: list[Any] = []
     floats: list[int] = []
     values: list[np.ndarray[Any, Any]] = []
-    described: list[str] = []
+    names: list[str] = []
     argument_indices: list[int] = []
-    for position, (argument, name, leaf) in enumerate(named):
+    for index, (argument, name, leaf) in enumerate(named):
         is_spec = isinstance(leaf, jax.ShapeDtypeStruct)
         if not (is_spec or is_array_leaf(leaf)):
             leaves.append(leaf)
@@ -116,37 +116,37 @@ def flatten_arguments(
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise TypeError(f"{name} is {dtype}; kernelcheck is for real numbers. gradcheck takes complex ones.")
         leaves.append(None)
-        floats.append(position)
+        floats.append(index)
         values.append(generator.standard_normal(leaf.shape) if is_spec else np.asarray(leaf, np.float64))
-        described.append(name)
+        names.append(name)
         argument_indices.append(argument)
     if not floats:
         raise ValueError("kernelcheck expects at least one floating-point array among its inputs")
     differentiated = tuple(i for i, argument in enumerate(argument_indices) if argument in chosen)
     return Arguments(
-        tree, tuple(leaves), tuple(floats), tuple(values), tuple(described), differentiated, tuple(argument_indices)
+        tree, tuple(leaves), tuple(floats), tuple(values), tuple(names), differentiated, tuple(argument_indices)
     )
 
 
 def rounded(array: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    """An array's values as the dtype has them, in float64."""
+    """Returns an array rounded to a dtype, in float64."""
     with np.errstate(all="ignore"):
         return np.asarray(array, np.float64).astype(dtype).astype(np.float64)
 
 
 def sample_nearby(values: Sequence[Any], draws: int, dtype: Any, generator: np.random.Generator) -> Arrays:
-    """Arrays that are near to some: these themselves first, then others a few units in the last place away."""
-    eps = _MOVED * float(jnp.finfo(dtype).eps)
-    found: Arrays = []
+    """Returns samples near some arrays: the arrays themselves first, then others a few units in the last place away."""
+    eps = _SAMPLE_ULPS * float(jnp.finfo(dtype).eps)
+    samples: Arrays = []
     for value in values:
         factors = 1 + eps * generator.uniform(-1, 1, (draws, *value.shape))
         factors[0] = 1
-        found.append(rounded(value * factors, dtype))
-    return found
+        samples.append(rounded(value * factors, dtype))
+    return samples
 
 
 def add_rounding_noise(arrays: Sequence[Any], dtype: Any, generator: np.random.Generator) -> Arrays:
-    """Each number moved by less than half a unit in the last place; a zero by the least there is."""
+    """Changes each number by less than half a unit in the last place, and a zero by less than the smallest number."""
     info = jnp.finfo(dtype)
     moved: Arrays = []
     for array in arrays:
@@ -156,11 +156,11 @@ def add_rounding_noise(arrays: Sequence[Any], dtype: Any, generator: np.random.G
 
 
 def nan_padded(array: Any) -> jax.Array:
-    """An array whose memory lies between NaNs, on backends that take over what NumPy has."""
-    given = np.asarray(array)
-    guard = max(_ALIGNED, given.nbytes // _ALIGNED * _ALIGNED)
-    memory = np.full((2 * guard + given.nbytes + 2 * _ALIGNED) // given.itemsize, np.nan, given.dtype)
-    start = (guard + -memory.ctypes.data % _ALIGNED) // given.itemsize
-    inside = memory[start : start + given.size].reshape(given.shape)
-    inside[...] = given
+    """Returns an array surrounded by NaNs in memory, on backends that do not copy NumPy arrays."""
+    values = np.asarray(array)
+    guard = max(_ALIGNMENT, values.nbytes // _ALIGNMENT * _ALIGNMENT)
+    memory = np.full((2 * guard + values.nbytes + 2 * _ALIGNMENT) // values.itemsize, np.nan, values.dtype)
+    start = (guard + -memory.ctypes.data % _ALIGNMENT) // values.itemsize
+    inside = memory[start : start + values.size].reshape(values.shape)
+    inside[...] = values
     return jax.device_put(inside, may_alias=True)

@@ -1,4 +1,4 @@
-"""A kernel beside its reference, in one dtype and for arguments of one shape: what each gives, and what it should."""
+"""A kernel and its reference, in one dtype and for arguments of one shape: results and expected results."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxfn._compat import compile_as_written, compile_quickly
 from jaxfn._kernelcheck.arguments import Arguments, Arrays, add_rounding_noise, rounded, sample_nearby
 from jaxfn._kernelcheck.error_bounds import ArrayResult, ExpectedArray, expect
 from jaxfn._kernelcheck.float64 import promote_to_float64
-from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes, Results, computed, on_host
+from jaxfn._kernelcheck.implementations import Implementation, KernelError, OutputTypes, Results, on_host, run_on_host
 from jaxfn._kernelcheck.report import Row
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Some draws of inputs and cotangents.
+    """Samples of inputs and cotangents.
 
     Attributes:
-      xs: floating-point inputs, in float64, as the dtype has them: (draws, *shape) each.
-      cotangents: likewise.
+      xs: floating-point inputs, rounded to the dtype, in float64, each of shape (draws, *shape).
+      cotangents: cotangents of the floating-point outputs, in the same form.
     """
 
     xs: Arrays
@@ -34,10 +34,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class ExpectedResults:
-    """The expected results of a case; see `Results`.
+    """The expected results for some samples.
 
     Attributes:
-      others: what the reference gives in float64, and what in the dtype.
+      outputs: the floating-point outputs.
+      others: the other outputs of the reference, in float64 and in the dtype.
+      gradients: the gradients.
     """
 
     outputs: list[ExpectedArray]
@@ -53,13 +55,16 @@ class ExpectedResults:
 
 @dataclass
 class KernelComparison:
-    """A kernel and a reference.
+    """A comparison of a kernel with a reference.
 
     Attributes:
-      dtype: what floating-point arrays are.
-      draws: how many there are in a case.
+      kernel, reference: the functions.
+      arguments: the arguments of both.
+      dtype: the dtype of floating-point arrays.
+      draws: the number of samples.
       factor: see `kernelcheck`.
-      exact: the reference in float64, which all dtypes share.
+      generator: the source of random numbers.
+      exact: the reference in float64, shared by all dtypes.
     """
 
     kernel: Callable[..., Any]
@@ -72,7 +77,7 @@ class KernelComparison:
     exact: Float64Reference
 
     @cached_property
-    def side(self) -> Implementation:
+    def implementation(self) -> Implementation:
         """The kernel."""
         return Implementation(self.kernel, self.arguments)
 
@@ -80,7 +85,7 @@ class KernelComparison:
     def outputs(self) -> OutputTypes:
         """The types of the kernel's outputs."""
         try:
-            return self.side.outputs(self.dtype)
+            return self.implementation.outputs(self.dtype)
         except Exception as error:
             raise KernelError(error) from error
 
@@ -90,78 +95,83 @@ class KernelComparison:
         return Implementation(self.reference, self.arguments).outputs(self.dtype)
 
     @cached_property
-    def program(self) -> Callable[..., Any]:
-        """The kernel for all draws of a case, compiled."""
-        return jax.jit(self.side.mapped)
+    def compiled_kernel(self) -> Callable[..., Any]:
+        """The kernel for all samples, compiled."""
+        return jax.jit(self.implementation.mapped)
 
     @cached_property
-    def _reference_program(self) -> Callable[..., Any]:
-        side = Implementation(self.reference, self.arguments)
-        return compile_as_written(jax.jit(side.mapped).lower(*self.arrays(self.main)))
+    def _compiled_reference(self) -> Callable[..., Any]:
+        reference = Implementation(self.reference, self.arguments)
+        return compile_as_written(jax.jit(reference.mapped).lower(*self.arrays(self.main)))
 
     @cached_property
     def main(self) -> Samples:
-        """The inputs that were given."""
-        return self.case(self.arguments.values)
+        """Samples of the inputs of `kernelcheck`."""
+        return self.sample(self.arguments.values)
 
     @cached_property
-    def target(self) -> ExpectedResults:
-        """The expected results for the main case."""
-        return self.expected_results(self.main)
+    def expected(self) -> ExpectedResults:
+        """The expected results for `main`."""
+        return self.expect(self.main)
 
-    def case(self, values: Sequence[Any]) -> Samples:
-        """Draws near to some values."""
+    def sample(self, values: Sequence[Any]) -> Samples:
+        """Returns samples near some values."""
         xs = sample_nearby(values, self.draws, self.dtype, self.generator)
         cotangents = [
             rounded(self.generator.standard_normal((self.draws, *y.shape)), y.dtype) for y in self.outputs.floats
         ]
         return Samples(xs, cotangents)
 
-    def arrays(self, case: Samples, draw: int | None = None) -> tuple[Arrays, Arrays, Arrays]:
-        """Returns the arguments of a side's program."""
+    def arrays(self, samples: Samples, draw: int | None = None) -> tuple[Arrays, Arrays, Arrays]:
+        """Returns the arrays that an implementation takes, for all samples or for one."""
         at: Any = slice(None) if draw is None else draw
-        xs = [jnp.asarray(x[at].astype(self.dtype)) for x in case.xs]
+        xs = [jnp.asarray(x[at].astype(self.dtype)) for x in samples.xs]
         cotangents = [
-            jnp.asarray(ct[at].astype(y.dtype)) for ct, y in zip(case.cotangents, self.outputs.floats, strict=True)
+            jnp.asarray(ct[at].astype(y.dtype)) for ct, y in zip(samples.cotangents, self.outputs.floats, strict=True)
         ]
         return self.arguments.fixed, xs, cotangents
 
     def first_results(self, run: Callable[..., Any]) -> Results:
-        """Returns the results of a function like `Implementation.run` for the first draw."""
-        return computed(run, *self.arrays(self.main, 0)).as_draw()
+        """Returns the results of a function like `Implementation.run` for the first sample."""
+        return run_on_host(run, *self.arrays(self.main, 0)).as_one_sample()
+
+    def first_inputs(self) -> tuple[Any, ...]:
+        """Returns the arguments of the kernel for the first sample."""
+        fixed, xs, _ = self.arrays(self.main, 0)
+        return self.arguments.call(lambda *args: args, fixed, xs)
 
     @cached_property
     def eager(self) -> Results:
-        """The kernel's results for the first draw, without `jax.jit`."""
-        return self.first_results(self.side.run)
+        """The kernel's results for the first sample, without `jax.jit`."""
+        return self.first_results(self.implementation.run)
 
-    def run_kernel(self, case: Samples) -> Results:
-        """Runs the kernel on a case."""
-        return computed(self.program, *self.arrays(case))
+    def run(self, samples: Samples) -> Results:
+        """Runs the compiled kernel on all samples."""
+        return run_on_host(self.compiled_kernel, *self.arrays(samples))
 
     @cached_property
-    def _main_target(self) -> ExpectedResults:
+    def _main_results(self) -> ExpectedResults:
         return self._compute_expected(self.main)
 
-    def expected_results(self, case: Samples) -> ExpectedResults:
-        """Returns the expected results of a case."""
-        target = self._main_target if case is self.main else self._compute_expected(case)
-        size = _largest(case.xs) * max(
-            (_largest([ct]) * _largest([y.exact]) for ct, y in zip(case.cotangents, target.outputs, strict=True)),
+    def expect(self, samples: Samples) -> ExpectedResults:
+        """Returns the expected results for some samples."""
+        expected = self._main_results if samples is self.main else self._compute_expected(samples)
+        size = _largest(samples.xs) * max(
+            (_largest([ct]) * _largest([y.exact]) for ct, y in zip(samples.cotangents, expected.outputs, strict=True)),
             default=1.0,
         )
         gradients = [
-            e.made_of(size) if of_main.is_exact_zero else e
-            for e, of_main in zip(target.gradients, self._main_target.gradients, strict=True)
+            e.with_cancellation(size) if of_main.is_exact_zero else e
+            for e, of_main in zip(expected.gradients, self._main_results.gradients, strict=True)
         ]
-        return replace(target, gradients=gradients)
+        return replace(expected, gradients=gradients)
 
-    def _compute_expected(self, case: Samples) -> ExpectedResults:
-        """The reference in float64 beside itself in the dtype."""
-        exact = self.exact.results(case.xs, case.cotangents)
-        moved = (add_rounding_noise(arrays, self.dtype, self.generator) for arrays in (case.xs, case.cotangents))
-        nearby = self.exact.results(*moved)
-        reference = on_host(self._reference_program(*self.arrays(case)))
+    def _compute_expected(self, samples: Samples) -> ExpectedResults:
+        """Runs the reference in float64 and in the dtype, and again in float64 on inputs with rounding noise."""
+        exact = self.exact.results(samples.xs, samples.cotangents)
+        noisy = (add_rounding_noise(arrays, self.dtype, self.generator) for arrays in (samples.xs, samples.cotangents))
+        nearby = self.exact.results(*noisy)
+        reference = on_host(self._compiled_reference(*self.arrays(samples)))
         make = partial(expect, dtype=self.dtype)
         return ExpectedResults(
             list(map(make, exact.outputs, reference.outputs, nearby.outputs)),
@@ -170,32 +180,32 @@ class KernelComparison:
         )
 
     def gradient_names(self) -> list[str]:
-        """The names of the gradients in reports."""
+        """Returns the names of the gradients in reports."""
         return [f"gradient of {self.arguments.names[i]}" for i in self.arguments.differentiated]
 
     def row(self, check: str, what: str, result: ArrayResult) -> Row:
-        """A result in the report."""
+        """Returns a row of the report for one array."""
         return Row(check, str(np.dtype(self.dtype)), what, **vars(result))
 
-    def message_row(self, check: str, what: str, message: str, *, passed: bool = False) -> Row:
-        """A finding in words; without any, nothing is wrong."""
+    def message(self, check: str, what: str, message: str, *, passed: bool = False) -> Row:
+        """Returns a row of the report with a message; without a message the row passes."""
         return Row(check, str(np.dtype(self.dtype)), what, passed or not message, message)
 
-    def compare_rows(
+    def compare(
         self,
         check: str,
         results: Results,
-        target: ExpectedResults,
+        expected: ExpectedResults,
         draws: Sequence[int] | None = None,
         suffix: str = "",
         only_overflow: bool = False,
     ) -> list[Row]:
-        """Rows for results of some draws of a case; by default of all. Results may be without gradients."""
+        """Returns rows for the results for some samples, by default all. Results may lack gradients."""
         rows: list[Row] = []
         count = len(results.outputs)
-        gradients = zip(self.gradient_names(), results.gradients, target.gradients, strict=True)
+        gradients = zip(self.gradient_names(), results.gradients, expected.gradients, strict=True)
         named = [
-            *zip(self.outputs.names[:count], results.outputs, target.outputs, strict=True),
+            *zip(self.outputs.names[:count], results.outputs, expected.outputs, strict=True),
             *(gradients if results.gradients else ()),
         ]
         for position, (name, values, e) in enumerate(named):
@@ -204,34 +214,40 @@ class KernelComparison:
             result = e.overflow(values) if only_overflow else e.compare(values, self.factor)
             rows.append(self.row(under, name + suffix, result))
         others = self.outputs.names[count:]
-        for name, values, (exact, reference) in zip(others, results.others, target.others, strict=True):
+        for name, values, (exact, reference) in zip(others, results.others, expected.others, strict=True):
             at = slice(None) if draws is None else list(draws)
             wrong = (values != exact[at]) & (values != reference[at])
-            message = f"{wrong.sum():,} of {wrong.size:,} entries are others than in the reference"
-            rows.append(self.message_row(check, name + suffix, message if wrong.any() else ""))
+            message = f"{wrong.sum():,} of {wrong.size:,} entries differ from the reference"
+            rows.append(self.message(check, name + suffix, message if wrong.any() else ""))
         return rows
 
 
 def _largest(arrays: Sequence[Any]) -> float:
-    """The largest finite number in arrays, and at least 1."""
+    """Returns the largest finite number in arrays, at least 1."""
     return max((float(abs(x[np.isfinite(x)]).max(initial=1.0)) for x in arrays), default=1.0)
 
 
 class Float64Reference:
-    """The reference in float64, compiled when it is first needed; the `note` says what is to be known about it."""
+    """The reference in float64, compiled when it is first needed.
+
+    Attributes:
+      note: how the reference was run_on_host, for the report; empty if it simply runs in float64.
+    """
 
     def __init__(self, reference: Callable[..., Any], arguments: Arguments) -> None:
-        self._side = Implementation(reference, arguments)
-        self._program: Any = None
+        self._implementation = Implementation(reference, arguments)
+        self._executable: Any = None
         self.note = ""
 
     def results(self, xs: Arrays, cotangents: Arrays) -> Results:
-        """Returns the results for draws of inputs and cotangents, in double precision."""
-        args = self._side.arguments.fixed, xs, cotangents
+        """Returns the results for samples of inputs and cotangents, in double precision."""
+        args = self._implementation.arguments.fixed, xs, cotangents
         config: Any = jax.config
         has_x64: bool = config.jax_enable_x64
         with jax.enable_x64(True):
-            if self._program is None:
-                function, self.note = promote_to_float64(self._side.mapped, *args, draws_alike=has_x64)
-                self._program = compile_quickly(jax.jit(function).lower(*args))
-            return on_host(self._program(*args))
+            if self._executable is None:
+                function, self.note = promote_to_float64(
+                    self._implementation.mapped, *args, same_random_numbers=has_x64
+                )
+                self._executable = compile_quickly(jax.jit(function).lower(*args))
+            return on_host(self._executable(*args))

@@ -1,34 +1,33 @@
 """Bounds of a kernel's error.
 
-# Note: the rule
+# Note: how the bound is computed
 
-What is right is what the reference gives in float64, for inputs that were rounded to the kernel's dtype. How far off a
-good implementation may be is not known beforehand: it depends on how the function magnifies rounding errors, so it is
-measured on the reference itself, run in that dtype. A kernel passes if its largest error and the root mean square of
-its errors are both at most `factor` times the reference's. That would be all, were it not for luck:
+The expected values are those of the reference in float64, for inputs rounded to the kernel's dtype. The error of a good
+implementation depends on how much the function magnifies rounding errors, so it is measured on the reference itself,
+run in that dtype. A kernel passes if its largest error and the root mean square of its errors are at most `factor`
+times those of the reference. One measurement alone may be small by luck:
 
     x = [1.25, 0.5, 3.0], bfloat16     the sum is 4.75
-    reference (adds from the left)     4.75, its error is 0, and no kernel would be allowed any
-    kernel (an online mean, times 3)   4.78, one unit in the last place too much, and as good as anybody would want
+    reference (adds from the left)     4.75, with an error of 0, so that no kernel could have any error
+    kernel (an online mean, times 3)   4.78, off by one unit in the last place, which is a good result
 
-So one number does not tell how large errors are, and five things are done about it:
+So five terms make the measurement robust:
 
-- Several draws. Inputs are moved by a few units in their last place, with cotangents that are new each time, and errors
-  are those of all draws together.
-- Rounding of the inputs. Where each input is moved by less than half a unit in the last place, as rounding does, the
-  value in float64 moves too. That much is allowed besides: it is large just where a function is ill-conditioned (a
-  gradient that cancels, a difference of large numbers, a kink).
-- Few numbers. Where errors of `n` entries tell about their size, two good implementations have root mean squares that
-  differ by a factor of up to `1 + (14 / n) ** 2`, but for once in a million times, and their largest error is up to
-  `sqrt(2 log(n / 1e-6))` times the root mean square. Where a few entries dominate, `n` is as good as so few. A largest
-  error that stands out from the others is taken twice: another implementation has its own elsewhere.
-- The last digit. Two units in the last place of an entry are always allowed, and half a unit in norm.
-- Nothing at all. A gradient that the reference has as exactly zero, whatever the inputs' last digits (of attention to
-  one key alone), tells nothing of rounding errors. There a few units of the numbers that it is made of are allowed:
-  cotangents times outputs times inputs.
+- Several samples. Inputs are changed by a few units in the last place, with new cotangents for each sample, and the
+  errors of all samples are taken together.
+- Rounding of the inputs. The change of the float64 result is measured when each input is changed by less than half a
+  unit in the last place, and is allowed in addition. It is large where a function is ill-conditioned (a gradient that
+  cancels, a difference of large numbers, a kink).
+- Few entries. The root mean squares of the errors of two good implementations, from `n` entries, differ by a factor of
+  up to `1 + (14 / n) ** 2`, except once in a million times, and their largest errors are up to `sqrt(2 log(n / 1e-6))`
+  times the root mean square. If a few entries dominate, `n` is their effective number. A largest error that is much
+  larger than the others counts twice, as another implementation has its own in other entries.
+- The last digit. Two units in the last place of an entry are always allowed, and half a unit in the norm.
+- Exact zeros. A gradient that is exactly zero in the reference for all samples (of attention to one key, say) does not
+  show the size of rounding errors. A few units in the last place of cotangents times outputs times inputs are allowed.
 
-An entry that is not finite in the reference, in that dtype, is not judged, but where float64 says the same infinity. A
-kernel that overflows or makes a NaN where the reference does not is wrong.
+An entry that is not finite in the reference in that dtype is not compared, unless float64 gives the same infinity. A
+kernel that overflows or returns NaN where the reference is finite is wrong.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ Array = np.ndarray[Any, Any]
 
 _ENTRY_ULPS = 2.0
 _NORM_ULPS = 0.5
-_FALSE_ALARMS = 1e-6
-_FEW = 14
-_GAUSSIAN = 3  # n entries with a normal error are as good as n / 3 by their fourth moments
-_STANDS_OUT = 2
+_FALSE_ALARM_RATE = 1e-6
+_FEW_ENTRIES = 14
+_KURTOSIS = 3  # of the normal distribution, for which the effective number of entries is their number
+_LARGEST_FACTOR = 2
 _EXACT_ZERO_ULPS = 8.0
-_WORST_KEPT = 5
+_WORST_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,13 @@ class ArrayResult:
 
 
 class ErrorStats(NamedTuple):
-    """The expected size of errors: the largest of them, and their root mean square."""
+    """The expected size of errors: the largest error, and the root mean square."""
 
     largest: float
     rms: float
 
-    def widened_to(self, other: ErrorStats) -> ErrorStats:
-        """The larger one of both."""
+    def maximum(self, other: ErrorStats) -> ErrorStats:
+        """Returns the larger of both, for each size."""
         return ErrorStats(max(self.largest, other.largest), max(self.rms, other.rms))
 
     def scaled(self, factor: float) -> ErrorStats:
@@ -85,45 +84,47 @@ class ErrorStats(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpectedArray:
-    """The expected values of one output or gradient, for several draws.
+    """The expected values of one output or gradient, for several samples.
 
     Attributes:
-      exact: in float64, (draws, *shape).
-      is_comparable: where anything can be said.
-      error: of the reference in the dtype.
-      moved: what rounding of the inputs does to `exact`.
+      exact: the values in float64, of shape (draws, *shape).
+      is_comparable: which entries can be compared.
+      error: the errors of the reference in the dtype.
+      input_rounding: the change of `exact` by rounding of the inputs.
       precision: the relative spacing of the dtype.
-      tiny: the smallest number that the dtype has all digits of.
+      tiny: the smallest normal number of the dtype.
     """
 
     exact: Array
     is_comparable: Array
     error: ErrorStats
-    moved: ErrorStats
+    input_rounding: ErrorStats
     precision: float
     tiny: float
 
     def at(self, draws: Sequence[int]) -> ExpectedArray:
-        """Selects some of the draws; the spread of errors stays that of all of them."""
+        """Selects some samples; the errors stay those of all samples."""
         return replace(self, exact=self.exact[list(draws)], is_comparable=self.is_comparable[list(draws)])
 
     @property
     def is_exact_zero(self) -> bool:
-        """Whether it is zero without any error, which tells nothing of errors."""
-        return not (self.exact.any() or self.error.largest or self.moved.largest)
+        """Whether all values are zero without any error, which does not show the size of errors."""
+        return not (self.exact.any() or self.error.largest or self.input_rounding.largest)
 
-    def made_of(self, size: float) -> ExpectedArray:
-        """Allows the rounding of numbers of this size that cancel."""
+    def with_cancellation(self, size: float) -> ExpectedArray:
+        """Allows rounding errors of terms of this size that cancel."""
         error = _EXACT_ZERO_ULPS * self.precision * size
-        return replace(self, error=self.error.widened_to(ErrorStats(error, error)))
+        return replace(self, error=self.error.maximum(ErrorStats(error, error)))
 
     def with_equal_inputs(self, other: ExpectedArray) -> ExpectedArray:
-        """Allows equal inputs, whose errors are equal too: all may be as large as the largest for unequal inputs."""
-        error, moved = (ErrorStats(s.largest, s.largest) for s in (other.error, other.moved))
-        return replace(self, error=self.error.widened_to(error), moved=self.moved.widened_to(moved))
+        """Allows for equal inputs, whose errors may all be as large as the largest for unequal inputs."""
+        error, input_rounding = (ErrorStats(s.largest, s.largest) for s in (other.error, other.input_rounding))
+        return replace(
+            self, error=self.error.maximum(error), input_rounding=self.input_rounding.maximum(input_rounding)
+        )
 
     def summed(self) -> ExpectedArray:
-        """The sum over all draws, as a single one."""
+        """Returns the expected sum over all samples, as a single sample."""
         exact = np.where(self.is_comparable, self.exact, 0.0)
         rounding = self.precision * abs(exact).sum(0)
         more = ErrorStats(float(rounding.max(initial=0.0)), _rms(rounding))
@@ -132,80 +133,80 @@ class ExpectedArray:
             self,
             exact=exact.sum(0, keepdims=True),
             is_comparable=self.is_comparable.all(0, keepdims=True),
-            error=self.error.scaled(root).widened_to(more),
-            moved=self.moved.scaled(root),
+            error=self.error.scaled(root).maximum(more),
+            input_rounding=self.input_rounding.scaled(root),
         )
 
     def overflow(self, values: Array) -> ArrayResult:
-        """Whether a kernel's values are finite where those of the reference are; all else is right."""
+        """Checks only that a kernel's values are finite where those of the reference are."""
         values = np.asarray(values, np.float64)
         is_wrong = self.is_comparable & np.isfinite(self.exact) & ~np.isfinite(values)
         return self.compare(np.where(is_wrong, values, self.exact), 1.0)
 
     def compare(self, values: Array, factor: float) -> ArrayResult:
-        """Whether a kernel's values are as good as they should be."""
-        exact, judged = self.exact, self.is_comparable
+        """Compares a kernel's values with the expected values."""
+        exact, comparable = self.exact, self.is_comparable
         values = np.asarray(values, np.float64)
         with np.errstate(all="ignore"):
-            errors = np.where((values == exact) | ~judged, 0.0, abs(values - exact))
+            errors = np.where((values == exact) | ~comparable, 0.0, abs(values - exact))
             errors[np.isnan(errors)] = np.inf
             rounding = np.where(np.isfinite(exact), self.precision * abs(exact), 0.0) + self.tiny
-            allowed = factor * self.error.largest + self.moved.largest + _ENTRY_ULPS * rounding
+            allowed = factor * self.error.largest + self.input_rounding.largest + _ENTRY_ULPS * rounding
             excess = errors / allowed
         count = int((excess > 1).sum())
-        norm = _rms(errors[judged])
-        allowed_norm = factor * self.error.rms + self.moved.rms + _NORM_ULPS * _rms(rounding[judged])
+        norm = _rms(errors[comparable])
+        allowed_norm = factor * self.error.rms + self.input_rounding.rms + _NORM_ULPS * _rms(rounding[comparable])
         worst: list[Entry] = []
-        of_all_draws = excess.max(0, initial=0.0)
-        for position in np.argsort(-of_all_draws, axis=None, kind="stable")[:_WORST_KEPT]:
-            place = tuple(map(int, np.unravel_index(position, of_all_draws.shape)))
-            if worst and of_all_draws[place] <= 1:
+        of_all_samples = excess.max(0, initial=0.0)
+        for flat_index in np.argsort(-of_all_samples, axis=None, kind="stable")[:_WORST_SHOWN]:
+            entry = tuple(map(int, np.unravel_index(flat_index, of_all_samples.shape)))
+            if worst and of_all_samples[entry] <= 1:
                 break
-            index = int(excess[:, *place].argmax()), *place
+            index = int(excess[:, *entry].argmax()), *entry
             ulps = self._ulps(float(errors[index]), float(exact[index]))
-            worst.append(Entry(place, *map(float, (values[index], exact[index], errors[index], allowed[index], ulps))))
+            worst.append(Entry(entry, *map(float, (values[index], exact[index], errors[index], allowed[index], ulps))))
         message = ""
         if count:
-            message = f"{count:,} of {exact.size:,} entries are further off than is allowed"
+            message = f"{count:,} of {exact.size:,} entries have an error larger than allowed"
         elif norm > allowed_norm:
-            message = f"the errors' root mean square is {norm:.2g}, of {allowed_norm:.2g} that are allowed"
+            message = f"the root mean square of the errors is {norm:.2g}, allowed is {allowed_norm:.2g}"
         return ArrayResult(not message, message, norm, allowed_norm, worst, count, exact.size)
 
     def _ulps(self, error: float, exact: float) -> float:
-        """An error in units of the last place of what is expected."""
+        """Returns an error in units in the last place of the expected value."""
         if not math.isfinite(error + exact):
             return math.inf if error else 0.0
         return error / (self.precision * 2.0 ** math.floor(math.log2(max(abs(exact), self.tiny))))
 
 
 def expect(exact: Any, reference: Any, nearby: Any, dtype: Any) -> ExpectedArray:
-    """Returns the expected values of an array, and the errors that are allowed.
+    """Returns the expected values of an array, with the sizes of their errors.
 
     Args:
-      exact: what the reference gives in float64.
-      reference: what it gives in the dtype.
-      nearby: what it gives in float64 where its inputs are off by a rounding error.
-      dtype: of the kernel's inputs.
+      exact: the results of the reference in float64.
+      reference: the results of the reference in the dtype.
+      nearby: the results of the reference in float64 for inputs with rounding noise.
+      dtype: the dtype of the kernel's inputs.
     """
     exact, reference, nearby = (np.asarray(a, np.float64) for a in (exact, reference, nearby))
     info = jnp.finfo(dtype)
     is_infinite = np.isinf(exact) & (reference == exact)
     with np.errstate(all="ignore"):
-        deviation, moved = abs(reference - exact), abs(nearby - exact)
-    is_finite = np.isfinite(deviation) & np.isfinite(moved)
-    stats = _error_stats(deviation[is_finite]), _error_stats(moved[is_finite])
+        deviation, input_rounding = abs(reference - exact), abs(nearby - exact)
+    is_finite = np.isfinite(deviation) & np.isfinite(input_rounding)
+    stats = _error_stats(deviation[is_finite]), _error_stats(input_rounding[is_finite])
     return ExpectedArray(exact, is_finite | is_infinite, *stats, float(info.eps), float(info.smallest_normal))
 
 
 def _error_stats(errors: Array) -> ErrorStats:
-    """Estimates the errors to be expected elsewhere from some that were observed."""
+    """Estimates the errors of another good implementation from observed ones."""
     size = float(errors.max(initial=0.0))
     if size == 0.0:
         return ErrorStats(0.0, 0.0)
     squares = (errors / size) ** 2
-    n = min(errors.size, _GAUSSIAN * squares.sum() ** 2 / (squares**2).sum())
-    rms = size * math.sqrt(squares.mean()) * (1 + (_FEW / n) ** 2)
-    return ErrorStats(max(_STANDS_OUT * size, rms * math.sqrt(2 * math.log(errors.size / _FALSE_ALARMS))), rms)
+    n = min(errors.size, _KURTOSIS * squares.sum() ** 2 / (squares**2).sum())
+    rms = size * math.sqrt(squares.mean()) * (1 + (_FEW_ENTRIES / n) ** 2)
+    return ErrorStats(max(_LARGEST_FACTOR * size, rms * math.sqrt(2 * math.log(errors.size / _FALSE_ALARM_RATE))), rms)
 
 
 def _rms(errors: Array) -> float:

@@ -1,17 +1,16 @@
-"""A reference in double precision, whatever it casts to.
+"""A reference in double precision, even if it casts its inputs.
 
-# Note: casts inside of a reference
+# Note: casts in a reference
 
-Many functions are written so that low precision is computed in float32:
+Many functions compute low precision in float32:
 
     def layer_norm(x, scale):
         h = x.astype(jnp.float32)
         return (h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True)) * scale).astype(x.dtype)
 
-Called with float64 this computes in float32 all the same, and says nothing about errors of a float32 kernel. So its
-program is looked at, and where anything is less than float64, the operations are carried out one by one on float64,
-without the casts. JAX has differentiated them before, by whatever rules they have. The same is done where it draws
-random numbers, since those are others with x64.
+With float64 inputs this still computes in float32, and does not show the errors of a float32 kernel. So if the jaxpr of
+a reference has anything below float64, it is evaluated eqn by eqn in float64, without the casts. JAX has differentiated
+it before, by the rules that it has. References that draw random numbers are evaluated so too, as x64 changes them.
 """
 
 from __future__ import annotations
@@ -29,56 +28,59 @@ from jaxfn._gradcheck.problem.staging import JaxprFunction, single, stage, stage
 from jaxfn._jaxpr import eval_jaxpr_with, open_jaxpr, subjaxprs
 from jaxfn._tree import double, is_inexact
 
-# Kinds of sub-jaxprs that run once, as if their eqns were written in place of the eqn that runs them.
+# Kinds of eqns that evaluate their sub-jaxpr once, so that it can be inlined.
 _CALLS = frozenset({"jit", "call", "checkpoint"})
-# Operations that give other random numbers with x64, where the same key is to give the same ones.
-_DRAWING = frozenset({random_bits_p, threefry2x32_p, jax.lax.rng_bit_generator_p})
+# Primitives that draw other random numbers with x64 from the same key.
+_RANDOM = frozenset({random_bits_p, threefry2x32_p, jax.lax.rng_bit_generator_p})
 
 
 def promote_to_float64(
-    function: Callable[..., Any], *args: Any, draws_alike: bool = False
+    function: Callable[..., Any], *args: Any, same_random_numbers: bool = False
 ) -> tuple[Callable[..., Any], str]:
-    """A function in float64, and what is to be said about that; x64 is switched on.
+    """Returns a function in float64, and a note on how; x64 must be enabled.
 
     Args:
-      function: takes and returns pytrees of arrays.
-      args: its arguments, floating-point ones in float64.
-      draws_alike: whether it draws the random numbers that are wanted, since these are drawn with x64 too.
+      function: a function of pytrees of arrays.
+      args: example arguments, floating-point ones in float64.
+      same_random_numbers: whether x64 was enabled by the caller, so that random numbers are right as they are.
     """
     try:
         traced = stage(function, *args)
-        draws = not draws_alike and any(eqn.primitive in _DRAWING for eqn in traced.eqns)
-        why = "draws random numbers, which are others with x64" if draws else _casts(traced)
-    except Exception as error:  # it may mix dtypes in a way that float64 does not go with
+        draws = not same_random_numbers and any(eqn.primitive in _RANDOM for eqn in traced.eqns)
+        why = "draws random numbers, which x64 changes" if draws else _casts(traced)
+    except Exception as error:  # it may mix dtypes in a way that float64 does not allow
         traced, draws, why = None, True, f"does not run in float64 ({type(error).__name__})"
     if traced is not None and not why:
         return traced, ""
     if traced is None or draws:
         with jax.enable_x64(False):
-            recorded = stage(function, *tree_map(single, args))
-        as_it_is = stage_without_x64(function, *args)
+            staged = stage(function, *tree_map(single, args))
+        unpromoted = stage_without_x64(function, *args)
     else:
-        recorded = as_it_is = traced
+        staged = unpromoted = traced
     try:
-        promoted = stage(lambda *args: _run_in_float64(recorded, *args), *args)
+        promoted = stage(lambda *args: _run_in_float64(staged, *args), *args)
     except Exception as error:
-        return as_it_is, f"the reference {why}, and cannot be made to ({type(error).__name__}), so less is certain"
-    return promoted, f"the reference {why}; what is right was computed by the same operations on float64"
+        return (
+            unpromoted,
+            f"the reference {why}, and cannot be promoted ({type(error).__name__}), so the bounds are less sharp",
+        )
+    return promoted, f"the reference {why}; the expected values were computed by the same operations in float64"
 
 
 def _casts(traced: JaxprFunction) -> str:
-    """Describes the dtypes coarser than double precision that a trace computes in."""
+    """Describes the dtypes below double precision in which a staged function computes."""
     found = {str(dtype) for dtype in traced.dtypes_from_inputs() if _is_coarse(dtype)}
-    return f"computes in {', '.join(sorted(found))} even where its inputs are float64" if found else ""
+    return f"computes in {', '.join(sorted(found))} even with float64 inputs" if found else ""
 
 
 def _run_in_float64(traced: JaxprFunction, *args: Any) -> Any:
-    """Evaluates a trace with every floating-point number in float64."""
+    """Evaluates a staged function with every floating-point number in float64."""
     return tree_unflatten(traced.tree, _eval_jaxpr_in_float64(traced.jaxpr, traced.constants, tree_leaves(args)))
 
 
 def _eval_jaxpr_in_float64(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a jaxpr where every floating-point number is float64."""
+    """Evaluates a jaxpr with every floating-point number in float64."""
 
     def promoted_results(_: int, eqn: Any, operands: list[Any]) -> list[Any]:
         return list(map(_promoted, _eval_eqn_in_float64(eqn, operands)))
@@ -91,13 +93,13 @@ def _eval_jaxpr_in_float64(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any
 
 
 def _eval_eqn_in_float64(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of one eqn on float64."""
+    """Evaluates an eqn in float64."""
     primitive, params = eqn.primitive, eqn.params
     casts = primitive in (jax.lax.convert_element_type_p, jax.lax.reduce_precision_p)
     if casts and is_inexact(operands[0].dtype):
-        wanted = eqn.outvars[0].aval.dtype
-        return [operands[0] if _is_coarse(wanted) else operands[0].astype(wanted)]
-    if primitive is jax.lax.bitcast_convert_type_p:  # of bits, which are those of the dtypes there are
+        dtype = eqn.outvars[0].aval.dtype
+        return [operands[0] if _is_coarse(dtype) else operands[0].astype(dtype)]
+    if primitive is jax.lax.bitcast_convert_type_p:  # the bits depend on the dtype
         return [primitive.bind(operands[0].astype(eqn.invars[0].aval.dtype), **params)]
     inner = subjaxprs(eqn)
     if inner and inner[0].kind in _CALLS:
@@ -107,7 +109,7 @@ def _eval_eqn_in_float64(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _parameter(item: Any) -> Any:
-    """A parameter of an operation: a jaxpr in float64, a dtype of float64, or what it is."""
+    """Returns a param of an eqn with jaxprs and dtypes promoted to float64."""
     if isinstance(item, tuple) and item and all(hasattr(i, "jaxpr") for i in item):
         return tuple(map(_parameter, item))
     if hasattr(item, "eqns"):

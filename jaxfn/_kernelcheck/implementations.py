@@ -17,12 +17,12 @@ from jaxfn._tree import is_array_leaf, is_inexact
 
 @dataclass(frozen=True)
 class Results:
-    """The results of one side, on the host.
+    """The results of an implementation, on the host.
 
     Attributes:
-      outputs: floating-point ones.
-      others: of whole numbers and truth values.
-      gradients: one for each input that is differentiated.
+      outputs: the floating-point outputs.
+      others: integer and boolean outputs.
+      gradients: a gradient for each differentiated input.
     """
 
     outputs: Arrays
@@ -33,22 +33,22 @@ class Results:
     def arrays(self) -> Arrays:
         return [*self.outputs, *self.others, *self.gradients]
 
-    def as_draw(self) -> Results:
-        """Results of one draw, with an axis for draws."""
+    def as_one_sample(self) -> Results:
+        """Returns the results with a leading axis of size 1 for samples."""
         return Results(*([array[None] for array in arrays] for arrays in (self.outputs, self.others, self.gradients)))
 
-    def same_as(self, other: Results) -> bool:
-        """Whether both are equal to the bit."""
+    def is_identical(self, other: Results) -> bool:
+        """Whether both are bitwise equal."""
         return all(a.tobytes() == b.tobytes() for a, b in zip(self.arrays, other.arrays, strict=True))
 
 
 @dataclass(frozen=True)
 class OutputTypes:
-    """The arrays that a function returns, less their values.
+    """The types of the arrays that a function returns.
 
     Attributes:
-      names: of the floating-point ones, then of the others.
-      floats, others: their shapes and dtypes.
+      names: the names of the floating-point arrays, then of the others.
+      floats, others: the shapes and dtypes of both.
     """
 
     names: tuple[str, ...]
@@ -62,26 +62,26 @@ class OutputTypes:
 
 @dataclass(frozen=True)
 class Implementation:
-    """The user's function of arguments, with its gradients, for one draw."""
+    """A kernel or reference, with its gradients, for one sample."""
 
     function: Callable[..., Any]
     arguments: Arguments
 
     def outputs(self, dtype: Any) -> OutputTypes:
-        """Returns the types of the outputs for inputs of a dtype; nothing is computed."""
+        """Returns the types of the outputs for inputs of a dtype, without computing them."""
         names: list[str] = []
 
-        def described(fixed: Arrays, xs: Arrays) -> Any:
+        def floats_and_others(fixed: Arrays, xs: Arrays) -> Any:
             floats, others = _returned(self.arguments.call(self.function, fixed, xs))
             names[:] = [*floats, *others]
             return list(floats.values()), list(others.values())
 
         xs = [jax.ShapeDtypeStruct(value.shape, dtype) for value in self.arguments.values]
-        floats, others = jax.eval_shape(described, self.arguments.fixed, xs)
+        floats, others = jax.eval_shape(floats_and_others, self.arguments.fixed, xs)
         return OutputTypes(tuple(names), tuple(floats), tuple(others))
 
     def call(self, fixed: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-        """The floating-point outputs, and the others."""
+        """Returns the floating-point outputs and the others."""
         floats, others = _returned(self.arguments.call(self.function, fixed, xs))
         return list(floats.values()), list(others.values())
 
@@ -93,47 +93,47 @@ class Implementation:
         inputs: Sequence[int] | None = None,
         outputs: Sequence[int] | None = None,
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """Outputs, the other outputs, gradients.
+        """Returns floating-point outputs, other outputs, and gradients.
 
         Args:
-          fixed: arrays that are no floating-point ones.
-          xs: those that are.
-          cotangents: for each floating-point output.
-          inputs: which of `xs` are differentiated; by default those of the arguments.
-          outputs: which outputs have a cotangent; that of others is undefined.
+          fixed: the input arrays that are not floating-point.
+          xs: the floating-point input arrays.
+          cotangents: a cotangent for each floating-point output.
+          inputs: the indices of the differentiated arrays in `xs`. Default: `arguments.differentiated`.
+          outputs: the indices of the outputs that have a cotangent; those of others are undefined. Default: all.
         """
         chosen = self.arguments.differentiated if inputs is None else inputs
-        kept = range(len(cotangents)) if outputs is None else outputs
+        used = range(len(cotangents)) if outputs is None else outputs
 
-        def of(*differentiated: Any) -> Any:
+        def function(*differentiated: Any) -> Any:
             merged = list(xs)
-            for position, x in zip(chosen, differentiated, strict=True):
-                merged[position] = x
+            for index, x in zip(chosen, differentiated, strict=True):
+                merged[index] = x
             floats, others = self.call(fixed, merged)
-            return [floats[i] for i in kept], (floats, others)
+            return [floats[i] for i in used], (floats, others)
 
         if not chosen:
-            _, (floats, others) = of()
+            _, (floats, others) = function()
             return floats, others, []
-        some, pull, (floats, others) = jax.vjp(of, *(xs[i] for i in chosen), has_aux=True)
-        gradients = pull([cotangents[i].astype(y.dtype) for i, y in zip(kept, some, strict=True)])
+        used_outputs, vjp, (floats, others) = jax.vjp(function, *(xs[i] for i in chosen), has_aux=True)
+        gradients = vjp([cotangents[i].astype(y.dtype) for i, y in zip(used, used_outputs, strict=True)])
         return floats, others, list(gradients)
 
-    def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays, **kept: Sequence[int]) -> Any:
-        """`run` for one draw after the other."""
+    def mapped(self, fixed: Arrays, xs: Arrays, cotangents: Arrays, **options: Sequence[int]) -> Any:
+        """Calls `run` for one sample after the other."""
 
-        def run_one(draw: tuple[Arrays, Arrays]) -> Any:
-            return self.run(fixed, *draw, **kept)
+        def run_one(sample: tuple[Arrays, Arrays]) -> Any:
+            return self.run(fixed, *sample, **options)
 
         return jax.lax.map(run_one, (xs, cotangents))
 
 
 @dataclass(frozen=True)
 class BatchedImplementation(Implementation):
-    """A side under `jax.vmap`.
+    """An implementation under `jax.vmap`.
 
     Attributes:
-      axes: of floating-point inputs; `None` of those that have no batch.
+      axes: the batch axes of the floating-point inputs; `None` for unbatched ones.
     """
 
     axes: tuple[int | None, ...]
@@ -146,17 +146,17 @@ class BatchedImplementation(Implementation):
 
 
 class KernelError(Exception):
-    """An error of a kernel, as text; its cause is the error itself."""
+    """An error that a kernel raised, which is the `__cause__`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"it raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
 
-def computed(run: Callable[..., Any], *args: Any) -> Results:
-    """Runs a kernel's program.
+def run_on_host(run: Callable[..., Any], *args: Any) -> Results:
+    """Runs a kernel.
 
     Raises:
-      KernelError: the kernel raised something.
+      KernelError: the kernel raised an error.
     """
     try:
         return on_host(run(*args))
@@ -165,13 +165,13 @@ def computed(run: Callable[..., Any], *args: Any) -> Results:
 
 
 def on_host(results: tuple[Arrays, Arrays, Arrays]) -> Results:
-    """Results as NumPy arrays."""
+    """Returns results as NumPy arrays."""
     outputs, others, gradients = ([np.asarray(array) for array in arrays] for arrays in results)
     return Results(outputs, others, gradients)
 
 
 def _returned(returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The floating-point arrays that a function returned, and its other arrays, by name."""
+    """Returns the floating-point arrays in a function's result, and its other arrays, by name."""
     floats: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for path, leaf in tree_flatten_with_path(returned)[0]:
@@ -179,7 +179,7 @@ def _returned(returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             continue
         array = jnp.asarray(leaf)
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
-            raise TypeError("kernelcheck is for real numbers, and an output is complex. gradcheck takes those.")
+            raise TypeError("kernelcheck is for real numbers, and an output is complex. gradcheck takes complex ones.")
         name = f"output{keystr(path)}" if path else "output"
         (floats if is_inexact(array.dtype) else others)[name] = array
     return floats, others

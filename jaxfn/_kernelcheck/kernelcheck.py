@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,84 +10,87 @@ import numpy as np
 
 from jaxfn._gradcheck.problem.problem import function_name
 from jaxfn._kernelcheck.arguments import flatten_arguments
-from jaxfn._kernelcheck.checks import NAMES, CheckOptions, run
+from jaxfn._kernelcheck.checks import NAMES, CheckOptions, CustomCheck, run_checks
 from jaxfn._kernelcheck.comparison import Float64Reference, KernelComparison
-from jaxfn._kernelcheck.report import KernelcheckError, KernelReport
+from jaxfn._kernelcheck.report import KernelReport
 
 
 def kernelcheck(
-    kernel: Callable[..., Any],
+    func: Callable[..., Any],
     reference: Callable[..., Any],
     inputs: Any,
     *,
-    dtypes: Sequence[Any] = ("float32", "bfloat16"),
     factor: float = 2.0,
+    raise_exception: bool = True,
     argnums: int | Sequence[int] | None = None,
+    dtypes: Sequence[Any] = ("float32", "bfloat16"),
     draws: int = 8,
     scales: Sequence[float] = (1e-3, 1e3),
     sizes: Sequence[Any] | None = None,
     shard: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    checks: Mapping[str, CustomCheck] | None = None,
     skip: Sequence[str] = (),
     allow_zero_gradients: bool = False,
     seed: int = 0,
-    raise_exception: bool = True,
 ) -> KernelReport:
-    """Checks a kernel, forward and backward, against a reference that is plainly right.
+    """Checks a kernel, forward and backward, against a plain reference implementation.
 
-    Both run in each dtype, and the reference in float64 besides. The kernel passes where its error is at most `factor`
-    times that of the reference in the same dtype, in the worst entry and in norm. What rounding of the inputs to the
-    dtype does is allowed besides, so a kernel that rounds something once that is as large as they are, such as logits
-    to bfloat16, is not told from one that does not.
+    Both run in each dtype, and the reference in float64 as well. The kernel passes if its error is at most `factor`
+    times that of the reference in the same dtype, in the worst entry and in norm. The effect of rounding the inputs to
+    the dtype is allowed in addition, so a kernel that rounds an intermediate of the size of the inputs once, such as
+    logits to bfloat16, passes.
 
-    What is checked has a name in the report, and may be left out by that name:
+    Each check has a name in the report, by which it can be skipped:
 
-    - "outputs", "gradients": of inputs near to those that are given, for random cotangents.
-    - "determinism": two runs are equal to the bit, compiled and eagerly.
-    - "scales": inputs that are scaled. Of larger ones it is asked only that nothing is infinite or NaN that is finite
-      in the reference.
-    - "constants": inputs that are zero, or the same number everywhere.
-    - "vacuous": no gradient is zero in the reference, or so small that a kernel which returns zeros would pass.
-    - "undifferentiated": outputs where no gradient is asked for, which is other code in a `jax.custom_vjp`.
-    - "jit": run eagerly.
-    - "padding": inputs that lie between NaNs in memory, which a kernel gets that reads out of bounds. (Pallas itself
-      fills up blocks with NaNs in its interpret mode, so there it is "sizes" that shows it.)
-    - "vmap": along the first axis and along the last, each argument unbatched once.
-    - "undefined": one output is used, the others' cotangents are undefined.
+    - "outputs", "gradients": values for inputs near the given ones, and random cotangents.
+    - "determinism": two runs are bitwise equal, compiled and eagerly.
+    - "scales": scaled inputs. For larger inputs, results must only be finite where those of the reference are.
+    - "constants": inputs that are zero, or one number everywhere.
+    - "vacuous": no gradient of the reference is zero, or so small that a kernel that returns zeros would pass.
+    - "undifferentiated": outputs without differentiation, which a `jax.custom_vjp` computes by other code.
+    - "jit": eager results.
+    - "padding": inputs surrounded by NaNs in memory, to detect reads out of bounds. (In its interpret mode, Pallas
+      itself pads blocks with NaNs, so there the check "sizes" detects them.)
+    - "vmap": batched along the first axis and along the last, with each argument unbatched once.
+    - "undefined": one output is used, and the cotangents of the others are undefined.
     - "subsets": one input alone is differentiated.
-    - "sizes": dimensions that do not divide a block. What the kernel refuses there is not wrong.
+    - "sizes": sizes that are not a multiple of a block. A kernel may raise there.
     - "donation": arguments keep their values, unless they are donated.
-    - "shard": the same on several devices.
+    - "shard": results on several devices.
 
-    The first four are made in each dtype, the others in the first one.
+    The first four run in each dtype, the others in the first dtype.
 
     Args:
-      kernel: any differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`.
-      reference: one with the same signature and the same outputs, by operations of JAX.
-      inputs: a tuple of arguments, or the one argument: pytrees of arrays. Floating-point arrays are cast; a
-        `jax.ShapeDtypeStruct` of such a dtype stands for normal random numbers.
-      dtypes: what they are cast to. The first is the one that all checks are made in.
-      factor: how many times the reference's error the kernel's may be.
-      argnums: which arguments to differentiate with respect to; by default every floating-point array in all of them.
-      draws: how many times outputs and gradients are computed, each for other cotangents and inputs that are a few
-        units in the last place away. Fewer draws make the check less sharp, and never raise a false alarm.
-      scales: factors of the inputs for the check of that name.
-      sizes: inputs of other sizes. By default each size `n` of a dimension is made `2 * n + 1` wherever it occurs, or
-        else `n - 1`, if the reference accepts that.
-      shard: for that check, a function that puts the kernel on devices, such as
+      func: The kernel, a differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`.
+      reference: What the kernel is compared with: a function with its signature and outputs, of operations of JAX.
+      inputs: A tuple of the arguments, or the only argument: pytrees of arrays. Floating-point arrays are cast; for a
+        `jax.ShapeDtypeStruct` of a floating-point dtype, standard normal numbers are drawn.
+      factor: The largest allowed ratio of the kernel's error to the reference's.
+      raise_exception: Whether to raise on failure.
+      argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: every floating-point array in
+        all arguments.
+      dtypes: The dtypes to which to cast the inputs. All checks run in the first.
+      draws: The number of samples of outputs and gradients, each with other cotangents and with inputs that differ by
+        a few units in the last place. Fewer samples make the check less sharp, and never raise a false alarm.
+      scales: Factors of the inputs for the check "scales".
+      sizes: Inputs of other sizes for the check "sizes". By default each size `n` becomes `2 * n + 1` wherever it
+        occurs, or else `n - 1`, if the reference accepts that.
+      shard: For the check "shard", a function that maps the kernel to a sharded one, such as
         `lambda f: jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)`.
-      skip: names of checks to leave out.
-      allow_zero_gradients: whether the reference may have a gradient of zero.
-      seed: of what is random. The same seed gives the same report.
-      raise_exception: whether to raise where something is wrong.
+      checks: Further checks by name: functions of `(func, reference, inputs)` that return a message on failure, or
+        `None`. `inputs` are the arguments in the first dtype.
+      skip: The names of checks to skip.
+      allow_zero_gradients: Whether a gradient of the reference may be zero.
+      seed: The seed of all random numbers. Equal seeds give equal reports.
 
     Returns:
-      The report, which is true where nothing is wrong.
+      A `KernelReport`, which is true if the check passed.
 
     Raises:
-      KernelcheckError: something is wrong; its text says what and where, and `error.report` has it as data.
-      ValueError: an option is impossible, or there is nothing to check.
-      TypeError: an input or an output is complex.
-      Exception: whatever the reference raises.
+      KernelcheckError: The kernel failed; the text says where, and `error.report` has it as data.
+      ValueError: An option is invalid, or there is nothing to check.
+      TypeError: An input or an output is complex.
+      Exception: Any error of the reference.
 
     Examples:
       >>> import jax, jax.numpy as jnp, numpy as np, jaxfn
@@ -108,33 +111,38 @@ def kernelcheck(
 
     Torch counterpart: none.
     """
-    kinds = [_dtype(dtype) for dtype in dtypes]
-    unknown = sorted({*skip} - {*NAMES})
-    if unknown:
-        raise ValueError(f"skip names {unknown[0]!r}; the checks are {', '.join(NAMES)}")
-    if not kinds or draws < 1:
-        raise ValueError("kernelcheck needs at least one dtype and one draw")
+    checked_dtypes = [_floating_dtype(dtype) for dtype in dtypes]
+    custom = dict(checks or {})
+    if repeated := sorted({*custom} & {*NAMES}):
+        raise ValueError(f"kernelcheck: checks= has {repeated[0]!r}, the name of a check that exists already")
+    if unknown := sorted({*skip} - {*NAMES} - {*custom}):
+        raise ValueError(f"kernelcheck: skip= names {unknown[0]!r}; the checks are {', '.join([*NAMES, *custom])}")
+    if not checked_dtypes or draws < 1:
+        raise ValueError("kernelcheck needs at least one dtype and one sample")
     generator = np.random.default_rng(seed)
     arguments = flatten_arguments(reference, inputs, argnums, generator)
     others = None if sizes is None else [flatten_arguments(reference, other, argnums, generator) for other in sizes]
     if "gradients" in skip:
         arguments = arguments.undifferentiated()
         others = others and [other.undifferentiated() for other in others]
-    report = KernelReport(function_name(kernel), function_name(reference), factor)
-    options = CheckOptions(scales, others, shard, frozenset(skip), allow_zero_gradients)
+    report = KernelReport(function_name(func), function_name(reference), factor)
+    options = CheckOptions(scales, others, shard, custom, frozenset(skip), allow_zero_gradients)
     exact = Float64Reference(reference, arguments)
-    for position, kind in enumerate(kinds):
-        comparison = KernelComparison(kernel, reference, arguments, kind, draws, factor, generator, exact)
-        report.rows += run(comparison, options, is_first=position == 0)
+    for index, dtype in enumerate(checked_dtypes):
+        comparison = KernelComparison(func, reference, arguments, dtype, draws, factor, generator, exact)
+        report.rows += run_checks(comparison, options, is_first=index == 0)
     if exact.note:
         report.notes.append(exact.note)
-    if raise_exception and not report.passed:
-        raise KernelcheckError(report)
+    if raise_exception:
+        report.raise_if_failed()
     return report
 
 
-def _dtype(dtype: Any) -> np.dtype[Any]:
-    kind = jnp.dtype(dtype)
-    if not jnp.issubdtype(kind, jnp.floating) or kind.itemsize > 4:
-        raise ValueError(f"{kind} cannot be judged against float64; dtypes are float32, bfloat16, float16 or smaller")
-    return kind
+def _floating_dtype(dtype: Any) -> np.dtype[Any]:
+    result = jnp.dtype(dtype)
+    if not jnp.issubdtype(result, jnp.floating) or result.itemsize > 4:
+        raise ValueError(
+            f"kernelcheck: dtypes= has {result}, expected float32, bfloat16, float16 or smaller: errors are measured "
+            "against float64"
+        )
+    return result

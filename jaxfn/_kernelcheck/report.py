@@ -1,20 +1,18 @@
-"""The report of a kernel check: as data, as a table, as JSON."""
+"""The report of `kernelcheck`: as data, as a table, as JSON."""
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from jaxfn._inspection.reports import aligned, small
+from jaxfn._inspection.reports import CheckError, CheckReport, aligned, small
 
 
-class KernelcheckError(RuntimeError):
-    """A kernel is not as good as its reference.
+class KernelcheckError(CheckError):
+    """A kernel has larger errors than its reference allows.
 
     Attributes:
-      report: what was found, as data.
+      report: the `KernelReport`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -29,27 +27,20 @@ class KernelcheckError(RuntimeError):
     Torch counterpart: none.
     """
 
-    def __init__(self, report: KernelReport) -> None:
-        super().__init__(str(report))
-        self.report = report
-
-    def __reduce__(self) -> Any:
-        return KernelcheckError, (self.report,)
-
 
 @dataclass(frozen=True)
 class Entry:
     """One entry of an output or a gradient.
 
     Attributes:
-      place: its index.
-      value: the kernel's.
-      expected: the reference's in float64.
-      error, allowed: how far apart they are, and may be.
-      ulps: the error in units of the last place of what is expected.
+      index: the index of the entry.
+      value: the value of the kernel.
+      expected: the value of the reference in float64.
+      error, allowed: the error, and the largest error allowed.
+      ulps: the error in units in the last place of `expected`.
     """
 
-    place: tuple[int, ...]
+    index: tuple[int, ...]
     value: float
     expected: float
     error: float
@@ -59,17 +50,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was looked at.
+    """The result of a check for one array.
 
     Attributes:
-      check: the name of the check that it belongs to.
-      dtype: what the inputs were cast to.
-      what: which output or gradient, and under what circumstances.
-      passed: whether it is right.
-      message: what is wrong, or what one should know, in words.
-      norm, allowed_norm: the error's root mean square, and what it may be.
-      worst: the entries that come closest to what is allowed, or exceed it most; the worst comes first.
-      count, total: how many entries of how many are further off than is allowed.
+      check: the name of the check.
+      dtype: the dtype of the inputs.
+      what: the output or gradient, and the conditions of the check.
+      passed: whether it passed.
+      message: the failure or a remark, as text.
+      norm, allowed_norm: the root mean square of the errors, and the largest allowed.
+      worst: the entries with the largest errors relative to what is allowed, the worst first.
+      count, total: the number of entries with an error larger than allowed, and of all entries.
     """
 
     check: str
@@ -84,50 +75,43 @@ class Row:
     total: int = 0
 
     @property
-    def place(self) -> tuple[int, ...] | None:
-        """The worst entry's index."""
-        return self.worst[0].place if self.worst else None
+    def index(self) -> tuple[int, ...] | None:
+        """The index of the worst entry."""
+        return self.worst[0].index if self.worst else None
 
     @property
     def error(self) -> float | None:
-        """The worst entry's error."""
+        """The error of the worst entry."""
         return self.worst[0].error if self.worst else None
 
     @property
     def allowed(self) -> float | None:
-        """The largest error that is allowed."""
+        """The largest error allowed for the worst entry."""
         return self.worst[0].allowed if self.worst else None
 
     @property
     def ulps(self) -> float | None:
-        """It in units of the last place."""
+        """The error of the worst entry in units in the last place."""
         return self.worst[0].ulps if self.worst else None
 
 
-@dataclass
-class KernelReport:
-    """The report of `kernelcheck`; true if nothing is wrong.
+@dataclass(repr=False)
+class KernelReport(CheckReport):
+    """The report of `kernelcheck`; true if it passed.
 
     Attributes:
-      kernel, reference: their names.
-      factor: how many times the reference's own error a kernel's may be.
-      rows: everything that was looked at, check by check.
-      notes: what one should know about how it was checked.
+      kernel, reference: the names of both functions.
+      factor: the largest allowed ratio of the kernel's error to the reference's.
+      rows: all results, check by check.
+      notes: how it was checked, as far as that matters for the result.
     """
+
+    error: ClassVar[type[CheckError]] = KernelcheckError
 
     kernel: str
     reference: str
     factor: float
     rows: list[Row] = field(default_factory=list[Row])
-    notes: list[str] = field(default_factory=list[str])
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.failures
-
-    def __bool__(self) -> bool:
-        return self.passed
 
     @property
     def failures(self) -> list[Row]:
@@ -136,24 +120,17 @@ class KernelReport:
 
     @property
     def checks(self) -> list[str]:
-        """The names of the checks that were made, in order."""
+        """The names of the checks that ran, in order."""
         return list(dict.fromkeys(row.check for row in self.rows))
 
     @property
     def failed_checks(self) -> list[str]:
-        """The names of those that found something."""
+        """The names of the checks that failed."""
         return list(dict.fromkeys(row.check for row in self.failures))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain Python values."""
-        return asdict(self) | {"passed": self.passed, "failed_checks": self.failed_checks}
-
-    def to_json(self) -> str:
-        """The report as JSON; a number that is not finite is a string."""
-        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
-
-    def __repr__(self) -> str:
-        return str(self)
+        """Returns the report as plain Python values."""
+        return super().to_dict() | {"failed_checks": self.failed_checks}
 
     def __str__(self) -> str:
         head = f"kernelcheck of {self.kernel} against {self.reference}: {'passed' if self.passed else 'FAILED'}"
@@ -163,21 +140,21 @@ class KernelReport:
             rows = [row for row in self.rows if row.check == check]
             wrong = [row for row in rows if not row.passed]
             if check not in ("outputs", "gradients"):
-                said = [f"{row.what}: {row.message}" for row in rows if row.passed and row.message]
+                remarks = [f"{row.what}: {row.message}" for row in rows if row.passed and row.message]
                 result = f"FAILED ({len(wrong)} of {len(rows)})" if wrong else f"passed ({len(rows)})"
-                lines.append("; ".join([f"{check}: {result}", *said]))
+                lines.append("; ".join([f"{check}: {result}", *remarks]))
             for row in wrong:
                 lines += _explained(row)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
-_HEADERS = ["", "dtype", "worst place", "error", "allowed", "ulps", "in norm", "allowed", ""]
+_HEADERS = ["", "dtype", "worst entry", "error", "allowed", "ulps", "in norm", "allowed", ""]
 
 
 def _cells(row: Row) -> list[str]:
     numbers = (row.error, row.allowed, row.ulps, row.norm, row.allowed_norm)
     result = "" if row.passed else "WRONG"
-    return [row.what, row.dtype, "" if row.place is None else str(list(row.place)), *map(small, numbers), result]
+    return [row.what, row.dtype, "" if row.index is None else str(list(row.index)), *map(small, numbers), result]
 
 
 def _explained(row: Row) -> list[str]:
@@ -185,17 +162,8 @@ def _explained(row: Row) -> list[str]:
     if row.worst:
         header = ["", "value", "expected", "error", "allowed", "ulps"]
         cells = [
-            [str(list(e.place)), f"{e.value:.7g}", f"{e.expected:.7g}", *map(small, (e.error, e.allowed, e.ulps))]
+            [str(list(e.index)), f"{e.value:.7g}", f"{e.expected:.7g}", *map(small, (e.error, e.allowed, e.ulps))]
             for e in row.worst
         ]
         lines += [f"    {line}" for line in aligned([header, *cells])]
     return lines
-
-
-def _finite(value: Any) -> Any:
-    """Replaces floats that JSON does not have by strings."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
