@@ -1,17 +1,17 @@
-"""`find_nan`: the first place where a NaN or an infinity appears.
+"""`find_nan`: finds the operation in which a NaN or an infinity first appears.
 
-# Note: from a NaN back to where it began
+# Note: the search
 
-The program is run once, one operation after the other, and what is not finite is noted (see `EqnInterpreter`). Then,
-from a result that is not finite, one goes back through what is not finite:
+The jaxpr is evaluated once, eqn by eqn, and values that are not finite are recorded (see `EqnInterpreter`). Then, from
+a result that is not finite, the search goes back through values that are not finite:
 
-    def loss(x):              a = log(x)         -inf, of a finite x: here it began
-                              b = a * 0          nan, of an a that is -inf: go on to a
-                              return b.sum()     nan, of a b that is nan: go on to b
+    def loss(x):              a = log(x)         -inf, from a finite x: the origin
+                              b = a * 0          nan, from an a that is -inf: go on to a
+                              return b.sum()     nan, from a b that is nan: go on to b
 
-and of all beginnings that are found so, the first in the order of the program is told. An infinity that is written in
-the program (as a mask) is no beginning, but a NaN that it leads to is. An infinity that nothing comes of, as in
-`where(x == 0, 0, 1 / x)`, is not told.
+Of all origins that are found so, the earliest in program order is reported. A literal infinity (an attention mask, say)
+is not an origin, but a NaN computed from it is. An infinity that reaches no result, as in `where(x == 0, 0, 1 / x)`, is
+not reported.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ from jaxfn._tree import TreeSpec, flatten, is_traced, leaves_with_path
 
 @dataclass(frozen=True)
 class NanOrigin:
-    """The origin of a NaN or an infinity.
+    """The origin of a NaN or an infinity; its `str` is a report.
 
     Attributes:
-      function: the Function in which it does, or `None` for code outside of Functions.
-      method: which of its methods: "forward", "backward", "jvp" or "vmap".
-      value: what of that first has it: "output 0", "saved y", "gradient of x"; "" where it has reached none of these.
-      number: "nan", "inf" or "-inf".
-      operation: what made it, as JAX calls that; "argument" where it was passed in.
-      shape, index: of the operation's result, and of its first number of the kind.
-      line: the line of code, "file:line (function)"; "" where only JAX's own code is on the way.
-      inside: what it lies in, from outside: "scan: step 3 of 10", "while: step 3", "cond: branch 1", "checkpoint".
-        Steps are counted from 0, as in the stacked arrays.
+      function: the name of the Function in which it first appears, or `None` for code outside Functions.
+      method: the method of that Function: "forward", "backward", "jvp" or "vmap".
+      array: the first array of that method with it: "output 0", "saved y", "gradient of x"; "" if it reaches none.
+      kind: "nan", "inf" or "-inf".
+      operation: the name of the JAX operation that computed it; "argument" if it was passed in.
+      shape, index: the shape of the operation's result, and the index of its first such number.
+      line: the line of code, "file:line (function)"; "" for JAX's own code.
+      enclosing: the control flow around it, the outermost first: "scan: step 3 of 10", "while: step 3",
+        "cond: branch 1", "checkpoint". Steps are counted from 0, as in the stacked arrays.
     """
 
     function: str | None
     method: str | None
-    value: str
-    number: str
+    array: str
+    kind: str
     operation: str
     shape: tuple[int, ...]
     index: tuple[int, ...]
     line: str
-    inside: tuple[str, ...]
+    enclosing: tuple[str, ...]
 
     def __str__(self) -> str:
-        where = f"{self.function}.{self.method}" if self.function else "code outside of any Function"
-        reached = f" ({self.value})" if self.value else ""
+        where = f"{self.function}.{self.method}" if self.function else "code outside any Function"
+        reached = f" ({self.array})" if self.array else ""
         if self.operation == "argument":
-            return f"{self.number} is in {self.value}, at index {self.index} of shape {self.shape}"
+            return f"{self.kind} is in {self.array}, at index {self.index} of shape {self.shape}"
         if self.operation == "shard_map":
             where = f"a shard_map that is called in {where}"
         lines = [
-            f"{self.number} begins in {where}{reached}",
-            f"  {self.operation} gave it first, at index {self.index} of shape {self.shape}",
+            f"{self.kind} first appears in {where}{reached}",
+            f"  computed by {self.operation}, at index {self.index} of shape {self.shape}",
         ]
         lines += [f"  {self.line}"] * bool(self.line)
-        lines += [f"  in {around}" for around in self.inside]
+        lines += [f"  in {around}" for around in self.enclosing]
         lines += [_SHARD_MAP_HINT] * (self.operation == "shard_map")
         return "\n".join(lines)
 
@@ -81,22 +81,23 @@ _SHARD_MAP_HINT = (
 
 
 def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NanOrigin | None:
-    """Finds, and prints, where a NaN or an infinity begins: in which Function, which of its methods, which line.
+    """Finds where a NaN or an infinity first appears: in which Function, method and line of code.
 
-    The function is traced, with everything that it calls, and run once; nothing is left in other programs. What leads
-    to no NaN and no infinity in a result, or in what passes between JAX and a Function, is not told. A `shard_map`
-    counts as one operation: there is no search inside it.
+    The function is traced, with everything that it calls, and evaluated once. Only a NaN or an infinity that reaches a
+    result, or an array that passes between JAX and a Function, is reported. A `shard_map` counts as one operation:
+    there is no search inside it.
 
     Args:
-      f: a function of arrays, jitted or not; `jax.value_and_grad(loss)`, to look into backward passes too.
-      *args, **kwargs: its arguments.
+      f: A function of arrays, jitted or not. Pass `jax.value_and_grad(loss)` to search the backward pass too.
+      *args: The arguments of `f`.
+      **kwargs: The keyword arguments of `f`.
 
     Returns:
-      What was found, or `None`.
+      A `NanOrigin`, or `None` if all results are finite. `print` it for a report.
 
     Raises:
-      TypeError: the arguments are traced.
-      NotImplementedError: the function uses a `jax.Ref`.
+      TypeError: The arguments are traced.
+      NotImplementedError: `f` uses a `jax.Ref`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -109,18 +110,21 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NanOrigin | No
       ... def _(ctx, grad_output):
       ...     (y,) = ctx.saved_tensors
       ...     return grad_output / (2 * y)
-      >>> found = jaxfn.find_nan(jax.grad(lambda x: root(x).sum()), jnp.array([4.0, 0.0]))  # doctest: +ELLIPSIS
-      inf begins in root.backward (gradient of x)
-        div gave it first, at index (1,) of shape (2,)
+      >>> origin = jaxfn.find_nan(jax.grad(lambda x: root(x).sum()), jnp.array([4.0, 0.0]))
+      >>> print(origin)  # doctest: +ELLIPSIS
+      inf first appears in root.backward (gradient of x)
+        computed by div, at index (1,) of shape (2,)
       ...
-      >>> print(found.function, found.method, found.value)
+      >>> print(origin.function, origin.method, origin.array)
       root backward gradient of x
 
     Torch counterpart: `torch.autograd.set_detect_anomaly`.
     """
     arrays, tree = flatten((args, kwargs))
     if any(map(is_traced, arrays)):
-        raise TypeError("find_nan runs the function, so it cannot be called where JAX traces the arguments (jit).")
+        raise TypeError(
+            "find_nan evaluates the function, so its arguments cannot be traced (inside jit). Call it outside."
+        )
 
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = tree.unflatten(iter(arrays))
@@ -129,12 +133,9 @@ def find_nan(f: Callable[..., Any], *args: Any, **kwargs: Any) -> NanOrigin | No
     with OBSERVATION(Observation.VALUES):
         jaxpr, consts = open_jaxpr(lower_jaxpr(jax.make_jaxpr(flat)(*arrays)))
         if any_eqn(jaxpr, _touches_ref):
-            raise NotImplementedError("find_nan cannot follow what is written to a jax.Ref. Return the value instead.")
+            raise NotImplementedError("find_nan does not support a jax.Ref. Return the value instead.")
         interpreter = EqnInterpreter(jaxpr, consts, arrays)
-    found = _Search(jaxpr, interpreter, _argument_names(tree, len(arrays))).found()
-    if found is not None:
-        print(found)
-    return found
+    return _Search(jaxpr, interpreter, _argument_names(tree, len(arrays))).origin()
 
 
 def _touches_ref(eqn: Any) -> bool:
@@ -157,7 +158,7 @@ class _Origin(NamedTuple):
 
 
 class _Search:
-    """The way back from what is not finite in a run of a program, whose arguments have these names."""
+    """The search for an origin in an evaluated jaxpr, whose arguments have these names."""
 
     def __init__(self, jaxpr: Any, interpreter: EqnInterpreter, names: Sequence[str]) -> None:
         self._whole = Frame(jaxpr, (), (), None)
@@ -165,16 +166,16 @@ class _Search:
         self._names = names
         self._producers: dict[int, dict[Any, tuple[int, int]]] = {}
 
-    def found(self) -> NanOrigin | None:
-        """The first beginning of those that lead to results, or else to values that a Function gives or is given."""
+    def origin(self) -> NanOrigin | None:
+        """Returns the earliest origin that reaches a result, or else an array that a Function takes or returns."""
         jaxpr = self._whole.jaxpr
         bad = [v for v in jaxpr.outvars if self._is_bad(self._whole, v)]
         if bad:
             return self._origin_of(self._whole, bad)
-        for frame, number, place in self._bad_marks():
-            told = self._origin_of(frame, [frame.jaxpr.eqns[number].outvars[place]])
-            if told.operation != "argument" or told.number == "nan":  # an infinity begins nowhere, as that of a mask
-                return told
+        for frame, number, index in self._bad_labels():
+            origin = self._origin_of(frame, [frame.jaxpr.eqns[number].outvars[index]])
+            if origin.operation != "argument" or origin.kind == "nan":  # a literal infinity has no origin
+                return origin
         return None
 
     def _origin_of(self, frame: Frame, variables: Sequence[Any]) -> NanOrigin:
@@ -192,33 +193,33 @@ class _Search:
             waiting += before
             if origin is not None and (first is None or origin.order < first.order):
                 first = origin
-        if first is None:  # an infinity that was passed in, or something that is written in the program
-            return self._argument_origin(is_nan=any(self._number(*start) == "nan" for start in starts))
+        if first is None:  # an infinity that was passed in, or a constant
+            return self._argument_origin(is_nan=any(self._kind(*start) == "nan" for start in starts))
         return self._argument_origin(first.result) if first.number < 0 else self._described(first)
 
-    def _argument_origin(self, place: int | None = None, is_nan: bool = False) -> NanOrigin:
+    def _argument_origin(self, index: int | None = None, is_nan: bool = False) -> NanOrigin:
         invars = self._whole.jaxpr.invars
         bad = [i for i, v in enumerate(invars) if self._is_bad(self._whole, v)]
-        if place is None and (is_nan or not bad):
-            number = "nan" if is_nan else "inf"
-            return NanOrigin(None, None, "a constant of the program", number, "argument", (), (), "", ())
-        place = bad[0] if place is None else place
-        noted = self._noted(self._whole, invars[place])
-        return NanOrigin(None, None, self._names[place], *noted.as_fields("argument"), "", ())
+        if index is None and (is_nan or not bad):
+            kind = "nan" if is_nan else "inf"
+            return NanOrigin(None, None, "a constant of the program", kind, "argument", (), (), "", ())
+        index = bad[0] if index is None else index
+        value = self._recorded(self._whole, invars[index])
+        return NanOrigin(None, None, self._names[index], *value.as_fields("argument"), "", ())
 
-    def _noted(self, frame: Frame, variable: Any) -> NonFiniteValue:
-        return self._interpreter.noted[frame.path, frame.steps, variable]
+    def _recorded(self, frame: Frame, variable: Any) -> NonFiniteValue:
+        return self._interpreter.non_finite[frame.path, frame.steps, variable]
 
-    def _number(self, frame: Frame, atom: Any) -> str | None:
-        """Returns "nan" or the infinity that a value has; `None` if it is finite."""
+    def _kind(self, frame: Frame, atom: Any) -> str | None:
+        """Returns "nan", "inf" or "-inf" for a value that is not finite."""
         if not is_variable(atom):
-            noted = first_non_finite(atom.val)
+            value = first_non_finite(atom.val)
         else:
-            noted = self._interpreter.noted.get((frame.path, frame.steps, atom))
-        return None if noted is None else noted.number
+            value = self._interpreter.non_finite.get((frame.path, frame.steps, atom))
+        return None if value is None else value.kind
 
     def _is_bad(self, frame: Frame, atom: Any) -> bool:
-        return is_variable(atom) and self._number(frame, atom) is not None
+        return is_variable(atom) and self._kind(frame, atom) is not None
 
     def _producers_in(self, frame: Frame) -> dict[Any, tuple[int, int]]:
         """Returns, for each variable of a jaxpr, the index of the eqn that computes it and of its result."""
@@ -229,11 +230,11 @@ class _Search:
         return self._producers[id(frame.jaxpr)]
 
     def _step_back(self, frame: Frame, variable: Any) -> tuple[_Origin | None, list[tuple[Frame, Any]]]:
-        """Whether what is not finite in a variable begins there, and in which other variables it was before."""
-        made = self._producers_in(frame).get(variable)
-        if made is None:
+        """Returns the origin of a non-finite variable, if that is here, and the variables from which to go on."""
+        producer = self._producers_in(frame).get(variable)
+        if producer is None:
             return self._step_out(frame, variable)
-        number, result = made
+        number, result = producer
         inner = [(f, v) for f, v in self._inside(frame, number, result) if self._is_bad(f, v)]
         if inner:
             return None, inner
@@ -241,82 +242,82 @@ class _Search:
         selected = self._interpreter.selected.get((frame.path, frame.steps, variable))
         if selected is not None:
             operands = [operands[selected]]
-        numbers = {self._number(frame, atom) for atom in operands} - {None}
-        is_nan = self._number(frame, variable) == "nan"
-        begins = not numbers or (is_nan and "nan" not in numbers)
-        origin = _Origin((*frame.order, number), frame, number, result) if begins else None
-        wanted = {"nan"} if is_nan and "nan" in numbers else numbers  # a nan comes of a nan, if there is one
-        return origin, [(frame, x) for x in operands if is_variable(x) and self._number(frame, x) in wanted]
+        kinds = {self._kind(frame, atom) for atom in operands} - {None}
+        is_nan = self._kind(frame, variable) == "nan"
+        is_origin = not kinds or (is_nan and "nan" not in kinds)
+        origin = _Origin((*frame.order, number), frame, number, result) if is_origin else None
+        followed = {"nan"} if is_nan and "nan" in kinds else kinds
+        return origin, [(frame, x) for x in operands if is_variable(x) and self._kind(frame, x) in followed]
 
     def _step_out(self, frame: Frame, variable: Any) -> tuple[_Origin | None, list[tuple[Frame, Any]]]:
-        """Steps from an input of a jaxpr to what it is outside, or in the step before; see `_step_back`."""
-        place = next((i for i, v in enumerate(frame.jaxpr.invars) if v is variable), None)
-        if place is None:
+        """Steps from an input of a jaxpr to the operand of its eqn, or to the previous step; see `_step_back`."""
+        index = next((i for i, v in enumerate(frame.jaxpr.invars) if v is variable), None)
+        if index is None:
             return None, []
         if frame.outer is None:
-            return (_Origin((-1, place), frame, -1, place) if self._number(frame, variable) == "nan" else None), []
+            return (_Origin((-1, index), frame, -1, index) if self._kind(frame, variable) == "nan" else None), []
         outer, number, sub = frame.outer
         eqn = outer.jaxpr.eqns[number]
         for result, argument in sub.carried:
-            if argument == place and frame.step > 0:
+            if argument == index and frame.step > 0:
                 before = frame._replace(steps=(*outer.steps, frame.step - 1))
                 return None, [(before, frame.jaxpr.outvars[result])]
-        atom = eqn.invars[sub.operands[place]]
+        atom = eqn.invars[sub.operands[index]]
         return None, [(outer, atom)] if self._is_bad(outer, atom) else []
 
     def _inside(self, frame: Frame, number: int, result: int) -> Iterator[tuple[Frame, Any]]:
         """Yields the variables, in the sub-jaxprs that an eqn runs, that become one of its results."""
         for inner in self._interpreter.frames_inside(frame, number):
             sub = inner.outer[2]  # type: ignore[index]
-            for place, becomes in enumerate(sub.results):
-                is_carry = any(place == carried for carried, _ in sub.carried)
+            for index, becomes in enumerate(sub.results):
+                is_carry = any(index == carried for carried, _ in sub.carried)
                 if becomes == result and (not is_carry or inner.is_last):
-                    yield inner, inner.jaxpr.outvars[place]
+                    yield inner, inner.jaxpr.outvars[index]
 
-    def _bad_marks(self) -> Iterator[tuple[Frame, int, int]]:
-        """The marked values that are not finite, in the order of the program: frame, number and place."""
-        found = sorted(self._marks(self._whole), key=lambda mark: (*mark[0].order, mark[1]))
-        return (mark for mark in found if self._is_bad(mark[0], mark[0].jaxpr.eqns[mark[1]].outvars[mark[2]]))
+    def _bad_labels(self) -> Iterator[tuple[Frame, int, int]]:
+        """Returns the labelled values that are not finite, in program order, as frame, eqn index and output index."""
+        found = sorted(self._labels(self._whole), key=lambda label: (*label[0].order, label[1]))
+        return (label for label in found if self._is_bad(label[0], label[0].jaxpr.eqns[label[1]].outvars[label[2]]))
 
-    def _marks(self, frame: Frame) -> Iterator[tuple[Frame, int, int]]:
+    def _labels(self, frame: Frame) -> Iterator[tuple[Frame, int, int]]:
         for number, eqn in enumerate(frame.jaxpr.eqns):
             if eqn.primitive is label_p:
                 yield from ((frame, number, i) for i in range(eqn.params["num_arrays"]))
             for inner in self._interpreter.frames_inside(frame, number):
-                yield from self._marks(inner)
+                yield from self._labels(inner)
 
     def _described(self, origin: _Origin) -> NanOrigin:
         frame, eqn = origin.frame, origin.frame.jaxpr.eqns[origin.number]
-        noted = self._noted(frame, eqn.outvars[origin.result])
-        eqns, inside = [eqn], []
+        value = self._recorded(frame, eqn.outvars[origin.result])
+        eqns, enclosing = [eqn], []
         outer = frame
         while outer.outer is not None:
-            around, place, sub = outer.outer
-            eqns.insert(0, around.jaxpr.eqns[place])
-            inside[:0] = _around(outer, sub)
+            around, number, sub = outer.outer
+            eqns.insert(0, around.jaxpr.eqns[number])
+            enclosing[:0] = _around(outer, sub)
             outer = around
         names = [str(e.source_info.name_stack) for e in eqns]
-        lines = filter(None, map(eqn_source_line, reversed(eqns)))  # JAX's own code, as that of a solver, has none
+        lines = filter(None, map(eqn_source_line, reversed(eqns)))  # JAX's own code has no line
         methods = re.findall(r"([^/()]+)\.(forward|backward|jvp|vmap)\b", "/".join(names))
-        known = self._functions()  # others are names that somebody gave by jax.named_scope
+        known = self._functions()  # other names come from jax.named_scope
         function, method = next((m for m in reversed(methods) if m[0] in known), (None, None))
         return NanOrigin(
             function,
             method,
-            self._value_of(origin, function, method),
-            *noted.as_fields(eqn.primitive.name),
+            self._array_of(origin, function, method),
+            *value.as_fields(eqn.primitive.name),
             named_line("/".join(names)) or next(lines, ""),
-            tuple(inside),
+            tuple(enclosing),
         )
 
     def _functions(self) -> set[str]:
         """The names of the Functions in the program."""
-        marks = (frame.jaxpr.eqns[number] for frame, number, _ in self._marks(self._whole))
+        marks = (frame.jaxpr.eqns[number] for frame, number, _ in self._labels(self._whole))
         return {label.function for mark in marks for label in mark.params["labels"] if label is not None}
 
-    def _value_of(self, origin: _Origin, function: str | None, method: str | None) -> str:
+    def _array_of(self, origin: _Origin, function: str | None, method: str | None) -> str:
         """Returns the name of the method's first value that is not finite, after the origin."""
-        for frame, number, place in self._bad_marks():
+        for frame, number, place in self._bad_labels():
             label = frame.jaxpr.eqns[number].params["labels"][place]
             is_after = (*frame.order, number) > origin.order
             if (
@@ -324,14 +325,14 @@ class _Search:
                 and is_after
                 and label.function == function
                 and label.method == method
-                and label.role in _MADE
+                and label.role in _ROLES
             ):
-                return _MADE[label.role].format(name=label.name)
+                return _ROLES[label.role].format(name=label.name)
         return ""
 
 
-# What a method makes, as it is told.
-_MADE = {
+# Descriptions of the results of a method, by the role of their labels.
+_ROLES = {
     "output": "output {name}",
     "saved": "saved {name}",
     "gradient": "gradient of {name}",

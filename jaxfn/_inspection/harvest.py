@@ -1,18 +1,18 @@
-"""Runs a program once more as JAX code, and brings values out of it from wherever they are: loops, branches, devices.
+"""Evaluation of a jaxpr that also returns values from inside its loops, branches and devices.
 
-# Note: a value comes out with an axis for each loop around it
+# Note: a harvested value has an axis for each enclosing loop
 
-Values cannot leave a `scan`, a `cond` or a `shard_map` by themselves, so each is written anew with more results:
+Values cannot leave a `scan`, a `cond` or a `shard_map`, so each is staged again with more results:
 
-    scan         its values are further outputs, stacked along an axis for the steps
-    while        they are carried along: those of one step, which the `Probe` chooses
+    scan         the values are further outputs, stacked along an axis for the steps
+    while        they are part of the carry: the values of one step, which the `Probe` chooses
     cond         every branch returns the values of all branches, `Probe.absent` for those of the others
     shard_map    an axis for the devices comes first
-    jit          what it calls has further results; outside of `jit` it is written in its place, if that is the same
-    other calls  what they call is written in their place
+    jit          the called function has further results; outside `jit` it is inlined, if it has no options
+    other calls  the called function is inlined
 
-So no callback is needed, and what comes out is part of the program, under `jit` and on every device. A value is found
-again by its path: indices of eqns and of the sub-jaxprs that they run, from outside, and its index in the last.
+So no callback is needed, and harvested values are results of the program, under `jit` and on every device. A value is
+identified by its path: indices of eqns and of their sub-jaxprs, the outermost first, and its index in the last eqn.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ Harvest = dict[Path, Any]
 
 
 class Probe:
-    """A choice of the values that are brought out of a jaxpr.
+    """A choice of the values to harvest from a jaxpr.
 
     Attributes:
-      keeps_rules: whether the program can be differentiated as before. Calls with a custom derivative are then made as
-        they are, and what they call is written a second time for its values.
+      keeps_rules: whether the result can be differentiated. Then calls with a custom derivative are evaluated
+        unchanged, and the called function is evaluated a second time for its values.
     """
 
     keeps_rules: bool = False
 
     def is_wanted(self, eqn: Any) -> bool:
-        """Whether an eqn has values to be brought out."""
+        """Whether an eqn has values to harvest."""
         raise NotImplementedError
 
     def values(self, eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        """Its values."""
+        """Returns the values of an eqn to harvest."""
         raise NotImplementedError
 
     def absent(self, value: Any) -> Any:
-        """Returns a substitute for a value of this type where it is not computed."""
+        """Returns the substitute for a value of this type that is not computed."""
         raise NotImplementedError
 
     def later(self, before: Harvest, now: Harvest) -> Harvest:
@@ -69,27 +69,27 @@ class Probe:
         raise NotImplementedError
 
     def check_unreachable(self, jaxpr: Any, what: str) -> None:
-        """Raises where a program has values that are wanted and cannot be brought out, because of what it is."""
+        """Raises if a jaxpr that cannot be harvested, described by `what`, has values to harvest."""
 
 
 def harvest(
     jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], probe: Probe, path: Path = ()
 ) -> tuple[list[Any], Harvest]:
-    """Returns the outputs of a jaxpr, and the values that the probe wants."""
+    """Returns the outputs of a jaxpr and the harvested values."""
     harvested: Harvest = {}
 
     def eval_and_harvest(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        own, inner = (*path, index), subjaxprs(eqn)
+        eqn_path, inner = (*path, index), subjaxprs(eqn)
         if any(any_eqn(sub.jaxpr, probe.is_wanted) for sub in inner):
             with eqn_scope(eqn):
-                results, harvested_inside = harvest_subjaxprs(eqn, operands, probe, own)
+                results, harvested_inside = harvest_subjaxprs(eqn, operands, probe, eqn_path)
             harvested.update(harvested_inside)
         else:
             for name, unhandled in unhandled_subjaxprs(eqn):
                 probe.check_unreachable(unhandled, name)
             results = _eval_unchanged(eqn, inner, operands)
         if probe.is_wanted(eqn):
-            harvested.update({(*own, -1, i): x for i, x in enumerate(probe.values(eqn, operands, results))})
+            harvested.update({(*eqn_path, -1, i): x for i, x in enumerate(probe.values(eqn, operands, results))})
         return results
 
     return eval_jaxpr_with(eval_and_harvest, jaxpr, consts, arguments), harvested
@@ -137,7 +137,7 @@ class _Inside:
         return tuple(results), harvested
 
     def jit(self) -> tuple[Sequence[Any], Harvest]:
-        if is_plain_jit(self.eqn) and not staging_traces():  # it would be compiled anew at every call
+        if is_plain_jit(self.eqn) and not staging_traces():  # it would be compiled again at every call
             return self.results_of_first(*self.operands)
 
         def run(*operands: Any) -> tuple[Sequence[Any], Harvest]:
@@ -147,20 +147,20 @@ class _Inside:
         return jax.jit(run, **jit_options(self.eqn))(*self.operands)
 
     def call(self) -> tuple[Sequence[Any], Harvest]:
-        given = [self.operands[i] for i in self.inner[0].operands]
+        operands = [self.operands[i] for i in self.inner[0].operands]
         if not self.probe.keeps_rules:
-            return self.of(0, given)
-        results, harvested = self.of(0, jax.lax.stop_gradient(given))
+            return self.of(0, operands)
+        results, harvested = self.of(0, jax.lax.stop_gradient(operands))
         if not self.eqn.effects:
             return eval_eqn(self.eqn, self.operands), harvested
         floating = [x for x in self.operands if is_inexact(jax.typeof(x).dtype)]
-        refusal = DeferredError(NotImplementedError, _HAS_EFFECTS)
-        return attach(results, (), floating, refusal), harvested
+        error = DeferredError(NotImplementedError, _HAS_EFFECTS)
+        return attach(results, (), floating, error), harvested
 
     def checkpoint(self) -> tuple[Sequence[Any], Harvest]:
         params, operands = self.eqn.params, self.operands
         prevent_cse = params["prevent_cse"]
-        if params.get("differentiated", False):  # so that it is not merged with the first computation
+        if params.get("differentiated", False):  # so that XLA does not merge it with the first computation
             return self.results_of_first(*(jax.lax.optimization_barrier(operands) if prevent_cse else operands))
         return jax.checkpoint(self.results_of_first, prevent_cse=prevent_cse, policy=params["policy"])(*operands)
 
@@ -184,15 +184,15 @@ class _Inside:
         def step(carry: list[Any]) -> tuple[list[Any], Harvest]:
             return self.of(1, [*of_body, *carry])
 
-        def goes_on(state: Any) -> Any:
+        def condition(state: Any) -> Any:
             return self.of(0, [*of_cond, *state[0]])[0][0]
 
         def next_state(state: Any) -> Any:
             carry, now = step(state[0])
             return carry, self.probe.later(state[1], now)
 
-        nothing = {key: self.probe.absent(value) for key, value in jax.eval_shape(step, init)[1].items()}
-        return jax.lax.while_loop(goes_on, next_state, (init, nothing))
+        absent = {key: self.probe.absent(value) for key, value in jax.eval_shape(step, init)[1].items()}
+        return jax.lax.while_loop(condition, next_state, (init, absent))
 
     def cond(self) -> tuple[Sequence[Any], Harvest]:
         index, *operands = self.operands
@@ -233,8 +233,8 @@ class _Inside:
 
 
 _HAS_EFFECTS = (
-    "A function that logs and has effects was put into with_logs and is differentiated outside of it, where forward "
-    "would have to run twice. Differentiate inside: jaxfn.with_logs(jax.value_and_grad(f))."
+    "with_logs(f) was differentiated, where f logs and has effects: forward would run twice. Differentiate inside: "
+    "jaxfn.with_logs(jax.value_and_grad(f))."
 )
 _KINDS = {
     "jit": _Inside.jit,
@@ -256,9 +256,9 @@ class EqnLocation(NamedTuple):
     """The location of a harvested value.
 
     Attributes:
-      eqn: its eqn.
-      value_index: which of the eqn's values it is.
-      enclosing: the eqns that run this eqn, from outside, each with the sub-jaxpr.
+      eqn: the eqn.
+      value_index: the index among the values of the eqn.
+      enclosing: the enclosing eqns, the outermost first, each with its sub-jaxpr.
     """
 
     eqn: Any
@@ -267,13 +267,13 @@ class EqnLocation(NamedTuple):
 
     @property
     def names(self) -> str:
-        """The name stacks of all of them, as in compiled programs."""
+        """The name stack of the eqn, including those of the enclosing eqns."""
         eqns = [*(eqn for eqn, _ in self.enclosing), self.eqn]
         return "/".join(filter(None, (str(eqn.source_info.name_stack) for eqn in eqns)))
 
 
 def location_of(jaxpr: Any, path: Path) -> EqnLocation:
-    """Returns the location of a value that was harvested from a jaxpr."""
+    """Returns the location of a harvested value."""
     enclosing: list[tuple[Any, SubJaxpr]] = []
     *outer, number, _, index = path
     for eqn_index, sub_index in zip(outer[::2], outer[1::2], strict=True):

@@ -1,9 +1,9 @@
-"""`EqnInterpreter`: evaluates a jaxpr eqn by eqn, and notes what is not finite.
+"""`EqnInterpreter`: evaluates a jaxpr eqn by eqn, and records values that are not finite.
 
-Loops are run step by step, and of a `cond` the branch that is taken. XLA would need minutes to compile a program that
-also brings out whether each of some thousand values is finite; single operations it has compiled before. A `shard_map`
-counts as a single operation: it is compiled as a whole, since JAX rejects a custom_vjp inside an eager one (0.10.0 to
-0.12.0).
+Loops are evaluated step by step, and of a `cond` only the branch that is taken. XLA would need minutes to compile a
+program that returns whether each of some thousand values is finite, but has compiled single operations before. A
+`shard_map` counts as a single operation and is compiled as a whole, as JAX rejects a custom_vjp inside an eager one
+(0.10.0 to 0.12.0).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class NonFiniteValue(NamedTuple):
     """The first NaN of a value, or else its first infinity.
 
     Attributes:
-      number: "nan", "inf" or "-inf".
-      shape: of the value.
-      place: the index of the number.
+      kind: "nan", "inf" or "-inf".
+      shape: the shape of the value.
+      indices: the index of the number.
     """
 
-    number: str
+    kind: str
     shape: tuple[int, ...]
-    place: tuple[int, ...]
+    indices: tuple[int, ...]
 
     def as_fields(self, operation: str) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
-        """Returns the fields that are reported, with the operation that computed the value."""
-        return self.number, operation, self.shape, self.place
+        """Returns the fields of `NanOrigin` from `kind` to `index`."""
+        return self.kind, operation, self.shape, self.indices
 
 
 def first_non_finite(value: Any) -> NonFiniteValue | None:
-    """The first NaN of an array, or else its first infinity, if any."""
+    """Returns the first NaN of an array, or else its first infinity, if any."""
     if not np.size(value) or not is_inexact(jax.typeof(value).dtype) or bool(_is_finite(value)):
         return None
     value = np.asarray(value)
     nans = np.isnan(value)
     index = tuple(np.argwhere(nans if nans.any() else ~np.isfinite(value))[0])
-    return NonFiniteValue(_name(value[index]), value.shape, tuple(map(int, index)))
+    return NonFiniteValue(_kind(value[index]), value.shape, tuple(map(int, index)))
 
 
 @jax.jit
@@ -54,7 +54,7 @@ def _is_finite(value: Any) -> Any:
     return jnp.isfinite(value).all()
 
 
-def _name(number: Any) -> str:
+def _kind(number: Any) -> str:
     return "nan" if np.isnan(number) else "inf" if number.real > 0 else "-inf"
 
 
@@ -66,8 +66,8 @@ class Frame(NamedTuple):
 
     Attributes:
       jaxpr: the jaxpr.
-      path: indices of eqns, and of the sub-jaxprs that they run, from outside.
-      steps: which step of each loop, in the order in which they run.
+      path: indices of eqns and of their sub-jaxprs, the outermost first.
+      steps: the step of each loop.
       outer: the frame of the eqn that runs it, that eqn's index, and the sub-jaxpr; `None` for the outermost jaxpr.
       is_last: whether no other step follows.
     """
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Comes before that of another frame where this one runs first."""
+        """A key that sorts frames by the order in which they are evaluated."""
         if self.outer is None:
             return ()
         frame, number, _ = self.outer
@@ -96,16 +96,16 @@ class EqnInterpreter:
     """One evaluation of a jaxpr.
 
     Args:
-      jaxpr, consts: the jaxpr.
+      jaxpr, consts: the jaxpr and its constants.
       arguments: its arguments.
 
     Attributes:
-      noted: by path and steps of a frame, and variable, what is not finite.
-      selected: by the same, of what a `select_n` made: which operand that number is of.
+      non_finite: values that are not finite, by path and steps of the frame, and variable.
+      selected: for results of `select_n` among them, the index of the operand that the number comes from.
     """
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> None:
-        self.noted: dict[tuple[Path, tuple[int, ...], Any], NonFiniteValue] = {}
+        self.non_finite: dict[tuple[Path, tuple[int, ...], Any], NonFiniteValue] = {}
         self.selected: dict[tuple[Path, tuple[int, ...], Any], int] = {}
         self._num_steps: dict[tuple[Path, tuple[int, ...]], int] = {}  # of the sub-jaxprs that ran
         self._shard_maps: dict[int, Callable[..., Sequence[Any]]] = {}  # compiled, by the id of their eqn
@@ -123,28 +123,28 @@ class EqnInterpreter:
     def _run(
         self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], path: Path, steps: tuple[int, ...]
     ) -> list[Any]:
-        def note(variables: Sequence[Any], values: Sequence[Any]) -> None:
+        def record(variables: Sequence[Any], values: Sequence[Any]) -> None:
             for variable, value in zip(variables, values, strict=True):
-                noted = first_non_finite(value)
-                if noted is not None:
-                    self.noted[path, steps, variable] = noted
+                non_finite = first_non_finite(value)
+                if non_finite is not None:
+                    self.non_finite[path, steps, variable] = non_finite
 
-        def eval_and_note(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        def eval_and_record(index: int, eqn: Any, operands: list[Any]) -> Sequence[Any]:
             inner = subjaxprs(eqn)
             if inner:
                 with eqn_scope(eqn):
                     results = self._run_subjaxprs(eqn, inner, operands, (*path, index), steps)
             else:
                 results = eval_eqn(eqn, operands)
-            note(eqn.outvars, results)
+            record(eqn.outvars, results)
             key = (path, steps, eqn.outvars[0]) if eqn.outvars else None
-            if eqn.primitive is jax.lax.select_n_p and key in self.noted:
+            if eqn.primitive is jax.lax.select_n_p and key in self.non_finite:
                 which = np.asarray(operands[0])
-                self.selected[key] = 1 + int(which[self.noted[key].place] if which.ndim else which)
+                self.selected[key] = 1 + int(which[self.non_finite[key].indices] if which.ndim else which)
             return results
 
-        note([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments])
-        return eval_jaxpr_with(eval_and_note, jaxpr, consts, arguments)
+        record([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments])
+        return eval_jaxpr_with(eval_and_record, jaxpr, consts, arguments)
 
     def _run_subjaxprs(
         self, eqn: Any, inner: list[SubJaxpr], operands: list[Any], path: Path, steps: tuple[int, ...]
@@ -172,9 +172,9 @@ class EqnInterpreter:
         consts, carry, xs = split_operands(operands, sub.num_consts, num_carry)
         stacked: list[list[Any]] = []
         for step in range(length):
-            place = length - 1 - step if sub.is_reversed else step
-            own = [jax.lax.index_in_dim(x, place, keepdims=False) for x in xs]
-            results = self._run_step(sub, [*consts, *carry, *own], (*path, 0), steps, step)
+            index = length - 1 - step if sub.is_reversed else step
+            slices = [jax.lax.index_in_dim(x, index, keepdims=False) for x in xs]
+            results = self._run_step(sub, [*consts, *carry, *slices], (*path, 0), steps, step)
             carry = results[:num_carry]
             stacked.append(results[num_carry:])
         if not length:
@@ -196,6 +196,6 @@ class EqnInterpreter:
         def run(*operands: Any) -> Sequence[Any]:
             return list(eval_eqn(eqn, operands))
 
-        if id(eqn) not in self._shard_maps:  # a loop around it runs the eqn at every step
+        if id(eqn) not in self._shard_maps:  # an enclosing loop evaluates the eqn at every step
             self._shard_maps[id(eqn)] = jax.jit(run)
         return self._shard_maps[id(eqn)](*operands)

@@ -1,4 +1,4 @@
-"""`logged` and `with_logs`: what Functions log by `ctx.log`, eagerly and in any program."""
+"""`logged` and `with_logs`: return values that Functions log by `ctx.log`, in eager and in traced code."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Logs = dict[str, list[jax.Array]]
 
 @contextmanager
 def logged() -> Generator[Logs]:
-    """Collects what Functions log by `ctx.log` in eager code inside.
+    """Collects the values that Functions log by `ctx.log` in eager code.
 
     Yields:
-      A dict: by name, the values in the order of the calls. It fills while the block runs.
+      A dict of lists of arrays, by name, in the order of the calls. It fills while the block runs.
 
     Raises:
-      RuntimeError: a value is traced (under jit, vmap, scan). There, use `with_logs`.
+      RuntimeError: A value is traced (under jit, vmap, scan). There, use `with_logs`.
 
     Examples:
       >>> import jax.numpy as jnp, jaxfn
@@ -55,28 +55,28 @@ def logged() -> Generator[Logs]:
 
 
 def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
-    """A function that returns what `f` returns, and what Functions in it logged by `ctx.log`.
+    """Transforms a function to one that also returns the values that Functions in it log by `ctx.log`.
 
-    The logs are results like any other: no callback is made, and all of it works under `jax.jit`, on every device. To
-    have what `backward` logs, put the derivative inside: `with_logs(jax.value_and_grad(loss))`. Where `f` itself calls
-    a function that `with_logs` made, that one takes what is logged inside of it, and the outer one does not have it.
-    Arguments that `jax.jit` donates inside are left alone: donate them to `jax.jit(with_logs(f), donate_argnums=...)`.
+    The logs are ordinary results, without callbacks, so all of it works under `jax.jit` and on every device. To include
+    the logs of `backward`, put the derivative inside: `with_logs(jax.value_and_grad(loss))`. A nested `with_logs` takes
+    the logs inside it. Arguments that an inner `jax.jit` donates are not donated: donate them to
+    `jax.jit(with_logs(f), donate_argnums=...)`.
 
     Args:
-      f: a function of arrays (and of static Python values) that returns arrays, in any pytrees.
+      f: A function of arrays and static Python values that returns arrays, in pytrees.
 
     Returns:
-      A function of the same arguments that returns `(result, logs)`. `logs` is a dict: by name, a list of arrays, one
-      for each place that logs, in the order of the program. Each has an axis for every loop around the place, the
-      outermost first: the steps of a `scan`, the devices of a `shard_map`; a value that `vmap` maps has its batch at
-      axis 0. In a `while` loop it is the last step's. In a branch that was not taken, and a loop that did not run,
-      numbers are NaN, integers the least of their dtype, booleans false, and random keys made of zeros. What
-      `jax.checkpoint` computes again is not logged again, and what a `jvp` logs of its tangents is left out where
-      reverse mode transposes it: it has no value.
+      A function of the same arguments that returns `(result, logs)`. `logs` is a dict of lists of arrays, by name, with
+      one array for each call of `ctx.log`, in program order. Each array has an axis for every enclosing loop, the
+      outermost first: the steps of a `scan`, the devices of a `shard_map`; a value under `vmap` has its batch at axis
+      0. From a `while` loop the last step is returned. For a branch that was not taken, and a loop without a step,
+      floating-point numbers are NaN, integers the least of their dtype, booleans False, and random keys zeros. What
+      `jax.checkpoint` computes again is logged once, and the tangents that a `jvp` logs are left out if reverse mode
+      transposes it, as they have no value there.
 
     Raises:
-      NotImplementedError: a method logs and returns no array; or a Function logs where no value can come
-        out, such as in the condition of a `while` loop or in the operation of a `jax.lax.reduce`.
+      NotImplementedError: A method logs and returns no array, or a Function logs where no value can be returned from,
+        such as in the condition of a `while` loop or in the operation of a `jax.lax.reduce`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -129,15 +129,15 @@ def with_logs(f: Callable[..., Any]) -> Callable[..., tuple[Any, Logs]]:
 
 
 _INSIDE = (
-    "with_logs(f) was differentiated, which JAX's coming custom_vjp does not allow. Differentiate inside: "
+    "with_logs(f) was differentiated, which JAX's experimental custom_vjp does not allow. Differentiate inside: "
     "jaxfn.with_logs(jax.value_and_grad(f))."
 )
 
 
 def _is_rematerialized(location: EqnLocation) -> bool:
-    """Whether an eqn is in what `jax.checkpoint` computes again for the backward pass."""
-    is_wanted = any(eqn.params.get("differentiated") for eqn, _ in location.enclosing)
-    return is_wanted or "rematted_computation" in location.names
+    """Whether `jax.checkpoint` evaluates an eqn again for the backward pass."""
+    is_differentiated = any(eqn.params.get("differentiated") for eqn, _ in location.enclosing)
+    return is_differentiated or "rematted_computation" in location.names
 
 
 class _Logs(Probe):
@@ -147,7 +147,7 @@ class _Logs(Probe):
         self._depth = depth
 
     def labels(self, eqn: Any) -> list[Any]:
-        """The labels of what a mark notes as logged, if it is for this one."""
+        """Returns the labels of logged values of this `with_logs`."""
         logged = [label for label in eqn.params["labels"] if label is not None and label.role == "log"]
         return [label for label in logged if label.log_depth == self._depth]
 
@@ -165,7 +165,9 @@ class _Logs(Probe):
 
     def check_unreachable(self, jaxpr: Any, what: str) -> None:
         if any_eqn(jaxpr, self.is_wanted):
-            raise NotImplementedError(f"with_logs: a Function logs inside {what}, from where no value can come out.")
+            raise NotImplementedError(
+                f"with_logs: a Function logs inside {what}, which cannot return further values. Log outside it."
+            )
 
     def later(self, before: Harvest, now: Harvest) -> Harvest:
         return now

@@ -1,4 +1,4 @@
-"""`residuals`: what reverse mode keeps between the forward and the backward pass, and who saved it."""
+"""`residuals`: lists the arrays that reverse mode keeps for the backward pass."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from jaxfn._tree import is_array_leaf
 
 
 class Residual(NamedTuple):
-    """An array that is kept for the backward pass, as one of those that saved it.
+    """An array that reverse mode keeps for the backward pass, and the Function that saved it.
 
     Attributes:
-      function: the Function that saved it; "JAX" for what JAX keeps for operations of its own.
-      name: by which name or position, or as which attribute of ctx, it was saved: "x", `saved_tensors[0]`, `ctx.mask`.
-        Of what JAX keeps itself, the argument that it is, if any.
-      shape, dtype, nbytes: of the whole array: under a scan, of what all its steps keep.
-      kind: "input", "output" or "intermediate" of the Function; of what JAX keeps, of the whole program; "closed over"
-        where `backward` closes over it; "constant" where the program itself holds it.
-      argument: which argument of the program it is, as `args[0]['w']`; "" where the program computed it.
-      inside: what the backward that reads it lies in, from outside: "scan of 3", "checkpoint", "cond", ...
+      function: the name of the Function that saved it; "JAX" for residuals of JAX's own operations.
+      name: the name, index or attribute of ctx under which it was saved: "x", `saved_tensors[0]`, `ctx.mask`. For a
+        residual of JAX, the name of the argument that it is, if any.
+      shape, dtype, nbytes: those of the whole array; in a scan, of the stacked array of all steps.
+      kind: "input", "output" or "intermediate" of the Function (for a residual of JAX, of the whole function);
+        "closed over" if `backward` captures it; "constant" for a constant of the jaxpr.
+      argument: the argument of the function that it is, as `args[0]['w']`; "" if it is computed.
+      enclosing: the control flow around the backward pass that reads it, the outermost first: "scan of 3",
+        "checkpoint", "cond", ...
       is_packed: whether saved-tensor hooks have packed it.
-      is_on_host: whether it is kept in host memory.
-      is_duplicate: whether an earlier row is of the same array, which is counted once.
+      is_on_host: whether it is in host memory.
+      is_duplicate: whether an earlier row has the same array, which is counted once.
     """
 
     function: str
@@ -43,7 +44,7 @@ class Residual(NamedTuple):
     nbytes: int
     kind: str
     argument: str = ""
-    inside: tuple[str, ...] = ()
+    enclosing: tuple[str, ...] = ()
     is_packed: bool = False
     is_on_host: bool = False
     is_duplicate: bool = False
@@ -51,18 +52,18 @@ class Residual(NamedTuple):
     @property
     def notes(self) -> str:
         """The text of the table's last column."""
-        said = [*self.inside]
-        said += [f"is {self.argument}"] * bool(self.argument and self.argument != self.name)
-        said += ["packed"] * self.is_packed + ["on the host"] * self.is_on_host
-        return ", ".join(said + ["counted above"] * self.is_duplicate)
+        notes = [*self.enclosing]
+        notes += [f"is {self.argument}"] * bool(self.argument and self.argument != self.name)
+        notes += ["packed"] * self.is_packed + ["on the host"] * self.is_on_host
+        return ", ".join(notes + ["counted above"] * self.is_duplicate)
 
 
 class ResidualTable(Sequence[Residual]):
-    """The residuals of a function: a sequence of `Residual`, which prints as a table.
+    """The residuals of a function: a sequence of `Residual` that prints as a table.
 
     Attributes:
-      total_bytes: the bytes of all arrays that are kept, each counted once.
-      bytes_by_function: the same by Function; "JAX" is what JAX keeps for operations of its own.
+      total_bytes: the number of bytes of all arrays, each counted once.
+      bytes_by_function: the number of bytes by Function; "JAX" for residuals of JAX's own operations.
     """
 
     def __init__(self, rows: Sequence[Residual]) -> None:
@@ -96,27 +97,25 @@ class ResidualTable(Sequence[Residual]):
 
 
 def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> ResidualTable:
-    """Lists what reverse mode keeps between a function's forward and backward pass: each array, and who saved it.
+    """Lists the arrays that reverse mode keeps for the backward pass of `f`, and which Function saved each of them.
 
-    Nothing is computed: the function is traced, under the policies, hooks and transformations that it has. The sum is
-    exactly that of the arrays in the pullback of `jax.vjp`. XLA may keep less: it recomputes what is cheap, and shares
-    memory.
+    `f` is traced, not executed, with its checkpoint policies, hooks and transformations. The total equals the size of
+    the pullback of `jax.vjp`. XLA may keep less, since it rematerializes and shares memory.
 
     Args:
-      f: a function of arrays, with Functions of jaxfn somewhere inside, or without.
-      *args: its arguments, of any pytrees; arrays, or `jax.ShapeDtypeStruct`s in their places. Those that it is not
-        differentiated by may hold anything else too: text, functions, numbers that stay Python's.
-      argnums: by which of them it is differentiated, as for `jax.grad`; by default by all. What is not differentiated
-        needs no residuals, so say here what your training step says.
+      f: A function of pytrees of arrays. It may call jaxfn Functions.
+      *args: Example arguments. `jax.ShapeDtypeStruct` is accepted in place of an array. Arguments that are not
+        differentiated may be any Python value.
+      argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: all. Arguments that are not
+        differentiated need no residuals, so pass what the training step passes.
 
     Returns:
-      A row for each array and each Function that saved it, in the order of the pullback's arrays, without those of
-      size 0. `print` shows it as
-      a table; `total_bytes` and `bytes_by_function` can be asserted in tests.
+      A `ResidualTable` with one row per array and Function, in the order of the pullback's arrays, without arrays of
+      size 0. `print` formats it; tests can assert its `total_bytes` and `bytes_by_function`.
 
     Raises:
-      TypeError: an output, or an argument that it is differentiated by, is no array, as for `jax.vjp`.
-      ValueError: `argnums` names an argument that was not given.
+      TypeError: An output, or an argument in `argnums`, is not an array.
+      ValueError: `argnums` names an argument that was not passed.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn
@@ -144,42 +143,42 @@ def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | 
 
     Torch counterpart: none; `torch.autograd.graph.saved_tensors_hooks` can be made to print what is saved.
     """
-    wanted = range(len(args)) if argnums is None else np.atleast_1d(argnums).tolist()
-    if any(not -len(args) <= i < len(args) for i in wanted):
-        raise ValueError(f"residuals: argnums={argnums}, but the function was given {len(args)} arguments.")
-    return ResidualTable(list(_Passes(f, args, [i % len(args) for i in wanted]).rows()))
+    chosen = range(len(args)) if argnums is None else np.atleast_1d(argnums).tolist()
+    if any(not -len(args) <= i < len(args) for i in chosen):
+        raise ValueError(f"residuals: argnums={argnums}, but {len(args)} arguments were passed.")
+    return ResidualTable(list(_Passes(f, args, [i % len(args) for i in chosen]).rows()))
 
 
 class _Passes:
-    """The forward and the backward pass of a function, as jaxprs; marks are in the second alone, and change neither."""
+    """The forward and the backward pass of a function as jaxprs; the backward pass has labels."""
 
-    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], wanted: list[int]) -> None:
+    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], argnums: list[int]) -> None:
         trees: list[Any] = []
         paths, tree_of_args = jax.tree_util.tree_flatten_with_path(args)
         names = [f"args{jax.tree_util.keystr(path)}" for path, _ in paths]
         for name, (path, leaf) in zip(names, paths, strict=True):
-            if path[0].idx in wanted and not (_is_array(leaf) or isinstance(leaf, (numbers.Number, np.generic))):
+            if path[0].idx in argnums and not (_is_array(leaf) or isinstance(leaf, (numbers.Number, np.generic))):
                 raise TypeError(
-                    f"residuals: {name} is of type {type(leaf).__name__}, by which nothing is differentiated. Say by "
-                    "which arguments it is: residuals(..., argnums=...)."
+                    f"residuals: {name} is of type {type(leaf).__name__}, expected an array. Pass the arguments to "
+                    "differentiate with respect to: residuals(..., argnums=...)."
                 )
 
         def forward(*arrays: Any) -> tuple[list[Any], list[Any]]:
-            given_arrays = iter(arrays)
-            leaves = [next(given_arrays) if _is_array(leaf) else leaf for _, leaf in paths]
+            remaining = iter(arrays)
+            leaves = [next(remaining) if _is_array(leaf) else leaf for _, leaf in paths]
             args = jax.tree_util.tree_unflatten(tree_of_args, leaves)
 
-            def function_of_wanted(*values: Any) -> Any:
-                given = dict(zip(wanted, values, strict=True))
-                return f(*(given.get(i, x) for i, x in enumerate(args)))
+            def function_of_chosen(*values: Any) -> Any:
+                chosen = dict(zip(argnums, values, strict=True))
+                return f(*(chosen.get(i, x) for i, x in enumerate(args)))
 
-            output, pull = jax.vjp(function_of_wanted, *(args[i] for i in wanted))
-            outputs, (kept, tree) = jax.tree_util.tree_leaves(output), jax.tree_util.tree_flatten(pull)
+            output, pullback = jax.vjp(function_of_chosen, *(args[i] for i in argnums))
+            outputs, (kept, tree) = jax.tree_util.tree_leaves(output), jax.tree_util.tree_flatten(pullback)
             trees[:] = tree, jax.tree_util.tree_structure(output)
             return outputs, kept
 
         self._forward, _ = open_jaxpr(jax.make_jaxpr(forward)(*(leaf for _, leaf in paths if _is_array(leaf))))
-        pull_tree, output_tree = trees
+        pullback_tree, output_tree = trees
         num_outputs = output_tree.num_leaves
         self._outputs = self._forward.outvars[:num_outputs]
         self._kept = self._forward.outvars[num_outputs:]
@@ -187,9 +186,11 @@ class _Passes:
         self._arguments = dict(zip(self._forward.invars, names, strict=True))
 
         def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            given = [ct if ct is not None else _no_cotangent(v.aval) for ct, v in zip(cotangents, outputs, strict=True)]
-            pull: Any = jax.tree_util.tree_unflatten(pull_tree, kept)
-            return pull(jax.tree_util.tree_unflatten(output_tree, given))
+            filled = [
+                ct if ct is not None else _no_cotangent(v.aval) for ct, v in zip(cotangents, outputs, strict=True)
+            ]
+            pullback: Any = jax.tree_util.tree_unflatten(pullback_tree, kept)
+            return pullback(jax.tree_util.tree_unflatten(output_tree, filled))
 
         outputs = self._outputs
         cotangents = [_like(v.aval) if jnp.issubdtype(v.aval.dtype, jnp.inexact) else None for v in outputs]
@@ -197,15 +198,15 @@ class _Passes:
             self._backward, _ = open_jaxpr(make_jaxpr(backward, [_like(v.aval) for v in self._kept], cotangents))
 
     def rows(self) -> Iterator[Residual]:
-        """A row for each array that is kept and each Function that reads it."""
+        """Yields a row for each residual array and each Function that reads it."""
         seen: set[Any] = set()
         constants = set(self._forward.constvars)
         for kept, read in zip(self._kept, self._backward.invars, strict=False):
             nbytes = math.prod(kept.aval.shape) * kept.aval.dtype.itemsize
             if not nbytes:
                 continue
-            is_known = is_variable(kept)
-            argument = self._arguments.get(kept, "") if is_known else ""
+            is_traced = is_variable(kept)
+            argument = self._arguments.get(kept, "") if is_traced else ""
             row = Residual(
                 "JAX",
                 argument,
@@ -214,28 +215,28 @@ class _Passes:
                 nbytes,
                 "input" if argument else "intermediate",
                 argument=argument,
-                is_on_host=is_known and memory_space(kept) == jax.memory.Space.Host,
+                is_on_host=is_traced and memory_space(kept) == jax.memory.Space.Host,
             )
-            if not is_known or kept in constants:
+            if not is_traced or kept in constants:
                 row = row._replace(kind="constant")
             elif any(kept is output for output in self._outputs):
                 row = row._replace(kind="output")
             readers = list(_readers(self._backward, read, ()))
             by_functions = [reader for reader in readers if reader[0] is not None]
-            for label, inside in by_functions or readers[:1] or [(None, ())]:
-                is_duplicate = is_known and kept in seen
-                if is_known:
+            for label, enclosing in by_functions or readers[:1] or [(None, ())]:
+                is_duplicate = is_traced and kept in seen
+                if is_traced:
                     seen.add(kept)
-                own = row._replace(inside=inside, is_duplicate=is_duplicate)
+                reader_row = row._replace(enclosing=enclosing, is_duplicate=is_duplicate)
                 if label is not None:
-                    own = own._replace(
+                    reader_row = reader_row._replace(
                         function=label.function, name=label.name, kind=label.source, is_packed=label.is_packed
                     )
-                yield own
+                yield reader_row
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a program takes it as an array. JAX writes numbers, NumPy's too, into the program."""
+    """Whether a leaf is an argument of the jaxpr. Numbers, also of NumPy, become literals."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return isinstance(leaf, np.ndarray) and is_array_leaf(leaf)
     return is_array_leaf(leaf) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))  # a `jax.ShapeDtypeStruct`
@@ -249,8 +250,12 @@ def _no_cotangent(aval: Any) -> Any:
     return np.zeros(aval.shape, jax.float0)
 
 
-# Operations that move their operands without computing anything from them.
-_MOVING = primitives("reshape squeeze broadcast_in_dim copy pvary optimization_barrier") | {name_p, attach_p, stop_p}
+# Primitives that only move or rename their operands.
+_DATA_MOVEMENT = primitives("reshape squeeze broadcast_in_dim copy pvary optimization_barrier") | {
+    name_p,
+    attach_p,
+    stop_p,
+}
 
 
 _Reader = tuple[Label | None, tuple[str, ...]]
@@ -267,7 +272,7 @@ def _readers(jaxpr: Any, variable: Any, enclosing: tuple[str, ...]) -> Iterator[
             continue
         inner = subjaxprs(eqn)
         found: list[_Reader] = []
-        unchanged: set[int | None] = set(indices) if is_any_of(eqn, _MOVING) else set()
+        unchanged: set[int | None] = set(indices) if is_any_of(eqn, _DATA_MOVEMENT) else set()
         for sub in inner:
             for invar, operand in zip(sub.jaxpr.invars, sub.operands, strict=True):
                 if operand in indices:
@@ -283,7 +288,7 @@ def _unchanged_outputs(jaxpr: Any, variable: Any) -> Iterator[int]:
     """Yields the indices of the outputs of a jaxpr that are one of its variables."""
     same = {variable}
     for eqn in jaxpr.eqns:
-        if is_any_of(eqn, _MOVING):
+        if is_any_of(eqn, _DATA_MOVEMENT):
             pairs = zip(eqn.invars, eqn.outvars, strict=False)
             same |= {result for atom, result in pairs if is_variable(atom) and atom in same}
     return (i for i, atom in enumerate(jaxpr.outvars) if is_variable(atom) and atom in same)

@@ -1,4 +1,4 @@
-"""A function's outputs, gradients and second derivatives, by torch and by JAX, as NumPy arrays under the same names.
+"""Evaluation of outputs, gradients and second derivatives by torch and by JAX, as NumPy arrays under equal names.
 
 Gradients are in torch's convention for complex numbers on both sides.
 """
@@ -19,42 +19,42 @@ from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._tree import conjugate, is_array_leaf, is_inexact
 
 Measurements = dict[str, Array]
-"""By what was measured: `output 0`, `gradient of input 0 (alone)`, ..."""
+"""Arrays by name: `output 0`, `gradient of input 0 (alone)`, ..."""
 
 
 class Backend(ABC):
-    """One library's way of computing what is compared."""
+    """A library that evaluates a function and its derivatives."""
 
     def __init__(self, function: Any) -> None:
         self.function: Callable[..., Any] = getattr(function, "apply", function)
 
     def measure(self, inputs: Inputs, second_order: bool) -> tuple[Measurements, str | None]:
-        """Everything that is compared, and why there are no second derivatives, if there are none."""
+        """Returns everything that is compared, and the reason if there are no second derivatives."""
         measured: Measurements = {f"output {i}": y for i, y in enumerate(self.outputs(inputs))}
         for pattern in inputs.patterns():
             gradients = self.gradients(inputs, pattern)
             for i, gradient in zip(pattern, gradients, strict=True):
                 measured[f"gradient of {inputs.names[i]}{_together(inputs, pattern)}"] = gradient
-        refusal = None
+        no_second_order = None
         if second_order and inputs.values:
             try:
                 seconds = self.second_derivatives(inputs)
                 measured |= {f"second derivative, {name}": x for name, x in seconds.items()}
             except (RuntimeError, NotImplementedError, TypeError) as error:
-                refusal = str(error).splitlines()[0]
-        return measured, refusal
+                no_second_order = str(error).splitlines()[0]
+        return measured, no_second_order
 
     @abstractmethod
     def outputs(self, inputs: Inputs) -> list[Array]:
-        """The array leaves that the function returns."""
+        """Returns the array leaves of the function's result."""
 
     @abstractmethod
     def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
-        """The gradients of these inputs, only they being differentiated, for drawn gradients of the outputs."""
+        """Returns the gradients of these inputs, differentiated without the others, for random grad_outputs."""
 
     @abstractmethod
     def second_derivatives(self, inputs: Inputs) -> Measurements:
-        """The gradients of all gradients, for drawn gradients of those, by input and by `grad_output 0`, ..."""
+        """Returns the gradients of all gradients, for random cotangents, by input and by `grad_output 0`, ..."""
 
 
 def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
@@ -71,12 +71,12 @@ class TorchBackend(Backend):
     def _call(self, inputs: Inputs, leaves: Sequence[Any]) -> list[Any]:
         import torch
 
-        # Copies, since a Function may write to its inputs, which autograd forbids for leaves.
+        # Copies, since a Function may mutate its inputs, which autograd forbids for leaves.
         returned = inputs.call(self.function, to_torch, [leaf.clone() for leaf in leaves])
         return [y for y in tree_leaves(returned) if isinstance(y, torch.Tensor)]
 
     def _differentiated(self, inputs: Inputs, pattern: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        """The inputs as leaves of torch's graph, and the outputs that have derivatives."""
+        """Returns the inputs as leaves of torch's graph, and the outputs that require gradients."""
         leaves = [to_torch(x).requires_grad_(i in pattern) for i, x in enumerate(inputs.values)]
         outputs = self._call(inputs, leaves)
         return [leaves[i] for i in pattern], [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
@@ -93,11 +93,11 @@ class TorchBackend(Backend):
         leaves, outputs = self._differentiated(inputs, range(len(inputs.values)))
         grad_outputs = [_drawn(i, y).requires_grad_() for i, y in outputs]
         gradients = _torch_grad([y for _, y in outputs], leaves, grad_outputs, create_graph=True)
-        if any(map(_leads_to_a_refusal, gradients)):
+        if any(map(_leads_to_error_node, gradients)):
             raise RuntimeError("backward was marked with @once_differentiable")
-        moving = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
-        directions = [_drawn(100 + i, g) for i, g in moving]
-        seconds = _torch_grad([g for _, g in moving], [*leaves, *grad_outputs], directions)
+        differentiable = [(i, g) for i, g in enumerate(gradients) if g.requires_grad]
+        directions = [_drawn(100 + i, g) for i, g in differentiable]
+        seconds = _torch_grad([g for _, g in differentiable], [*leaves, *grad_outputs], directions)
         names = [*inputs.names, *(f"grad_output {i}" for i, _ in outputs)]
         return {name: _to_numpy(x) for name, x in zip(names, seconds, strict=True)}
 
@@ -111,8 +111,8 @@ def _torch_grad(outputs: list[Any], leaves: list[Any], grad_outputs: list[Any], 
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)]
 
 
-def _leads_to_a_refusal(tensor: Any) -> bool:
-    """Whether differentiating a tensor meets a node that only raises; `torch.autograd.grad` takes a way round it."""
+def _leads_to_error_node(tensor: Any) -> bool:
+    """Whether the graph of a tensor has a node that only raises; `torch.autograd.grad` may not visit it."""
     pending: list[Any] = [tensor.grad_fn]
     seen: set[Any] = set()
     while pending:
@@ -146,23 +146,23 @@ class JaxBackend(Backend):
         return [np.asarray(y) for y in self._call(inputs, [jnp.asarray(x) for x in inputs.values])]
 
     def _pullback(self, inputs: Inputs, values: Sequence[Any], pattern: Sequence[int]) -> tuple[list[Any], Any]:
-        """The outputs that have derivatives, numbered, and a function from their gradients to those of the inputs."""
-        numbers: list[int] = []
+        """Returns the inexact outputs with their indices, and the pullback in torch's convention."""
+        indices: list[int] = []
 
         def function_of_chosen(*chosen: Any) -> list[jax.Array]:
             merged = list(values)
             for i, value in zip(pattern, chosen, strict=True):
                 merged[i] = value
             outputs = self._call(inputs, merged)
-            numbers[:] = [i for i, y in enumerate(outputs) if is_inexact(y.dtype)]
-            return [outputs[i] for i in numbers]
+            indices[:] = [i for i, y in enumerate(outputs) if is_inexact(y.dtype)]
+            return [outputs[i] for i in indices]
 
         outputs, vjp = jax.vjp(function_of_chosen, *(values[i] for i in pattern))
 
         def pullback(grad_outputs: Sequence[Any]) -> list[jax.Array]:
             return [conjugate(g) for g in vjp([conjugate(jnp.asarray(g)) for g in grad_outputs])]
 
-        return list(zip(numbers, outputs, strict=True)), pullback
+        return list(zip(indices, outputs, strict=True)), pullback
 
     def gradients(self, inputs: Inputs, pattern: Sequence[int]) -> list[Array]:
         outputs, pullback = self._pullback(inputs, [jnp.asarray(x) for x in inputs.values], pattern)

@@ -1,4 +1,4 @@
-"""The inputs of a parity check: NumPy arrays and Python values, which torch and JAX both get copies of."""
+"""The inputs of a parity check: NumPy arrays and Python values, of which torch and JAX receive copies."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jaxfn._tree import double, is_array_leaf, is_inexact, is_none
 
 Array = np.ndarray[Any, Any]
 
-# With more differentiable inputs than this, only each alone and all together are tried, not every subset.
+# With more differentiable inputs than this, only each alone and all together are differentiated, not every subset.
 _ALL_SUBSETS_UP_TO = 5
-# A step off a kink: large against double precision, small against the values themselves.
-_NUDGE = 1e-4
+# A relative step away from a kink: large compared with double precision, small compared with the values.
+_STEP = 1e-4
 
 
 class Inputs:
     """The arguments of one call.
 
     Args:
-      args: any pytrees; array leaves become NumPy arrays.
+      args: pytrees; array leaves become NumPy arrays.
 
     Attributes:
-      names: of the array leaves that are differentiated, `input 0` and so on with paths into pytrees.
-      values: those arrays.
+      names: the names of the differentiable array leaves, `input 0` and so on, with paths into pytrees.
+      values: the differentiable arrays.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
@@ -46,12 +46,12 @@ class Inputs:
         return tree_unflatten(self._tree, self._leaves)
 
     def call(self, function: Callable[..., Any], convert: Callable[[Any], Any], values: Sequence[Any]) -> Any:
-        """Calls a function of all arguments.
+        """Calls a function with all arguments.
 
         Args:
           function: the function.
-          convert: makes an array argument of it out of a NumPy array.
-          values: the differentiable arguments, which are passed as they are.
+          convert: converts a NumPy array that is not differentiable.
+          values: the differentiable arrays, already converted.
         """
         leaves = [convert(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in self._leaves]
         for position, value in zip(self._positions, values, strict=True):
@@ -75,15 +75,15 @@ class Inputs:
         return self._with_values([x.astype(double(x.dtype)) for x in self.values])
 
     def nudged(self) -> Inputs:
-        """The inputs in double precision, each number moved a little in a direction of its own."""
+        """The inputs in double precision, each number changed by a small random step."""
         moved = [
-            x + _NUDGE * (1 + abs(x)) * draw(1000 + i, x.shape, x.dtype) for i, x in enumerate(self.in_double().values)
+            x + _STEP * (1 + abs(x)) * draw(1000 + i, x.shape, x.dtype) for i, x in enumerate(self.in_double().values)
         ]
         return self._with_values(moved)
 
 
 def draw(seed: int, shape: Sequence[int], dtype: Any) -> Array:
-    """Normal random numbers that both sides draw alike."""
+    """Returns standard normal numbers, determined by the seed."""
     generator = np.random.default_rng(seed)
     numbers = generator.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -1,4 +1,4 @@
-"""Results of torch, and the file that keeps them: a plain `.npz` of arrays and one JSON text."""
+"""Results of torch, and the file format for them: a plain `.npz` of arrays and one JSON text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Oracle:
     """The results of torch.
 
     Attributes:
-      name: the function's.
-      args: its arguments, arrays among them as NumPy's.
-      given, double, nudged: what was measured on them, on them in double precision, and a small step aside.
-      refusal: why there are no second derivatives, if there are none.
-      versions: of torch and NumPy.
+      name: the name of the function.
+      args: its arguments, with NumPy arrays.
+      given, double, nudged: the results for the arguments, for them in double precision, and a small step away.
+      no_second_order: the reason if there are no second derivatives.
+      versions: the versions of torch and NumPy.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Oracle:
     given: Measurements
     double: Measurements
     nudged: Measurements
-    refusal: str | None
+    no_second_order: str | None
     versions: dict[str, str]
 
 
 def save(path: str, oracle: Oracle) -> None:
-    """Writes an oracle; `path` is taken as it is."""
+    """Writes an oracle to a file."""
     arrays: dict[str, Array] = {}
     args = [_encoded(arg, f"argument {i}", arrays) for i, arg in enumerate(oracle.args)]
     for run in _RUNS:
@@ -46,9 +46,9 @@ def save(path: str, oracle: Oracle) -> None:
     content = {
         "name": oracle.name,
         "args": args,
-        "refusal": oracle.refusal,
+        "no_second_order": oracle.no_second_order,
         "versions": oracle.versions,
-        # NumPy's format does not know bfloat16 and its kin; they are written as bits.
+        # NumPy's format does not have bfloat16 and float8 types; they are written as bits.
         "dtypes": {name: str(array.dtype) for name, array in arrays.items()},
     }
     plain = {name: array.view(f"u{array.itemsize}") if _is_foreign(array) else array for name, array in arrays.items()}
@@ -57,7 +57,7 @@ def save(path: str, oracle: Oracle) -> None:
 
 
 def load(path: str) -> Oracle:
-    """Reads an oracle."""
+    """Reads an oracle from a file."""
     with np.load(path, allow_pickle=False) as file:
         content = json.loads(str(file["content"]))
         arrays = {name: _with_dtype(file[name], dtype) for name, dtype in content["dtypes"].items()}
@@ -66,7 +66,9 @@ def load(path: str) -> Oracle:
         for run in _RUNS
     }
     args = tuple(_decoded(arg, arrays) for arg in content["args"])
-    return Oracle(content["name"], args, **runs, refusal=content["refusal"], versions=content["versions"])
+    return Oracle(
+        content["name"], args, **runs, no_second_order=content["no_second_order"], versions=content["versions"]
+    )
 
 
 def _is_foreign(array: Array) -> bool:
@@ -78,7 +80,7 @@ def _with_dtype(array: Array, dtype: str) -> Array:
 
 
 def _encoded(value: Any, where: str, arrays: dict[str, Array]) -> dict[str, Any]:
-    """A value as JSON, its arrays put aside."""
+    """Returns a value as JSON, and adds its arrays to `arrays`."""
     if isinstance(value, np.ndarray):
         name = f"input/{len(arrays)}"
         arrays[name] = value

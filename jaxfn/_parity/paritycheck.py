@@ -1,4 +1,4 @@
-"""`paritycheck` and `record_oracle`: a port beside the torch Function that it was ported from."""
+"""`paritycheck` and `record_oracle`: compare a port with the torch Function that it was ported from."""
 
 from __future__ import annotations
 
@@ -17,45 +17,49 @@ from jaxfn._parity.oracle import Oracle, load, save
 from jaxfn._parity.report import ParityReport, Row
 from jaxfn._tree import double
 
-# Relative, by the coarser dtype of the two; what rounding in sums and products of usual length leaves.
+# The relative rounding error of sums and products of usual length, by the coarser dtype of the two.
 _RTOL = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-5, "complex64": 2e-5}
 _RTOL_DOUBLE = 1e-9
 
 
 def paritycheck(
-    jax_fn: Any,
-    torch_fn: Any,
+    func: Any,
+    reference: Any,
     inputs: Sequence[Any] | None = None,
     *,
-    rtol: float | None = None,
     atol: float | None = None,
+    rtol: float | None = None,
+    raise_exception: bool = True,
     second_order: bool = True,
 ) -> ParityReport:
-    """Compares a Function on JAX with the torch one that it was ported from, on the same numbers.
+    """Compares a JAX function with the torch function that it was ported from, on equal numbers.
 
-    Outputs, the gradients for every subset of differentiated inputs, and second derivatives are computed by both, once
-    in the dtypes of the inputs and once in double precision. Where they differ, the second run tells rounding from a
-    wrong formula; a third one, a small step aside, finds differences that exist at a kink only (torch and JAX choose
-    different derivatives of `clamp`, `abs`, `maximum` and norms exactly there).
+    Outputs, the gradients for every subset of differentiated inputs, and second derivatives are computed by both, in
+    the dtypes of the inputs and in double precision. If they differ, the second run distinguishes rounding from a wrong
+    formula; a third run, a small step away, detects differences at a kink only (torch and JAX choose different
+    derivatives of `clamp`, `abs`, `maximum` and norms exactly there).
 
-    Torch drops the derivative of an intermediate that `forward` saved, and jaxfn does not. A second derivative that
-    differs by this alone does not fail the check; a note says so.
+    torch drops the derivative of an intermediate that `forward` saved, and jaxfn does not. A second derivative that
+    differs for this reason alone does not fail the check; a note says so.
 
     Args:
-      jax_fn: a `jaxfn.Function` or any function of JAX arrays.
-      torch_fn: a `torch.autograd.Function` or any function of tensors; or the path of what `record_oracle` wrote,
-        with which torch is not needed.
-      inputs: the arguments, arrays (NumPy's, of any shapes) and Python values; left out with a recorded oracle.
-      rtol, atol: how far apart numbers may be: `|jax - torch| <= atol + rtol * |torch|`. By default what rounding in
-        the dtype at hand leaves, `atol` relative to the largest number of the array.
-      second_order: whether to compare second derivatives too.
+      func: The port: a `jaxfn.Function` or any function of JAX arrays.
+      reference: What it is compared with: a `torch.autograd.Function`, any function of tensors, or the path of a file
+        that `record_oracle` wrote, for which torch is not needed.
+      inputs: The arguments, arrays (of NumPy, of any shapes) and Python values; `None` with a recorded file.
+      atol: The absolute tolerance. Default: rounding in the dtype, relative to the largest number of the array.
+      rtol: The relative tolerance: `|jax - torch| <= atol + rtol * |torch|`. Default: rounding in the dtype.
+      raise_exception: Whether to raise on failure.
+      second_order: Whether to compare second derivatives.
 
     Returns:
-      A report: true where everything agrees; `print` shows it as a table, `to_json()` gives it as JSON.
+      A `ParityReport`, which is true if everything agrees. `print` shows it as a table, `to_json()` returns it as JSON.
 
     Raises:
-      ImportError: torch is not installed, and `torch_fn` is not a path.
-      ValueError: `torch_fn` returned no tensor.
+      ParitycheckError: An array differs; the text says which, and `error.report` has it as data.
+      ImportError: torch is not installed, and `reference` is not a path.
+      TypeError: `inputs` are missing, or were passed together with a recorded file.
+      ValueError: The torch function returned no tensor.
 
     Examples:
       >>> import torch, jax.numpy as jnp, numpy as np, jaxfn
@@ -76,30 +80,33 @@ def paritycheck(
 
     Torch counterpart: none.
     """
-    if isinstance(torch_fn, (str, os.PathLike)):
+    if isinstance(reference, (str, os.PathLike)):
         if inputs is not None:
-            raise TypeError("paritycheck: a recorded oracle has its own inputs; leave `inputs` out")
-        oracle = load(os.fspath(torch_fn))
+            raise TypeError("paritycheck: a recorded file has its own inputs. Omit `inputs`.")
+        oracle = load(os.fspath(reference))
     else:
         if inputs is None:
-            raise TypeError("paritycheck: say on which `inputs` to compare")
-        oracle = _ask_torch(torch_fn, inputs, second_order, "paritycheck")
-    return _compare(JaxBackend(jax_fn), oracle, rtol, atol, second_order)
+            raise TypeError("paritycheck: `inputs` are missing. Pass the arguments on which to compare.")
+        oracle = _run_torch(reference, inputs, second_order, "paritycheck")
+    report = _compare(JaxBackend(func), oracle, rtol, atol, second_order)
+    if raise_exception:
+        report.raise_if_failed()
+    return report
 
 
-def record_oracle(torch_fn: Any, inputs: Sequence[Any], path: str | os.PathLike[str]) -> None:
-    """Writes what `paritycheck` needs of a torch Function to a file, for an environment without torch.
+def record_oracle(func: Any, inputs: Sequence[Any], path: str | os.PathLike[str]) -> None:
+    """Writes the results of a torch function to a file, for `paritycheck` in an environment without torch.
 
     Args:
-      torch_fn: a `torch.autograd.Function` or any function of tensors.
-      inputs: the arguments, arrays and such Python values as JSON has.
-      path: the file, usually `*.npz`; it holds inputs, outputs, gradients, second derivatives and versions, and no
+      func: A `torch.autograd.Function` or any function of tensors.
+      inputs: The arguments, arrays and Python values that JSON supports.
+      path: The file, usually `*.npz`. It has inputs, outputs, gradients, second derivatives and versions, and no
         pickles.
 
     Raises:
       ImportError: torch is not installed.
-      TypeError: an argument cannot be written.
-      ValueError: `torch_fn` returned no tensor.
+      TypeError: An argument cannot be written.
+      ValueError: `func` returned no tensor.
 
     Examples:
       >>> import os, tempfile, jax, torch, numpy as np, jaxfn
@@ -110,47 +117,47 @@ def record_oracle(torch_fn: Any, inputs: Sequence[Any], path: str | os.PathLike[
 
     Torch counterpart: none.
     """
-    save(os.fspath(path), _ask_torch(torch_fn, inputs, True, "record_oracle"))
+    save(os.fspath(path), _run_torch(func, inputs, True, "record_oracle"))
 
 
-def _ask_torch(torch_fn: Any, args: Sequence[Any], second_order: bool, what: str) -> Oracle:
+def _run_torch(func: Any, args: Sequence[Any], second_order: bool, what: str) -> Oracle:
     try:
         import torch
     except ImportError as error:
         raise ImportError(
-            f"jaxfn.{what} runs the torch Function, and PyTorch is not installed: pip install torch (the CPU build "
-            "will do), or record an oracle where it is (jaxfn.record_oracle) and check against that file"
+            f"jaxfn.{what} runs the torch function, and torch is not installed. Run `pip install torch` (the CPU "
+            "build suffices), or call jaxfn.record_oracle where it is installed, and pass that file to paritycheck."
         ) from error
     if not isinstance(args, (list, tuple)):
         args = (args,)
     inputs = Inputs(args)
-    side = TorchBackend(torch_fn)
-    measured, refusal = side.measure(inputs, second_order)
-    name = getattr(torch_fn, "__qualname__", repr(torch_fn))
+    backend = TorchBackend(func)
+    measured, no_second_order = backend.measure(inputs, second_order)
+    name = getattr(func, "__qualname__", repr(func))
     if not any(row.startswith("output") for row in measured):
         raise ValueError(f"jaxfn.{what}: {name} returned no tensor for these inputs, so there is nothing to compare")
     return Oracle(
         name=name,
         args=inputs.args,
         given=measured,
-        double=side.measure(inputs.in_double(), second_order)[0],
-        nudged=side.measure(inputs.nudged(), second_order)[0],
-        refusal=refusal,
+        double=backend.measure(inputs.in_double(), second_order)[0],
+        nudged=backend.measure(inputs.nudged(), second_order)[0],
+        no_second_order=no_second_order,
         versions={"torch": torch.__version__, "numpy": np.__version__},
     )
 
 
 def _compare(
-    side: JaxBackend, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool
+    backend: JaxBackend, oracle: Oracle, rtol: float | None, atol: float | None, second_order: bool
 ) -> ParityReport:
     inputs = Inputs(oracle.args)
-    second_order = second_order and oracle.refusal is None
-    ours = _measure(side, inputs, second_order)
-    report = ParityReport(oracle.name, {**oracle.versions, "jax": jax.__version__}, [], [])
-    if oracle.refusal is not None:
-        report.notes.append(f"torch gives no second derivatives: {oracle.refusal}")
-    if ours.refusal is not None:
-        report.notes.append(f"JAX gives no second derivatives: {ours.refusal}")
+    second_order = second_order and oracle.no_second_order is None
+    ours = _measure(backend, inputs, second_order)
+    report = ParityReport(oracle.name, {**oracle.versions, "jax": jax.__version__})
+    if oracle.no_second_order is not None:
+        report.notes.append(f"torch has no second derivatives: {oracle.no_second_order}")
+    if ours.no_second_order is not None:
+        report.notes.append(f"JAX has no second derivatives: {ours.no_second_order}")
     for what, expected in oracle.given.items():
         if what.startswith("second derivative") and not second_order:
             continue
@@ -162,7 +169,7 @@ def _compare(
     wrong = [row for row in report.rows if row.what.startswith("second derivative") and row.verdict == "formula"]
     if wrong:
         with CALL_MONITOR(CallMonitor(bypass_rules=False, stops_intermediates=True)):
-            stopped = _measure(side, inputs, second_order)
+            stopped = _measure(backend, inputs, second_order)
         for row in wrong:
             again = _row(row.what, stopped.given.get(row.what), oracle.given[row.what], rtol, atol, None)
             row.verdict = "intermediate" if again.verdict == "equal" else _explain(row.what, stopped, oracle)
@@ -172,9 +179,9 @@ def _compare(
             "from second derivatives, and jaxfn does not; without it they agree. Save inputs or outputs and compute "
             "the rest in backward, for second derivatives that are right in torch too."
         )
-    extra = [what for what in ours.given if what.startswith("output") and what not in oracle.given]
-    report.notes += [f"JAX returns {what}, which torch does not" for what in extra]
-    report.has_extra_outputs = bool(extra)
+    for what, output in ours.given.items():
+        if what.startswith("output") and what not in oracle.given:
+            report.rows.append(Row(what, output.shape, str(output.dtype), verdict="extra"))
     if any(row.verdict == "kink" for row in report.rows):
         report.notes.append(
             "kink: the derivatives agree a small step aside. torch and JAX choose different derivatives of clamp, abs, "
@@ -189,16 +196,16 @@ class _Measured(NamedTuple):
     given: Measurements
     double: Measurements
     nudged: Measurements
-    refusal: str | None
+    no_second_order: str | None
 
 
-def _measure(side: JaxBackend, inputs: Inputs, second_order: bool) -> _Measured:
-    """Computes everything that is compared, and why there are no second derivatives, if there are none."""
-    given, refusal = side.measure(inputs, second_order)
+def _measure(backend: JaxBackend, inputs: Inputs, second_order: bool) -> _Measured:
+    """Computes everything that is compared, and the reason if there are no second derivatives."""
+    given, no_second_order = backend.measure(inputs, second_order)
     with jax.enable_x64(True):
-        in_double, _ = side.measure(inputs.in_double(), second_order)
-        nudged, _ = side.measure(inputs.nudged(), second_order)
-    return _Measured(given, in_double, nudged, refusal)
+        in_double, _ = backend.measure(inputs.in_double(), second_order)
+        nudged, _ = backend.measure(inputs.nudged(), second_order)
+    return _Measured(given, in_double, nudged, no_second_order)
 
 
 def _row(
@@ -218,7 +225,7 @@ def _row(
 def _errors(
     ours: Array, expected: Array, dtype: Any, rtol: float | None = None, atol: float | None = None
 ) -> tuple[float, float, float, float]:
-    """The largest absolute and relative error, the largest one in units of its tolerance, and that tolerance."""
+    """Returns the largest absolute error, relative error, and ratio of error to tolerance, and that tolerance."""
     common = double(np.complex64 if "c" in (ours.dtype.kind, expected.dtype.kind) else np.float32)
     a, b = ours.astype(common), expected.astype(common)
     if not a.size:
@@ -238,7 +245,7 @@ def _errors(
 
 
 def _explain(what: str, ours: _Measured, oracle: Oracle) -> str:
-    """Why a row differs: "rounding", "kink" or "formula"."""
+    """Returns why a row differs: "rounding", "kink" or "formula"."""
     if _agrees(ours.double.get(what), oracle.double.get(what)):
         return "rounding"
     if not what.startswith("output") and _agrees(ours.nudged.get(what), oracle.nudged.get(what)):
@@ -249,7 +256,7 @@ def _explain(what: str, ours: _Measured, oracle: Oracle) -> str:
 def _agrees(ours: Array | None, expected: Array | None) -> bool:
     if ours is None or expected is None or ours.shape != expected.shape:
         return False
-    # A function that computes in single precision whatever it is given agrees to that only.
+    # A function may compute in single precision whatever the dtypes of its inputs are.
     coarser = min((ours.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
     return _errors(ours, expected, coarser)[2] <= 1
 

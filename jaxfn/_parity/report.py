@@ -1,28 +1,39 @@
-"""The report of a parity check: as data, as a table, as JSON."""
+"""The report of `paritycheck`: as data, as a table, as JSON."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from jaxfn._inspection.reports import aligned, small
+from jaxfn._inspection.reports import CheckError, CheckReport, aligned, small
+
+
+class ParitycheckError(CheckError):
+    """A port computes other values than the torch original.
+
+    Attributes:
+      report: the `ParityReport`.
+
+    Torch counterpart: none.
+    """
 
 
 @dataclass
 class Row:
-    """One array that both computed.
+    """The comparison of one array.
 
     Attributes:
-      what: which one.
-      shape, dtype: torch's.
-      max_error, relative_error: the largest ones; `None` where the arrays cannot be compared.
-      tolerance: what the worst number may be off.
-      double_error: the largest relative error where both compute in double precision.
-      verdict: "equal"; or how they differ: "intermediate" (they agree if saved intermediates have no derivative in
-        JAX either), "rounding" (in double precision they agree), "kink" (they agree a small step aside), "formula",
-        "missing", "shape ..." or "dtype ..." (what JAX has).
+      what: the name of the array.
+      shape, dtype: the shape and dtype in torch.
+      max_error, relative_error: the largest errors; `None` if the arrays cannot be compared.
+      tolerance: the tolerance of the worst entry.
+      double_error: the largest relative error in double precision.
+      verdict: "equal", or how they differ: "intermediate" (they agree if saved intermediates have no derivative in JAX
+        either), "rounding" (they agree in double precision), "kink" (they agree a small step away), "formula",
+        "missing", "shape ..." or "dtype ..." (those of JAX), "extra" (torch does not return it).
     """
+
+    PASSING: ClassVar[frozenset[str]] = frozenset({"equal", "intermediate"})
 
     what: str
     shape: tuple[int, ...]
@@ -34,42 +45,27 @@ class Row:
     verdict: str = "equal"
 
 
-@dataclass
-class ParityReport:
-    """The report of `paritycheck`; true if all agrees, apart from derivatives of saved intermediates.
+@dataclass(repr=False)
+class ParityReport(CheckReport):
+    """The report of `paritycheck`; true if everything agrees, apart from derivatives of saved intermediates.
 
     Attributes:
-      function: the torch function's name.
-      versions: of torch, NumPy and JAX.
-      rows: one for each output, gradient and second derivative.
-      notes: what one should know about the check.
-      has_extra_outputs: whether JAX returned arrays that torch did not.
+      function: the name of the torch function.
+      versions: the versions of torch, NumPy and JAX.
+      rows: a row for each output, gradient and second derivative.
+      notes: how it was checked, as far as that matters for the result.
     """
+
+    error: ClassVar[type[CheckError]] = ParitycheckError
 
     function: str
     versions: dict[str, str]
-    rows: list[Row]
-    notes: list[str]
-    has_extra_outputs: bool = False
+    rows: list[Row] = field(default_factory=list[Row])
 
     @property
-    def passed(self) -> bool:
-        """Whether everything agrees that torch computes."""
-        return all(row.verdict in ("equal", "intermediate") for row in self.rows) and not self.has_extra_outputs
-
-    def __bool__(self) -> bool:
-        return self.passed
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain Python values."""
-        return asdict(self) | {"passed": self.passed}
-
-    def to_json(self) -> str:
-        """The report as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    def __repr__(self) -> str:
-        return str(self)
+    def failures(self) -> list[Row]:
+        """The rows that differ."""
+        return [row for row in self.rows if row.verdict not in Row.PASSING]
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
