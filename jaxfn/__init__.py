@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxfn._context import FunctionCtx
 from jaxfn._function import Function
-from jaxfn._functional import autograd_function, function
+from jaxfn._functional import CallableFunction, autograd_function, function
 from jaxfn._hooks import disable_saved_tensors_hooks, save_on_host, saved_tensors_hooks
 from jaxfn._once_differentiable import once_differentiable
 from jaxfn._vmap_method import VmapInfo
@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     from jaxfn._gradcheck import GradcheckError, GradcheckReport, Mismatch, gradcheck, gradgradcheck
     from jaxfn._inspection.find_nan import NanOrigin, find_nan
     from jaxfn._inspection.logs import logged, with_logs
+    from jaxfn._inspection.reports import CheckError, CheckReport
     from jaxfn._inspection.residuals import Residual, ResidualTable, residuals
     from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
-    from jaxfn._parity.report import ParityReport
+    from jaxfn._parity.report import ParitycheckError, ParityReport
     from jaxfn._torch import TranslationError, from_torch
     from jaxfn._torch.adopt.explain import Explanation as Explanation
 
 __all__ = [  # and Explanation, which needs torch
+    "CallableFunction",
+    "CheckError",
+    "CheckReport",
     "Function",
     "FunctionCtx",
     "GradcheckError",
@@ -31,6 +35,7 @@ __all__ = [  # and Explanation, which needs torch
     "Mismatch",
     "NanOrigin",
     "ParityReport",
+    "ParitycheckError",
     "Residual",
     "ResidualTable",
     "TranslationError",
@@ -55,16 +60,17 @@ __all__ = [  # and Explanation, which needs torch
 
 __version__ = "0.1.0"
 
-# What training does not need is imported when it is first asked for, so that `import jaxfn` stays a matter of
-# milliseconds; and `Explanation` lies beside what imports torch.
+# Tools are imported at their first use, so that `import jaxfn` takes milliseconds; the module of `Explanation` imports
+# torch.
 _TOOLS = {
     "jaxfn._gradcheck": ("GradcheckError", "Mismatch", "GradcheckReport", "gradcheck", "gradgradcheck"),
     "jaxfn._inspection.find_nan": ("NanOrigin", "find_nan"),
+    "jaxfn._inspection.reports": ("CheckError", "CheckReport"),
     "jaxfn._inspection.logs": ("logged", "with_logs"),
     "jaxfn._inspection.residuals": ("ResidualTable", "Residual", "residuals"),
     "jaxfn._kernelcheck": ("KernelReport", "KernelcheckError", "kernelcheck"),
     "jaxfn._parity.paritycheck": ("paritycheck", "record_oracle"),
-    "jaxfn._parity.report": ("ParityReport",),
+    "jaxfn._parity.report": ("ParitycheckError", "ParityReport"),
     "jaxfn._torch": ("TranslationError", "from_torch"),
     "jaxfn._torch.adopt.explain": ("Explanation",),
 }
@@ -72,7 +78,7 @@ _MODULES = {name: module for module, names in _TOOLS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """A tool, from its module."""
+    """Imports a tool from its module."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)

@@ -162,7 +162,7 @@ def non_differentiable_outputs(
         elif marked_keys.count(key) < len(indices) and is_inexact(jax.dtypes.result_type(mark)):
             raise ValueError(
                 f"{name}: mark_non_differentiable was given an array that forward returns {len(indices)} times, as "
-                f"outputs {', '.join(map(str, indices))}, so that it cannot be told which is meant. (A function that "
+                f"outputs {', '.join(map(str, indices))}, so it is ambiguous which is meant. (A function that "
                 "changes nothing, as `y.ravel()` of a vector, gives the array itself.) Where there is to be no "
                 "derivative return another array, `jnp.array(y, copy=True)`, and mark that; or mark it once for each."
             )
@@ -339,7 +339,7 @@ def _one_per_input(name: str, spec: InputSpec, returned: Any) -> Sequence[Any]:
 
 
 def _from_names(where: _Where, names: InputNames, named: dict[Any, Any]) -> Sequence[Any]:
-    """Returns gradients in the order of the inputs; the name of a `*args` parameter stands for all of its items."""
+    """Returns gradients in the order of the inputs; the name of a `*args` parameter means all of its items."""
     by_name = dict(named)
     if names.variadic in by_name:
         items = by_name.pop(names.variadic)

@@ -270,7 +270,7 @@ def staged_under(array: Any) -> Any:
 
 
 def staged_atom(array: Any) -> Any:
-    """Returns the variable or literal of a staged array, and anything else as it is (0.10.0 to 0.12.0)."""
+    """Returns the variable or literal of a staged array, and anything else unchanged (0.10.0 to 0.12.0)."""
     return array.val if is_staged(array) else array
 
 
@@ -552,7 +552,7 @@ def make_primitive(
     def lower(_ctx: Any, *operands: Any, **params: Any) -> list[Any]:
         return evaluate(*operands, **params)
 
-    # Not cacheable: most eqns have params of their own, so that looking one up costs more than lowering it.
+    # Not cacheable: most eqns have different params, so that looking one up costs more than lowering it.
     lowering = mlir.lower_fun(evaluate, multiple_results=True) if lower_as_function else lower
     mlir.register_lowering(primitive, lowering, cacheable=False)
 
@@ -715,7 +715,7 @@ def eqn_source_line(eqn: Any) -> str:
 def scan_sizes(equation: Any) -> tuple[int, int]:
     """Returns the numbers of constants and of carried values of a scan eqn (0.10.0 to 0.12.0).
 
-    0.12.0 has them as a tree of its own instead of two numbers.
+    0.12.0 has them as a tree instead of two numbers.
     """
     tree = equation.params.get("ft_in")
     if tree is None:
@@ -757,10 +757,10 @@ def jit_options(equation: Any) -> dict[str, Any]:
 
 
 def is_plain_jit(equation: Any) -> bool:
-    """Whether `jax.jit` was told nothing of where a function's arrays lie, and nothing of how to compile it."""
+    """Whether `jax.jit` has no shardings, layouts or compiler options."""
     params = equation.params
-    told = [*params["in_shardings"], *params["out_shardings"], *params["in_layouts"], *params["out_layouts"]]
-    is_placed = any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in told)  # 0.10.0 to 0.12.0
+    options = [*params["in_shardings"], *params["out_shardings"], *params["in_layouts"], *params["out_layouts"]]
+    is_placed = any(x is not None and type(x).__name__ != "UnspecifiedValue" for x in options)  # 0.10.0 to 0.12.0
     return not (is_placed or params["compiler_options_kvs"])
 
 
@@ -779,7 +779,7 @@ def manual_axes(equation: Any) -> frozenset[str]:
 
 
 def manual_axes_here() -> Sequence[str]:
-    """The mesh axes that are manual here, as they are inside `shard_map` (0.10.0 to 0.12.0)."""
+    """Returns the mesh axes that are manual in the current context, as inside `shard_map` (0.10.0 to 0.12.0)."""
     return jax.sharding.get_abstract_mesh().manual_axes
 
 

@@ -124,8 +124,8 @@ class _Overridable(Generic[_T]):
 class FunctionCtx:
     """The object by which `forward` passes values to `backward` and `jvp`: torch's ctx.
 
-    Assign any attribute (`ctx.scale = scale`): arrays inside become residuals, the rest travels as it is. Each call of
-    a Function has a ctx of its own.
+    Assign any attribute (`ctx.scale = scale`): arrays inside become residuals, the rest is passed on unchanged. Each
+    call of a Function has its own ctx.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxfn

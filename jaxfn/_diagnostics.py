@@ -75,7 +75,7 @@ _REPLACEMENTS = {
     "bmm": "write x @ y",
     "bool": "write x.astype(bool)",
     "clone": "arrays are immutable, and none has to be copied: leave it out",
-    "contiguous": "arrays have no memory layout of their own: leave it out",
+    "contiguous": "arrays have no memory layout: omit it",
     "cpu": "write jax.device_put(x, device), outside of the Function",
     "cuda": "write jax.device_put(x, device), outside of the Function",
     "detach": "write jax.lax.stop_gradient(x)",
@@ -235,7 +235,7 @@ def _hint_for_number(method: str, ctx: Any) -> str:
         return f"ctx.saved_tensors holds {num_saved}, as many as forward saved"
     if method == "backward" or method == "jvp":
         return "forward saved nothing. Call ctx.save_for_backward(...) there"
-    return "nothing is saved yet. ctx.saved_tensors is for backward; forward has its inputs as they are"
+    return "nothing is saved yet. ctx.saved_tensors is for backward; in forward, use the inputs themselves"
 
 
 def signature_error(

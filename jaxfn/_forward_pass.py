@@ -51,7 +51,7 @@ class CallSpec:
 
     @property
     def may_capture_tracers(self) -> bool:
-        """Whether `forward` may use tracers besides the array leaves: in a closure, or in an object it is passed."""
+        """Whether `forward` may use other tracers than the array leaves: in a closure, or in an object it is passed."""
         return self.inputs.has_objects or self.methods.may_capture_tracers
 
     def scope(self, method: str) -> Any:
@@ -125,8 +125,8 @@ class ForwardPass:
 
     Attributes:
       spec: The call.
-      seen_flags: Which array leaves `forward` was told are being differentiated.
-      perturbed: Which array leaves `backward` is told are.
+      seen_flags: Which array leaves were marked as differentiated in the flags of `forward`.
+      perturbed: Which array leaves are marked as differentiated in the flags of `backward`.
       reads_flags: Whether `forward` read `ctx.needs_input_grad`.
       materialize_grads: What `ctx.set_materialize_grads` was given.
       hooks: The saved-tensor hooks that were active at the call.
@@ -303,7 +303,7 @@ class ForwardPass:
         """Returns the message for an array that ctx captures, needed in another program or differentiated."""
         who = f"{self.spec.name} takes a jax.Ref and" if self.spec.inputs.has_refs else f"{self.spec.name}.forward"
         return (
-            f"{who} keeps a JAX array inside a closure or an object on ctx, which has no derivative of its own. Save "
+            f"{who} keeps a JAX array inside a closure or an object on ctx, which has no derivative. Save "
             "the array itself: ctx.save_for_backward(array), or ctx.name = array."
         )
 
@@ -391,7 +391,7 @@ def run_forward(
     Args:
       spec: The call.
       arrays: The array leaves of the inputs.
-      seen_flags: Which of them `forward` is told are being differentiated.
+      seen_flags: Which of them are marked as differentiated in the flags of `forward`.
       hooks: The saved-tensor hooks that were active at the call.
     """
     if OBSERVATION.value is not Observation.VALUES:  # as nearly always

@@ -43,7 +43,7 @@ class _Apply:
 
 
 class Function:
-    """A function with a derivative of its own: torch's protocol on JAX.
+    """A function with a custom derivative, by torch's protocol.
 
     Subclass it, write `forward` and `backward` as static methods, and call `apply`. `forward` returns any pytree; a
     tuple is several outputs. `backward` takes a gradient for each output, and returns one for each input, `None` for
@@ -88,7 +88,7 @@ class Function:
     _jaxfn_takes_torch_tensors: ClassVar[bool] = False
 
     generate_vmap_rule: ClassVar[bool] = False
-    """Accepted for torch's sake; JAX batches every Function without a `vmap` by itself."""
+    """Ignored, accepted for torch's protocol: JAX batches every Function without a `vmap` automatically."""
 
     generate_jvp_rule: ClassVar[bool] = False
     """Whether forward mode is derived by transposing `backward`, which must then be linear in its gradients."""
@@ -97,13 +97,13 @@ class Function:
     """Whether `backward` gets its gradients as one list instead of one by one."""
 
     clear_saved_tensors_on_access: ClassVar[bool] = False
-    """Accepted for torch's sake; JAX frees residuals by itself."""
+    """Ignored, accepted for torch's protocol: JAX frees residuals automatically."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Never:
         name = cls.__name__
         raise TypeError(
-            f"{name} is not to be instantiated, as in torch's old style: call {name}.apply(...). What {name}(...) was "
-            "to keep becomes an argument of forward, whose gradient is None."
+            f"{name} cannot be instantiated (torch's legacy, non-static Functions are not supported). Call "
+            f"{name}.apply(...), and pass what __init__ stored as arguments of forward with gradient None."
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -140,13 +140,13 @@ class Function:
     @undefined
     def jvp(*args: Any, **kwargs: Any) -> Any:
         """`jvp(ctx, *tangents)`: the tangent of each output, from the tangent of each input; for forward mode."""
-        raise NotImplementedError("a Function with a forward mode of its own defines jvp")
+        raise NotImplementedError("a Function with its own forward mode defines jvp")
 
     @staticmethod
     @undefined
     def vmap(*args: Any, **kwargs: Any) -> Any:
         """`vmap(info, in_dims, *args)`: outputs and their batch axes; used by `jax.vmap` in place of batching."""
-        raise NotImplementedError("a Function with a batching rule of its own defines vmap")
+        raise NotImplementedError("a Function with its own batching rule defines vmap")
 
 
 def _make_apply(function: type[Function], dispatcher: _Dispatcher) -> Callable[..., Any]:
@@ -165,6 +165,13 @@ def _make_apply(function: type[Function], dispatcher: _Dispatcher) -> Callable[.
     apply.__doc__ = function.__doc__
     vars(apply)["_jaxfn_dispatcher"] = dispatcher
     return apply
+
+
+def describe_rules(function: type[Function]) -> str:
+    """Lists the derivative and batching rules that a Function class defines, for its `repr`."""
+    rules = ("backward", "vjp", "jvp", "vmap")
+    defined = [name for name in rules if not getattr(getattr(function, name), "_jaxfn_undefined", False)]
+    return ", ".join(defined) or "no derivative"
 
 
 def show_signature(apply: Callable[..., Any]) -> None:

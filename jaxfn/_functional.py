@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast, overload
 
 from jaxfn._apply_types import P, R_co, TakesAnything, TakesCtx, TakesFunctionCtx
-from jaxfn._function import Function, show_signature
+from jaxfn._function import Function, describe_rules, show_signature
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -39,7 +39,7 @@ class CallableFunction(Generic[P, R_co]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
-        return f"<jaxfn function {self.__qualname__}>"
+        return f"<jaxfn function {self.__qualname__}: {describe_rules(self.Function)}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the class underneath: pickle by name, and cloudpickle by definition where no name will be found."""
@@ -122,7 +122,7 @@ def function(forward: TakesFunctionCtx[P, R_co]) -> CallableFunction[P, R_co]: .
 @overload
 def function(forward: Callable[P, R_co]) -> CallableFunction[P, R_co]: ...
 def function(forward: Callable[..., Any]) -> CallableFunction[..., Any]:
-    """Makes a plain function one with a derivative of its own.
+    """Makes a function with a custom derivative out of a plain function.
 
     Args:
       forward: `forward(ctx, *args)`, or `forward(*args)` where `setup_context` is registered afterwards.
@@ -155,14 +155,14 @@ def autograd_function(
     setup_context: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> CallableFunction[..., Any]:
-    """A function with a derivative of its own, from two functions: R torch's form.
+    """Makes a function with a custom derivative out of two functions: R torch's form.
 
     Args:
       forward: `forward(ctx, *args)`; it saves by name, `ctx.save_for_backward(input=input)`.
       backward: `backward(ctx, *grad_outputs)`; it reads `ctx.saved_variables.input` and
         `ctx.needs_input_grad.input`, and returns `{"input": gradient}`. Names left out have no gradient.
       setup_context: `setup_context(ctx, inputs, output)`, with which `forward` takes no ctx.
-      name: what errors, ledgers and profiles call it; by default what `forward` is called.
+      name: The name in errors, tables and profiles. Default: the name of `forward`.
 
     Returns:
       The callable, as `function` gives it.

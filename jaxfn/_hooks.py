@@ -83,7 +83,7 @@ def disable_saved_tensors_hooks(error_message: str) -> Generator[None]:
       error_message: what the error will say.
 
     Raises:
-      RuntimeError: with that message, where hooks are entered inside, or in force already.
+      RuntimeError: with that message, if hooks are entered inside, or already active.
 
     Examples:
       >>> import jaxfn

@@ -96,7 +96,7 @@ def all_eqns(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_reverse_only(eqn: Any) -> bool:
-    """Whether an eqn stands for the tangents of a `jax.custom_vjp`, or of a Function with backward alone.
+    """Whether an eqn computes the tangents of a `jax.custom_vjp`, or of a Function with backward alone.
 
     `jax.jvp` of these can be traced, and raises when this eqn is evaluated.
     """

@@ -1,6 +1,6 @@
 """Whether user code that is going to be transposed is linear, constants added on included.
 
-JAX refuses to transpose most of what is not linear, but it drops an added constant, and what went through integers, in
+JAX does not transpose most nonlinear operations, but it drops an added constant, and what went through integers, in
 silence. Inside a Function it transposes the rule, and does not look at the operations of `forward`.
 """
 
@@ -80,7 +80,7 @@ _OPAQUE = {linear_map_p, jax.lax.linear_solve_p, jax.lax.while_p}
 def is_linear(
     function: Callable[..., Any], avals: Sequence[Any], constants: Sequence[Any] = (), unused: Sequence[Any] = ()
 ) -> bool:
-    """Whether no operation of a function is known to be nonlinear. JAX refuses to transpose the others.
+    """Whether no operation of a function is known to be nonlinear. JAX does not transpose the others.
 
     Args:
       function: Takes arrays and returns a list of arrays.
@@ -191,8 +191,8 @@ def _kinds_in_operation(eqn: Any, operands: list[_Kind]) -> list[_Kind]:
         return [_Kind.LINEAR] * count
     if not has_transpose(eqn.primitive):
         return [_Kind.OTHER] * count
-    beside = [kind for atom, kind in zip(eqn.invars, operands, strict=True) if is_inexact(atom.aval.dtype)]
-    return [_kind_of_sum(beside)] * count
+    kinds = [kind for atom, kind in zip(eqn.invars, operands, strict=True) if is_inexact(atom.aval.dtype)]
+    return [_kind_of_sum(kinds)] * count
 
 
 def _linear_in(joined: Sequence[_Kind], others: Sequence[_Kind]) -> _Kind:

@@ -80,7 +80,7 @@ class UserMethods:
         self.vmap: Callable[..., Any] | None = function.vmap if _is_defined(function.vmap) else None
         if self.has_jvp and function.generate_jvp_rule:
             raise RuntimeError(
-                f"{self.name} has both generate_jvp_rule=True and a jvp of its own. Delete one of them, to say which "
+                f"{self.name} has both generate_jvp_rule=True and its own jvp. Delete one of them, to say which "
                 "rule forward mode is to use."
             )
 
@@ -125,7 +125,7 @@ class UserMethods:
         if self._function.generate_vmap_rule:
             return (
                 f"You tried to vmap over {self.name}, but it has both generate_vmap_rule=True and a vmap static "
-                "method of its own. Set generate_vmap_rule=False or delete the vmap static method."
+                "method. Set generate_vmap_rule=False or delete the vmap static method."
             )
         if not self._is_separate:
             return (
@@ -202,7 +202,7 @@ class UserMethods:
         """Returns the error for a method that uses a tracer of another program."""
         return NotImplementedError(
             f"{self.name}.{method} closes over a value that JAX traces in another program than the one that {method} "
-            "is called in, as it is in jit, vmap, scan and checkpoint, or it was kept outside of ctx. Pass that value "
+            "is called in, as it is in jit, vmap, scan and checkpoint, or it was stored outside ctx. Pass that value "
             f"to {self.name} as an argument, and save it on ctx where backward needs it."
         )
 
@@ -219,8 +219,7 @@ class UserMethods:
         if location is not None:
             consequence, fix = _NO_RETURN[method]
             warnings.warn(
-                f"{self.name}.{method} returned nothing, so {consequence}: there is no return statement in it "
-                f"({location}). {fix}",
+                f"{self.name}.{method} returned None, so {consequence}: it has no return statement ({location}). {fix}",
                 stacklevel=2,
             )
 

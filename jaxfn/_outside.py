@@ -11,7 +11,7 @@ that depends on one is right at first order and in the program that `forward` ra
 From the results the eqns are followed back, by values that can have a derivative, up to residuals and cotangents. What
 else leads to the `stop` of this call was kept; what belongs to a jaxpr that is finished was kept, or captured.
 
-Where both run eagerly there are no eqns. There, for nested derivatives alone, arrays of forward are watched by weak
+Where both run eagerly there are no eqns. There, for nested derivatives alone, arrays of forward are tracked by weak
 references, and the rule gets copies. Where one is alive when the rule runs, that is staged: what it reads are consts.
 """
 

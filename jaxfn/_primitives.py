@@ -94,7 +94,7 @@ _error_tangent_p = make_primitive(
 def stop(arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays without their derivative: `jax.lax.stop_gradient` in one eqn.
 
-    Concrete ones are returned as they are.
+    Concrete ones are returned unchanged.
     """
     values = [without_tangent(x) for x in arrays]
     return stop_p.bind(*values) if any(isinstance(x, Tracer) for x in values) else values
@@ -229,7 +229,7 @@ def attach(
     Args:
       outputs: Arrays of floating or complex dtype. A derivative that they have already can only be that by values
         which `forward` captured.
-      kept: What the rule needs besides the outputs and inputs.
+      kept: The residuals of the rule other than outputs and inputs.
       inputs: What the rule differentiates with respect to.
       rule: The derivative, or why there is none.
       captured: Raised where the derivative that `outputs` have already is used. `None`: it is added.

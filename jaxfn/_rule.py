@@ -79,7 +79,7 @@ def call_untraced(spec: CallSpec, arrays: Sequence[Any]) -> Any:
 
 
 def call_without_rule(spec: CallSpec, arrays: Sequence[Any]) -> Any:
-    """Calls `forward`; returns its outputs with the derivative of its own operations."""
+    """Calls `forward`; returns its outputs with the derivative of its operations."""
     _, _, returned = call_forward(spec, arrays, spec.inputs.unperturbed)
     outputs = list(returned.arrays)
     for i in returned.spec.non_differentiable:
@@ -95,7 +95,7 @@ def _run_stopped(
     Args:
       spec: The call.
       arrays: The array leaves of the inputs.
-      perturbed: Which of them are being differentiated, besides those that JAX says are.
+      perturbed: Which of them are differentiated, in addition to those that JAX reports.
       hooks: The saved-tensor hooks that were active at the call.
     """
     orders = list(map(derivative_order, arrays))
@@ -229,11 +229,11 @@ class _FunctionRule(LinearizingRule):
 
     @property
     def is_reverse_only(self) -> bool:
-        """Whether there is no forward mode."""
+        """Whether the rule has reverse mode only."""
         return not self.forward_pass.spec.methods.has_forward_mode
 
     def kept(self, result: ForwardResult) -> list[Any]:
-        """Returns what the rule needs besides the differentiable outputs and the inputs."""
+        """Returns the residuals of the rule other than differentiable outputs and inputs."""
         return [*(result.outputs[i] for i in self._constants), *result.intermediates, *result.captured, *result.consts]
 
     def _result(self, outputs: Sequence[Any], kept: Sequence[Any]) -> ForwardResult:

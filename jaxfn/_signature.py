@@ -118,7 +118,7 @@ class ForwardSignature:
             if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
                 raise TypeError(
                     f"{function_name}.forward takes no ctx. Write forward(ctx, ...), or define "
-                    f"setup_context(ctx, inputs, output) beside forward(...).{hint()}"
+                    f"setup_context(ctx, inputs, output) next to forward(...).{hint()}"
                 )
             if parameters[0].kind in _POSITIONAL:
                 parameters = parameters[1:]
@@ -184,7 +184,7 @@ class ForwardSignature:
         if self._takes_ctx and names[0] != "ctx" and fits(self._of_forward, args, kwargs):
             return (
                 f". The first parameter of {self._function_name}.forward, {names[0]!r}, is taken for the ctx: write "
-                f"forward(ctx, {names[0]}, ...), or define setup_context(ctx, inputs, output) beside it."
+                f"forward(ctx, {names[0]}, ...), or define setup_context(ctx, inputs, output) next to it."
                 f"{self._separate_style_hint()}"
             )
         return ""

@@ -1,4 +1,4 @@
-"""Pytrees of arrays and Python values: which leaves are arrays, and everything besides them as a `TreeSpec`.
+"""Pytrees of arrays and Python values: which leaves are arrays, and everything else as a `TreeSpec`.
 
 An *array leaf* is a `jax.Array`, traced or not, a NumPy array or scalar, a `jax.Ref`, or anything with
 `__jax_array__`. Every other leaf is static and stays the Python object that it is.
@@ -34,7 +34,7 @@ _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 @lru_cache(maxsize=4096)
 def _is_array_type(kind: type) -> bool:
-    # JAX passes Python numbers on as subclasses of int, float and complex of its own, which have a dtype.
+    # JAX passes Python numbers on as its own subclasses of int, float and complex, which have a dtype.
     is_typed_scalar = issubclass(kind, (int, float, complex)) and kind.__module__.partition(".")[0] == "jax"
     return is_jax_type(kind) or is_typed_scalar or hasattr(kind, "__jax_array__")
 
@@ -173,7 +173,7 @@ class _ArrayMarker(Opaque):
 
 
 _ARRAY = _ArrayMarker("array")
-_REF = _ArrayMarker("ref")  # a jax.Ref is written in place and has no derivative of its own here
+_REF = _ArrayMarker("ref")  # a jax.Ref is mutated and has no derivative here
 
 
 @lru_cache(maxsize=4096)
@@ -250,7 +250,7 @@ class TreeSpec:
     def mutated_path(self, value: Any, arrays: Sequence[Any], known: Sequence[Any]) -> str | None:
         """Returns where a value that `unflatten` made of `arrays` now holds a leaf that is in neither list."""
         new = self._new_paths(value, arrays, known)
-        if new:  # what a node makes anew each time that it is flattened is not a mutation
+        if new:  # an object that a node creates each time that it is flattened is not a mutation
             always = set(self._new_paths(self.unflatten(iter(arrays)), arrays, known))
             new = [path for path in new if path not in always]
         return new[0] if new else None
@@ -286,7 +286,7 @@ class TreeSpec:
         return self is not ARRAY_SPEC and any(captures_arrays(leaf, are_sought) for leaf in self.leaves)
 
     def key(self) -> tuple[object, ...] | None:
-        """Returns a hashable value that stands for this spec; `None` if some part is not compared by value."""
+        """Returns a hashable value that identifies this spec; `None` if some part is not compared by value."""
         if self._key is None and (self.treedef is None or _has_plain_containers(self.treedef)):
             keys = [leaf_key(leaf) for leaf in self.leaves]
             if all(len(key) > 1 for key in keys):
@@ -376,7 +376,7 @@ def _with_sortable_dicts(value: Any) -> Any:
 
 
 def flatten(value: Any) -> tuple[Sequence[Any], TreeSpec]:
-    """Returns the array leaves of a pytree in tree order, as they are, and the `TreeSpec` that restores it.
+    """Returns the array leaves of a pytree in tree order, unchanged, and the `TreeSpec` that restores it.
 
     `None` is a static leaf.
     """
@@ -418,7 +418,7 @@ def match_leaves(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yields, for each leaf of the skeleton, its path, what `value` has in its place, and the leaf itself.
 
-    `None` stands for a whole subtree. A node of a class of its own (a module) may be matched by another container (a
+    `None` matches a whole subtree. A node of a user's class (a module) may be matched by another container (a
     dict, `nnx.State`), by the names in it. Libraries leave out what has no derivative, so names may be missing there.
     """
     wanted, got = _children(skeleton), _children(value)
@@ -461,12 +461,12 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _name(key: Any) -> Any:
-    """Returns the attribute, dict key or index that a key of a path stands for."""
+    """Returns the attribute, dict key or index of a key of a path."""
     return next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key)
 
 
 def _ends_path(value: object) -> bool:
-    """Whether both structures end here: an array may stand for a wrapper with one, and a wrapper for an array."""
+    """Whether both structures end here: an array matches a wrapper of one, and a wrapper an array."""
     return is_none(value) or is_wrapped_array(value)
 
 

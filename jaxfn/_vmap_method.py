@@ -160,7 +160,7 @@ def _description(value: object) -> str:
 
 
 def _batch_dims(name: str, out_dims: Any, returned: ForwardOutputs) -> list[int | None]:
-    """Returns the batch axis of each array leaf of the outputs; one of `out_dims` may stand for a whole subtree."""
+    """Returns the batch axis of each array leaf of the outputs; one of `out_dims` may apply to a whole subtree."""
     if type(out_dims) is tuple and returned.spec.container not in (None, tuple):
         make: Any = returned.spec.container
         out_dims = make(*out_dims) if len(out_dims) == len(returned.spec.trees) else out_dims

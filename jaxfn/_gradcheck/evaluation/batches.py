@@ -1,6 +1,6 @@
 """Derivatives along many vectors, by rules and by finite differences, in batches that fit into memory.
 
-Results are compared on the host, and compiled functions compute little besides the user's code: XLA takes longer to
+Results are compared on the host, and compiled functions compute little but the user's code: XLA takes longer to
 compile such arithmetic than NumPy to evaluate it.
 """
 

@@ -254,7 +254,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     if reference and not bypassing.functions and not problem.has_reference:
         references = [UnavailableError("it has no rule: autodiff is the derivative that is checked")] * 2
     elif monitor.functions.keys() - bypassing.functions.keys():
-        # Then finite differences decide about reverse mode, and the rules of forward mode are no reference.
+        # Then finite differences decide about reverse mode, and the rules of forward mode do not count as a reference.
         references[1] = UnavailableError("Functions inside the function keep their own rules")
     of_reverse, of_forward = zip(own, map(_retraced, own, rules(call, outputs)), references, strict=True)
     return Derivatives(

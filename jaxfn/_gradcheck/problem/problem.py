@@ -182,7 +182,7 @@ def _cast(leaf: Any, dtype: Any) -> Any:
         return leaf
     if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         if dtype != np.float32:
-            raise ValueError(f"there are no complex numbers of {dtype}, and an input is complex")
+            raise ValueError(f"an input is complex, and {dtype} has no complex type")
         dtype = np.complex64
     return jnp.asarray(leaf).astype(dtype)
 

@@ -1,4 +1,4 @@
-"""The gradient of a function as a problem of its own: a function of the inputs and of the gradients of the outputs."""
+"""The gradient of a function as another problem: a function of the inputs and of the gradients of the outputs."""
 
 from __future__ import annotations
 
