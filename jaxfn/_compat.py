@@ -651,7 +651,7 @@ def zeros_of(aval: Any) -> jax.Array:
 def shape_struct(aval: Any) -> jax.ShapeDtypeStruct:
     """Returns what `jax.make_jaxpr` and `jax.linear_transpose` take in place of an array of a type (0.10.0 to 0.12.0).
 
-    Zeros would be computed, and cannot be outside of `shard_map` where the type is of an array inside.
+    Zeros would be computed, and cannot be outside `shard_map` where the type is of an array inside.
     """
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)

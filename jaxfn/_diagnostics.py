@@ -63,7 +63,7 @@ def location_without_return(function: Callable[..., Any]) -> str | None:
 
 
 def _returns(node: ast.AST) -> bool:
-    """Whether a node has a return or raise statement, outside of functions and classes that it defines."""
+    """Whether a node has a return or raise statement, outside functions and classes that it defines."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
         return False
     return isinstance(node, (ast.Return, ast.Raise)) or any(map(_returns, ast.iter_child_nodes(node)))
@@ -71,13 +71,13 @@ def _returns(node: ast.AST) -> bool:
 
 # Methods of torch's tensors that JAX's arrays lack, if the name alone does not tell what replaces them.
 _REPLACEMENTS = {
-    "backward": "derivatives are taken around a function: jax.grad(f)(x), and jax.vjp(f, x) inside of a Function",
+    "backward": "derivatives are taken around a function: jax.grad(f)(x), and jax.vjp(f, x) inside a Function",
     "bmm": "write x @ y",
     "bool": "write x.astype(bool)",
     "clone": "arrays are immutable, and none has to be copied: leave it out",
     "contiguous": "arrays have no memory layout: omit it",
-    "cpu": "write jax.device_put(x, device), outside of the Function",
-    "cuda": "write jax.device_put(x, device), outside of the Function",
+    "cpu": "write jax.device_put(x, device), outside the Function",
+    "cuda": "write jax.device_put(x, device), outside the Function",
     "detach": "write jax.lax.stop_gradient(x)",
     "dim": "write x.ndim",
     "double": "write x.astype(jnp.float64)",
@@ -101,7 +101,7 @@ _REPLACEMENTS = {
     "select": "write jnp.take(x, index, axis)",
     "split": "write jnp.split(x, places, axis), which takes places to cut at, or a number of parts, and no sizes",
     "t": "write x.T",
-    "to": "write x.astype(dtype), or jax.device_put(x, device) outside of the Function",
+    "to": "write x.astype(dtype), or jax.device_put(x, device) outside the Function",
     "type": "write x.astype(dtype)",
     "type_as": "write x.astype(y.dtype)",
     "unsqueeze": "write jnp.expand_dims(x, axis)",
@@ -172,8 +172,8 @@ _HINTS = {
         "it has one flag for each parameter of forward, without the ctx; its name may be used in place of a number"
     ),
     "Linearization failed to produce known values": (
-        "a derivative goes through an operation that has none, such as a Pallas kernel. Make that operation a Function "
-        "of its own, with a backward, and call its apply here"
+        "a derivative goes through an operation that has none, such as a Pallas kernel. Make that operation a "
+        "separate Function with a backward, and call its apply here"
     ),
     "Shapes must be 1D sequences of concrete values": _ASKS_FOR_VALUE,
 }
@@ -222,7 +222,7 @@ def _hint_for_type_error(text: str) -> str | None:
         if "static_argnums" in text:
             return (
                 "jax.jit cannot take the ctx. Compile what calls the Function (jax.jit(f), where f calls apply), or a "
-                "function without ctx inside of this method; or, if the ctx was to be an input, write "
+                "function without ctx inside this method; or, if the ctx was to be an input, write "
                 "forward(ctx, x, ...)"
             )
         return "the ctx is used as if it were an input. It is the first parameter: write forward(ctx, x, ...)"

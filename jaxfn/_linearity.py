@@ -201,7 +201,7 @@ def _linear_in(joined: Sequence[_Kind], others: Sequence[_Kind]) -> _Kind:
 
 
 def _is_number(fill_value: Any) -> bool:
-    """Whether what is read outside of an array is neither zero nor the NaN that shows a mistake."""
+    """Whether what is read outside an array is neither zero nor the NaN that shows a mistake."""
     return fill_value is not None and fill_value != 0 and not np.isnan(fill_value)
 
 

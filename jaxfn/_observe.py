@@ -43,7 +43,7 @@ class Observation(Enum):
     RESIDUALS = "what backward reads of what forward saved"
     VALUES = "all arrays that pass between JAX and the methods of a Function"
     LOGS = "the values that `ctx.log` receives"
-    EAGER_LOGS = "the same, outside of traced programs"
+    EAGER_LOGS = "the same, outside traced programs"
 
 
 # A user context is thread-local and part of the key of jit's cache: a program is traced again, with its labels.
@@ -154,7 +154,7 @@ def emit_logs(function: str, method: str, logged: Sequence[tuple[str, Any]], res
         for name, value in logged:  # a number has no place in a program either, which later runs without Python
             if any(map(is_traced, [value, *results])):
                 raise RuntimeError(
-                    f"{function}.{method} logs {name!r} inside of jaxfn.logged(), where JAX traces it (jit, vmap, "
+                    f"{function}.{method} logs {name!r} inside jaxfn.logged(), where JAX traces it (jit, vmap, "
                     "scan, a higher derivative), so that there is no value yet. Use jaxfn.with_logs(f), which returns "
                     "the result and the logs, and jit that."
                 )

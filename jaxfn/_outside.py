@@ -1,4 +1,4 @@
-"""Arrays that `forward` kept outside of ctx, in a global or an object, and that `backward` or `jvp` read there.
+"""Arrays that `forward` kept outside ctx, in a global or an object, and that `backward` or `jvp` read there.
 
 Such an array is not a residual: it is the stopped input, or was computed from it, and so has no derivative. A rule
 that depends on one is right at first order and in the program that `forward` ran in, and nowhere else.
@@ -48,7 +48,7 @@ class Outside(NamedTuple):
 
 
 def find_outside(stopped: Collection[Any], given: Sequence[Any], results: Sequence[Any]) -> Outside:
-    """Follows results of a rule back to arrays that were kept outside of ctx.
+    """Follows results of a rule back to arrays that were kept outside ctx.
 
     Args:
       stopped: The variables of the stopped inputs.

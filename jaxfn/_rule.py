@@ -197,7 +197,7 @@ def captured_error(spec: CallSpec) -> DeferredError:
         holder = "its closure or its defaults"
         for index, tree in enumerate(spec.inputs.trees):
             for leaf in filter(captures_arrays, tree.leaves):
-                holder = f"{spec.inputs.names.describe(index)}, inside of an object of type {type(leaf).__name__}"
+                holder = f"{spec.inputs.names.describe(index)}, inside an object of type {type(leaf).__name__}"
         return _CAPTURED.format(name=spec.name, holder=holder)
 
     return DeferredError(NotImplementedError, message)
@@ -469,7 +469,7 @@ class _ForwardPassMap(LinearMap):
         residuals: Sequence[Any],
         vectors: Sequence[Any],
     ) -> list[Any]:
-        """Runs a rule; makes a derivative raise that would go by an array in an object on ctx, or outside of ctx."""
+        """Runs a rule; makes a derivative raise that would go by an array in an object on ctx, or outside ctx."""
         forward_pass, guards = self._forward_pass, list(residuals[: self._num_guards])
         watched = forward_pass.watched if guards else ()  # otherwise nothing differentiates what it returns
         results, is_kept = run_watched(rule, residuals[self._num_guards :], vectors, watched)
@@ -520,7 +520,7 @@ class _ForwardPassMap(LinearMap):
 
 
 _KEPT_OUTSIDE = (
-    "{method} of {name} uses an array that forward kept outside of ctx, where it has no derivative; write ctx.name = "
+    "{method} of {name} uses an array that forward kept outside ctx, where it has no derivative; write ctx.name = "
     "array."
 )
 
@@ -530,13 +530,13 @@ def _transposed(
 ) -> Callable[..., Any]:
     """Returns the transpose of user code that ought to be linear; raises if it is not."""
     problem = (
-        f"{method} is not linear in its {arguments}, so {what_for}, which transposes it, cannot be had. Define the "
-        "other rule by hand, or take the nonlinear part out of the Function."
+        f"{method} is not linear in its {arguments}, so {what_for}, which transposes it, is not possible. Define "
+        "the other rule yourself, or move the nonlinear part out of the Function."
     )
     if not is_linear(function, avals):
         raise RuntimeError(f"{problem} What is not linear is {describe_nonlinearity(function, avals)}.")
     like = list(map(shape_struct, avals))
-    # JAX's partial evaluation, by which it transposes, has no eqns by which to find what was kept outside of ctx.
+    # JAX's partial evaluation, by which it transposes, has no eqns by which to find what was kept outside ctx.
     staged, consts = stage(lambda *arrays: (function(*arrays), ()), like)
 
     def staged_function(*arrays: Any) -> list[Any]:

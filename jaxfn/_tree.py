@@ -238,8 +238,8 @@ class TreeSpec:
         """Raises `TypeError` if a static leaf is a torch tensor."""
         if self is not ARRAY_SPEC and any(_is_torch_tensor_type(type(leaf)) for leaf in self.leaves):
             raise TypeError(
-                f"{where()} is a torch tensor. A Function takes JAX and NumPy arrays: pass tensor.numpy(), or adopt "
-                "torch code with jaxfn.from_torch."
+                f"{where()} is a torch tensor. A Function takes JAX and NumPy arrays: pass tensor.numpy(), or "
+                "convert torch code with jaxfn.from_torch."
             )
 
     @property

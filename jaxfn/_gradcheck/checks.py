@@ -223,10 +223,10 @@ class PropertyChecks:
         values = r["target"][0] if r["target"] else r["at points"]
         found = differences([y[2:] for y in values], self.step)
         strict = self.tolerance.strict()
-        floors = rounding_of_differences(r["outputs"], self.tolerance.precision, self.step)
+        roundings = rounding_of_differences(r["outputs"], self.tolerance.precision, self.step)
         for autodiff in r["autodiff"]:
-            for exact, numeric, error, floor in zip(autodiff, *found, floors, strict=True):
-                bound = strict.estimated(numeric, largest(numeric), SAFETY * abs(error) + floor)
+            for exact, numeric, error, rounding in zip(autodiff, *found, roundings, strict=True):
+                bound = strict.estimated(numeric, largest(numeric), SAFETY * abs(error) + rounding)
                 if (excess(exact.reshape(numeric.shape), numeric, bound) > 1).any():
                     return False
         return bool(r["autodiff"])

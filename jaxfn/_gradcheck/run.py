@@ -71,7 +71,12 @@ class Options:
 
 
 def run_check(problem: Problem, options: Options) -> GradcheckReport:
-    """Checks a problem; raises only what the function itself raises, and `ValueError` for impossible wishes."""
+    """Checks a problem.
+
+    Raises:
+      ValueError: the options contradict each other, or there is nothing to check.
+      Exception: any error of the function itself.
+    """
     # NaN is found by comparison, so NumPy need not warn of it.
     with jax.enable_x64(True), np.errstate(all="ignore"):
         return _Check(problem, options).run()

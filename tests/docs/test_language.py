@@ -1,0 +1,88 @@
+"""The code and the pages use the field's own terms (JAX's; torch's where user code meets torch's protocol)."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+CODE = [path for folder in ("jaxfn",) for path in (ROOT / folder).rglob("*.py")]
+
+# Home-made terms, and the ones to write instead.
+HOME_MADE = {
+    r"written down|writ(?:es|ing|ten) a program|written into (?:a|the) program": "staged to a jaxpr, traced",
+    r"carr(?:y|ies|ied|ying) out": "evaluate, execute",
+    r"(?:take|takes|taken|took) apart|put(?:s|ting)? together": "flatten, unflatten",
+    r"(?:take|takes|taken|taking|took) off|put(?:s)? back on": "bypass (a rule), stop (a gradient), remove",
+    r"further out\b|further in\b": "enclosing",
+    r"stand-ins?|stands? in for|stood in|stands? for": "substitute, represent, replace",
+    r"in the midst": "inside",
+    r"out of reach": "escaped",
+    r"refus(?:e|es|ed|al|als|ing)": "raise, reject, is not supported",
+    r"cures?|cured": "hint, fix",
+    r"hears?|(?:is|are|was|were) told|told apart": "receives, is distinguished",
+    r"whole numbers?|truth values?": "integer, boolean",
+    r"numbers? of (?:64|32) bits": "int64, int32",
+    r"(?:in|of) the same memory": "aliases, shares storage",
+    r"made outside|from outside": "external",
+    r"tak(?:e|es|en) over": "convert, is supported",
+    r"adopt(?:s|ed|ing|ion)?": "convert",
+    r"canary|wishes|bench|verdicts? of": "self-test, options, comparison",
+    r"judg(?:e|es|ed|ing)": "check, compare",
+    r"coming (?:implementations?|custom_vjp)": "experimental implementation",
+    r"by hand": "hand-written",
+    r"besides?": "next to, together with, in addition",
+    r"in force|at hand": "active, available",
+    r"of (?:its|their|your|his) own": "separate, its own X",
+    r"by (?:itself|themselves)": "automatically, alone",
+    r"somebody|nobody|whoever": "the caller, the user, unused",
+    r"once more|anew|in words|for people": "again, from scratch, as text",
+    r"floors|the ground": "layers",
+    r"lanes?": "test tier",
+    r"likewise": "name the object again",
+    r"(?<!there )(?<!There )(?:is|are) no (?!longer|more\b)": "is not a",
+    r"inside of|outside of": "inside, outside",
+}
+# Quotations of torch, names of APIs, and numbers of bits in a format.
+QUOTED = re.compile(r"`[^`\n]*`|\"by hand\"")
+
+OPENINGS = re.compile(r"(What|Of|That which|The same|Those|How|For|By|Which|As|In|Likewise|Where|If|To|With|See)\b")
+
+
+def prose(path: Path) -> list[tuple[int, str]]:
+    """Returns the lines of a page without code blocks, or the comments and strings of a module, with their numbers."""
+    lines = path.read_text().splitlines()
+    if path.suffix == ".py":
+        return [(number, line) for number, line in enumerate(lines, 1)]
+    found, is_code = [], False
+    for number, line in enumerate(lines, 1):
+        if line.startswith("```"):
+            is_code = not is_code
+        elif not is_code:
+            found.append((number, line))
+    return found
+
+
+def test_no_home_made_terms():
+    patterns = {re.compile(rf"\b(?:{term})\b" if term[0] != "(" else rf"{term}", re.I): term for term in HOME_MADE}
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]!r}: write {HOME_MADE[term]}"
+        for path in [*CODE, *PAGES]
+        for number, line in prose(path)
+        for pattern, term in patterns.items()
+        if (match := pattern.search(QUOTED.sub("", line)))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_docstrings_open_with_a_verb_or_a_noun():
+    """A docstring stands alone: it does not continue the name."""
+    found = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {doc.splitlines()[0]}"
+        for path in CODE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and (doc := ast.get_docstring(node))
+        and OPENINGS.match(doc)
+    ]
+    assert not found, "\n" + "\n".join(found)
