@@ -11,7 +11,15 @@ from jaxfn._once_differentiable import once_differentiable
 from jaxfn._vmap_method import VmapInfo
 
 if TYPE_CHECKING:
-    from jaxfn._gradcheck import GradcheckError, GradcheckReport, Mismatch, gradcheck, gradgradcheck
+    from jaxfn._gradcheck import (
+        FunctionReport,
+        GradcheckError,
+        GradcheckReport,
+        Mismatch,
+        check,
+        gradcheck,
+        gradgradcheck,
+    )
     from jaxfn._inspection.find_nan import NanOrigin, find_nan
     from jaxfn._inspection.logs import logged, with_logs
     from jaxfn._inspection.reports import CheckError, CheckReport
@@ -28,6 +36,7 @@ __all__ = [  # and Explanation, which needs torch
     "CheckReport",
     "Function",
     "FunctionCtx",
+    "FunctionReport",
     "GradcheckError",
     "GradcheckReport",
     "KernelReport",
@@ -41,6 +50,7 @@ __all__ = [  # and Explanation, which needs torch
     "TranslationError",
     "VmapInfo",
     "autograd_function",
+    "check",
     "disable_saved_tensors_hooks",
     "find_nan",
     "from_torch",
@@ -63,7 +73,15 @@ __version__ = "0.1.0"
 # Tools are imported at their first use, so that `import jaxfn` takes milliseconds; the module of `Explanation` imports
 # torch.
 _TOOLS = {
-    "jaxfn._gradcheck": ("GradcheckError", "Mismatch", "GradcheckReport", "gradcheck", "gradgradcheck"),
+    "jaxfn._gradcheck": (
+        "FunctionReport",
+        "GradcheckError",
+        "Mismatch",
+        "GradcheckReport",
+        "check",
+        "gradcheck",
+        "gradgradcheck",
+    ),
     "jaxfn._inspection.find_nan": ("NanOrigin", "find_nan"),
     "jaxfn._inspection.reports": ("CheckError", "CheckReport"),
     "jaxfn._inspection.logs": ("logged", "with_logs"),

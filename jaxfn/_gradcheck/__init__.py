@@ -1,5 +1,7 @@
 """`gradcheck` and `gradgradcheck`: derivatives compared with finite differences and with autodiff."""
 
+from jaxfn._gradcheck.check import FunctionReport as FunctionReport
+from jaxfn._gradcheck.check import check as check
 from jaxfn._gradcheck.gradcheck import gradcheck as gradcheck
 from jaxfn._gradcheck.gradcheck import gradgradcheck as gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError as GradcheckError

@@ -26,7 +26,7 @@ from jaxfn._gradcheck.problem.derivatives import (
     restrict_inputs,
     restrict_outputs,
 )
-from jaxfn._gradcheck.problem.problem import LeafFunction
+from jaxfn._gradcheck.problem.problem import LeafFunction, Problem
 from jaxfn._gradcheck.problem.staging import bytes_per_call, is_same_output
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, largest, rounding_of_differences
 
@@ -179,8 +179,8 @@ class PropertyChecks:
             scale = float(max(largest(a * u), largest(b * v)))
             if not self.tolerance.agrees(combined, a * u + b * v, scale):
                 problems.append(
-                    f"{d.method} is not linear: the {d.result_name} of {leaf.name} for the {d.seed_name} {a:g} u {b:+g}"
-                    f" v is not that combination of the {d.result_name}s for u and for v."
+                    f"{d.method} is not linear: the {d.result_name} of {leaf.name} for the {d.seed_name} {a:g} u "
+                    f"{b:+g} v is not that combination of the {d.result_name}s for u and for v."
                 )
             if zero.any():
                 problems.append(
@@ -292,6 +292,32 @@ class PropertyChecks:
             if not ((abs(a - b) <= bound) | (a == b) | (np.isnan(a) & np.isnan(b))).all():
                 return False
         return True
+
+
+def problems_of_vmap(problem: Problem, derivatives: Derivatives, tolerance: Tolerance) -> list[str]:
+    """Compares outputs under `jax.vmap` with a loop, along two axes and with each input unbatched."""
+    count = len(problem.values)
+    axes: list[list[int | None]] = [[0] * count, [-1] * count]
+    axes += [[None if i == j else 0 for j in range(count)] for i in range(count)] if count > 1 else []
+    problems: list[str] = []
+    for in_axes in axes:
+        items = [
+            [x if axis is None else factor * x for x, axis in zip(problem.values, in_axes, strict=True)]
+            for factor in (1.0, _SHIFT_FACTOR)
+        ]
+        batch = [a if axis is None else jnp.stack([a, b], axis) for a, b, axis in zip(*items, in_axes, strict=True)]
+        unbatched = [leaf.name for leaf, axis in zip(problem.inputs, in_axes, strict=True) if axis is None]
+        axis = next(axis for axis in in_axes if axis is not None)
+        how = f"along axis {axis}" + "".join(f", {name} unbatched" for name in unbatched)
+        try:
+            batched = jax.vmap(derivatives.call, in_axes=in_axes)(*batch)
+        except Exception as error:
+            return [*problems, f"jax.vmap {how} raised {type(error).__name__}: {error}"]
+        expected = [jnp.stack(outputs) for outputs in zip(*(derivatives.call(*item) for item in items), strict=True)]
+        for leaf, value, reference in zip(derivatives.outputs, batched, expected, strict=True):
+            if not tolerance.agrees(np.asarray(value), np.asarray(reference)):
+                problems.append(f"{leaf.name} is wrong under jax.vmap {how}: it differs from a loop over the elements.")
+    return problems
 
 
 def _results(derivative: Derivative, xs: Arrays, *vectors: Any) -> Arrays:

@@ -42,6 +42,7 @@ def gradcheck(
     fast_mode: bool = False,
     masked: bool | None = None,
     *,
+    check_vmap: bool = False,
     argnums: int | Sequence[int] | None = None,
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
@@ -66,6 +67,7 @@ def gradcheck(
     fast_mode: bool = False,
     masked: bool | None = None,
     *,
+    check_vmap: bool = False,
     argnums: int | Sequence[int] | None = None,
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
@@ -108,12 +110,15 @@ def gradcheck(
         of about `(1e-6 / d)**2`. With finite differences alone it is the number `v^T J u`, as in torch, with a
         tolerance that grows with the arrays: a mistake in a few entries of a large Jacobian may be missed.
       masked: Ignored, as there are no sparse arrays; accepted for torch's signature.
+      check_vmap: Whether to compare outputs under `jax.vmap` with a loop: along the first and the last axis, and with
+        each input unbatched. Use it for a Function with a `vmap` method.
       argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: every floating-point or
         complex array in all arguments. Python numbers are static unless `argnums` names their argument.
       reference: What the rule is compared with: "both", "finite_differences" or "autodiff". Where the two disagree
         with each other, as for a `forward` that stops a gradient, finite differences decide.
       surrogate: For a rule that is deliberately not the derivative (straight-through): a function of the same inputs
-        whose derivative the rule claims to be.
+        whose derivative the rule claims to be. Its autodiff decides where finite differences disagree, as for
+        `lambda x: x + stop_gradient(round(x) - x)`.
       dtype: The dtype to which to cast the inputs, for a function that cannot run in double precision, such as a kernel
         with a float32 output. Then the reference is autodiff in float64, of `surrogate` or else of the operations in
         `forward`, and no finite differences are taken, as most of them would be rounding. By default `rtol` is the
@@ -157,6 +162,7 @@ def gradcheck(
         check_batched_forward_grad=check_batched_forward_grad,
         check_forward_ad=check_forward_ad,
         check_backward_ad=check_backward_ad,
+        check_vmap=check_vmap,
         fast_mode=fast_mode,
         reference=reference,
         has_surrogate=surrogate is not None,
@@ -264,6 +270,7 @@ def gradgradcheck(
         check_batched_forward_grad=False,
         check_forward_ad=check_fwd_over_rev,
         check_backward_ad=check_rev_over_rev,
+        check_vmap=False,
         fast_mode=fast_mode,
         reference=reference,
         has_surrogate=surrogate is not None,

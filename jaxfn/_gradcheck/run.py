@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfn._gradcheck.checks import Findings, PropertyChecks
+from jaxfn._gradcheck.checks import Findings, PropertyChecks, problems_of_vmap
 from jaxfn._gradcheck.compare import Comparison, JacobianBlock
 from jaxfn._gradcheck.diagnosis import Diagnosis
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
@@ -18,6 +18,7 @@ from jaxfn._gradcheck.evaluation.execution import ExecutionMode
 from jaxfn._gradcheck.problem.derivatives import Derivatives, UnavailableError, available, derive
 from jaxfn._gradcheck.problem.problem import Problem
 from jaxfn._gradcheck.projections import PROJECTIONS, Projections
+from jaxfn._gradcheck.report.kinds import name_swapped
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._gradcheck.report.report import GradcheckReport, Mismatch
 from jaxfn._gradcheck.tolerance import Default, Tolerance
@@ -47,6 +48,7 @@ class Options:
     check_batched_forward_grad: bool
     check_forward_ad: bool
     check_backward_ad: bool
+    check_vmap: bool
     fast_mode: bool
     reference: str
     has_surrogate: bool
@@ -197,6 +199,9 @@ class _Check:
             if is_batched and self.evaluator.mode is not ExecutionMode.VECTORIZED:
                 self.report.problems += checks.problems_of_eager_batching()
 
+        if o.check_vmap and self.report.passed:
+            self.report.problems += problems_of_vmap(self.problem, d, self.tolerance)
+
     def _run_in_fastest_mode(self, checks: PropertyChecks) -> Findings:
         """Runs checks in the fastest execution mode that gives right values, which later evaluations use too."""
         if self.evaluator.mode is ExecutionMode.VECTORIZED:
@@ -224,7 +229,7 @@ class _Check:
             blocks = method.with_autodiff(mode) if by_autodiff else method.with_differences(mode, available(mode.rule))
             if blocks:
                 diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
-                self.report.mismatches += self._explained(diagnosis, blocks)
+                self.report.mismatches += name_swapped(self._explained(diagnosis, blocks))
         if self.report.mismatches and not self.options.has_surrogate:
             self.report.notes.append(_SURROGATE_HINT)
 
@@ -251,19 +256,23 @@ class _Check:
             return True
         for mode in (d.forward, d.reverse):
             if mode.has_reference:
-                return self._agree(method.with_differences(mode, available(mode.reference), coarsely=True))
+                return self._autodiff_decides(method.with_differences(mode, available(mode.reference), coarsely=True))
         return False
 
-    def _agree(self, blocks: Sequence[JacobianBlock]) -> bool:
-        """Whether no block differs; otherwise adds a note."""
-        if blocks:
-            d = self.derivatives
-            where = f"{d.outputs[blocks[0].output].name} with respect to {d.inputs[blocks[0].input].name}"
-            self.report.notes.append(
-                f"autodiff of the function without its rule and finite differences disagree (on {where}), as they do "
-                "if forward stops a gradient or rounds: finite differences decided"
-            )
-        return not blocks
+    def _autodiff_decides(self, blocks: Sequence[JacobianBlock]) -> bool:
+        """Whether autodiff decides, given the blocks in which it differs from finite differences."""
+        if not blocks:
+            return True
+        d = self.derivatives
+        where = f"{d.outputs[blocks[0].output].name} with respect to {d.inputs[blocks[0].input].name}"
+        has_surrogate = self.options.has_surrogate
+        of, code = ("surrogate", "surrogate") if has_surrogate else ("the function without its rule", "forward")
+        decides = "autodiff" if has_surrogate else "finite differences"
+        self.report.notes.append(
+            f"autodiff of {of} and finite differences disagree (on {where}), as they do if {code} stops a gradient or "
+            f"rounds: {decides} decided"
+        )
+        return has_surrogate
 
 
 def _step(eps: float, precision: float) -> float:

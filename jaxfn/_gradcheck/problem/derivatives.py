@@ -77,6 +77,10 @@ class UnavailableError(Exception):
     """A derivative that cannot be computed; the message says why."""
 
 
+class ReverseOnlyError(UnavailableError):
+    """A function has no forward mode."""
+
+
 def available(derivative: Any) -> Any:
     """Returns the derivative, or raises the `UnavailableError`."""
     if isinstance(derivative, UnavailableError):
@@ -319,7 +323,7 @@ class _Tracer:
             unavailable.__cause__ = error
             return unavailable
         if any(map(is_reverse_only, traced.eqns)):
-            return UnavailableError("it goes through a custom_vjp function, which has no forward mode")
+            return ReverseOnlyError("it goes through a custom_vjp function, which has no forward mode")
         return traced
 
 

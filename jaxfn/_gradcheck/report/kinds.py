@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
+
+from jaxfn._gradcheck.report.report import Mismatch
 
 Matrix = np.ndarray[Any, Any]
 _CLOSE = 1e-4  # relative to the largest entry, so that finite differences are precise enough
@@ -41,6 +44,22 @@ def mismatch_kind(
         or _broadcast(analytic, reference)
         or _off_diagonal(analytic, reference)
     )
+
+
+def name_swapped(mismatches: Sequence[Mismatch]) -> Sequence[Mismatch]:
+    """Names mismatches of one output whose gradients are those of each other's inputs."""
+    for a, b in combinations(mismatches, 2):
+        if a.output == b.output and a.input_shape == b.input_shape and {a.input, b.input} != {a.input}:
+            pairs = [(m.matrices.get("analytic"), _reference(other)) for m, other in ((a, b), (b, a))]
+            if all(
+                m is not None and r is not None and m.shape == r.shape and r.any() and _same(m, r) for m, r in pairs
+            ):
+                a.kind, b.kind = f"swapped with the gradient of {b.input}", f"swapped with the gradient of {a.input}"
+    return mismatches
+
+
+def _reference(mismatch: Mismatch) -> Matrix | None:
+    return mismatch.matrices.get("autodiff", mismatch.matrices.get("numeric"))
 
 
 def _conjugate(a: Matrix, n: Matrix, output: tuple[int, ...]) -> str | None:

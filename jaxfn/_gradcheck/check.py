@@ -1,0 +1,138 @@
+"""The public function `check`: all checks of a Function that need no reference, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from jaxfn._gradcheck.gradcheck import gradcheck, gradgradcheck
+from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
+from jaxfn._gradcheck.problem.problem import function_name, make_problem
+from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
+from jaxfn._inspection.reports import CheckError, CheckReport
+
+_ROUNDING = 1e-9  # relative difference of eager and compiled results in double precision
+_ONCE = "once_differentiable"
+
+
+@dataclass(repr=False)
+class FunctionReport(CheckReport):
+    """The report of `check`; true if every check passed.
+
+    Attributes:
+      function: the name of the function.
+      reports: the reports of `gradcheck` and `gradgradcheck`.
+      problems: other failures, as text.
+      notes: which checks did not apply.
+    """
+
+    error: ClassVar[type[CheckError]] = GradcheckError
+
+    function: str
+    reports: list[GradcheckReport] = field(default_factory=list[GradcheckReport])
+    problems: list[str] = field(default_factory=list[str])
+
+    @property
+    def failures(self) -> list[GradcheckReport | str]:
+        """The failed reports and the other problems."""
+        return [*(report for report in self.reports if not report.passed), *self.problems]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain Python values."""
+        return super().to_dict() | {"reports": [report.to_dict() for report in self.reports]}
+
+    def __str__(self) -> str:
+        head = f"check of {self.function}: {'passed' if self.passed else 'FAILED'}"
+        return "\n".join([head, *map(str, self.reports), *self.problems, *(f"note: {note}" for note in self.notes)])
+
+
+def check(
+    func: Callable[..., Any],
+    inputs: Any,
+    *,
+    raise_exception: bool = True,
+    argnums: int | Sequence[int] | None = None,
+    surrogate: Callable[..., Any] | None = None,
+    dtype: Any = None,
+    second_order: bool = True,
+) -> FunctionReport:
+    """Runs every check of a function that needs no reference implementation.
+
+    These are `gradcheck` in each mode that the function has, with `jax.vmap` of the function and of its gradients,
+    `gradgradcheck`, and a comparison of compiled with eager results.
+
+    Args:
+      func: A differentiable JAX callable; see `gradcheck`.
+      inputs: A tuple of the arguments, or the only argument.
+      raise_exception: Whether to raise on failure.
+      argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: every inexact array.
+      surrogate: The function whose derivative the rule claims to be; see `gradcheck`.
+      dtype: The dtype to which to cast the inputs; see `gradcheck`.
+      second_order: Whether to check second derivatives.
+
+    Returns:
+      A `FunctionReport`, which is true if every check passed.
+
+    Raises:
+      GradcheckError: A check failed, and `error.report` has the report.
+      ValueError: Nothing can be differentiated.
+
+    Examples:
+      >>> import jax.numpy as jnp, numpy as np, jaxfn
+      >>> @jaxfn.function
+      ... def cube(ctx, x):
+      ...     ctx.save_for_backward(x)
+      ...     return x ** 3
+      >>> @cube.backward
+      ... def _(ctx, grad_output):
+      ...     (x,) = ctx.saved_tensors
+      ...     return 3 * x ** 2 * grad_output
+      >>> report = jaxfn.check(cube, np.linspace(-1, 1, 5))
+      >>> report.passed, [r.check for r in report.reports]
+      (True, ['gradcheck', 'gradgradcheck'])
+
+    Torch counterpart: none; `torch.autograd.gradcheck` and `gradgradcheck` are two calls.
+    """
+    report = FunctionReport(function_name(func))
+    options: dict[str, Any] = {"argnums": argnums, "surrogate": surrogate, "dtype": dtype, "return_report": True}
+    with jax.enable_x64(True):
+        problem = make_problem(func, inputs, argnums, surrogate, dtype)
+        forward = derive(problem, reverse=False, forward=True, reference=False).forward.rule
+        has_forward_mode = not isinstance(forward, ReverseOnlyError)
+        report.problems += _problems_of_jit(problem.call, problem.values, problem.dtype)
+    if not has_forward_mode:
+        report.notes.append("forward mode is not defined, so it was not checked")
+    report.reports.append(
+        gradcheck(
+            func,
+            inputs,
+            check_batched_grad=True,
+            check_forward_ad=has_forward_mode,
+            check_batched_forward_grad=has_forward_mode,
+            check_vmap=True,
+            **options,
+        )
+    )
+    if second_order and report.passed:
+        second = gradgradcheck(func, inputs, **options)
+        if any(_ONCE in problem for problem in second.problems):
+            report.notes.append("backward is marked with @once_differentiable, so there are no second derivatives")
+        else:
+            report.reports.append(second)
+    if raise_exception:
+        report.raise_if_failed()
+    return report
+
+
+def _problems_of_jit(call: Callable[..., list[Any]], values: Sequence[Any], dtype: Any) -> list[str]:
+    """Compares compiled with eager outputs."""
+    tolerance = _ROUNDING if dtype is None else float(np.sqrt(float(jax.numpy.finfo(dtype).eps)))
+    problems: list[str] = []
+    for index, (eager, compiled) in enumerate(zip(call(*values), jax.jit(call)(*values), strict=True)):
+        if not np.allclose(eager, compiled, rtol=tolerance, atol=tolerance, equal_nan=True):
+            problems.append(f"output {index} differs between an eager call and jax.jit.")
+    return problems
