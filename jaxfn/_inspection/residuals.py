@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfn._compat import make_jaxpr, memory_space, name_p
-from jaxfn._inspection.reports import aligned
+from jaxfn._inspection.reports import aligned, html_table, html_table
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._primitives import attach_p, stop_p
@@ -58,6 +58,12 @@ class Residual(NamedTuple):
         return ", ".join(notes + ["counted above"] * self.is_duplicate)
 
 
+_HEADER = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
+
+
+_HEADER = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
+
+
 class ResidualTable(Sequence[Residual]):
     """The residuals of a function: a sequence of `Residual` that prints as a table.
 
@@ -83,15 +89,23 @@ class ResidualTable(Sequence[Residual]):
     def __repr__(self) -> str:
         return str(self)
 
-    def __str__(self) -> str:
-        heads = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
+    def _cells(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+        """Returns the rows, and the rows of the totals."""
         rows = [
             (r.function, r.name, str(r.shape), r.dtype, f"{r.nbytes:,}" if not r.is_duplicate else "-", r.kind, r.notes)
             for r in self._rows
         ]
         sums = [*self.bytes_by_function.items(), ("all", self.total_bytes)]
-        totals = [(name, "", "", "", f"{nbytes:,}", "", "total") for name, nbytes in sums]
-        head, *lines = aligned([heads, *rows, *totals], to_the_right=[4])
+        return rows, [(name, "", "", "", f"{nbytes:,}", "", "total") for name, nbytes in sums]
+
+    def _repr_html_(self) -> str:
+        """Returns the table for a notebook."""
+        rows, totals = self._cells()
+        return html_table(_HEADER, [*rows, *totals])
+
+    def __str__(self) -> str:
+        rows, totals = self._cells()
+        head, *lines = aligned([_HEADER, *rows, *totals], to_the_right=[4])
         rule = "-" * max(map(len, lines))
         return "\n".join([head, rule, *lines[: len(rows)], rule, *lines[len(rows) :]])
 

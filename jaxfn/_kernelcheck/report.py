@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jaxfn._inspection.reports import CheckError, CheckReport, aligned, small
+from jaxfn._inspection.reports import CheckError, CheckReport, aligned, html_table, preformatted, small
 
 
 class KernelcheckError(CheckError):
@@ -131,6 +131,18 @@ class KernelReport(CheckReport):
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain Python values."""
         return super().to_dict() | {"failed_checks": self.failed_checks}
+
+    def _repr_html_(self) -> str:
+        main = [row for row in self.rows if row.check in ("outputs", "gradients")]
+        head, _, rest = str(self).partition("\n")
+        rest = "\n".join(rest.splitlines()[len(main) + 1 :])
+        return preformatted(head) + html_table(_HEADERS, list(map(_cells, main))) + preformatted(rest)
+
+    def _repr_html_(self) -> str:
+        main = [row for row in self.rows if row.check in ("outputs", "gradients")]
+        head, _, rest = str(self).partition("\n")
+        rest = "\n".join(rest.splitlines()[len(main) + 1 :])
+        return preformatted(head) + html_table(_HEADERS, list(map(_cells, main))) + preformatted(rest)
 
     def __str__(self) -> str:
         head = f"kernelcheck of {self.kernel} against {self.reference}: {'passed' if self.passed else 'FAILED'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from jaxfn._inspection.reports import CheckError, CheckReport, aligned, small
+from jaxfn._inspection.reports import CheckError, CheckReport, aligned, html_table, preformatted, small
 
 
 class ParitycheckError(CheckError):
@@ -45,6 +45,12 @@ class Row:
     verdict: str = "equal"
 
 
+_HEADER = ["", "shape", "dtype", "error", "relative", "tolerance", "in float64", "verdict"]
+
+
+_HEADER = ["", "shape", "dtype", "error", "relative", "tolerance", "in float64", "verdict"]
+
+
 @dataclass(repr=False)
 class ParityReport(CheckReport):
     """The report of `paritycheck`; true if everything agrees, apart from derivatives of saved intermediates.
@@ -70,8 +76,15 @@ class ParityReport(CheckReport):
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         head = f"paritycheck of {self.function}: {'passed' if self.passed else 'FAILED'} ({versions})"
-        table = [["", "shape", "dtype", "error", "relative", "tolerance", "in float64", "verdict"]]
+        return "\n".join([head, *aligned([_HEADER, *self._cells()]), *(f"note: {note}" for note in self.notes)])
+
+    def _cells(self) -> list[list[str]]:
+        rows: list[list[str]] = []
         for row in self.rows:
             numbers = map(small, (row.max_error, row.relative_error, row.tolerance, row.double_error))
-            table.append([row.what, str(row.shape), row.dtype, *numbers, row.verdict])
-        return "\n".join([head, *aligned(table), *(f"note: {note}" for note in self.notes)])
+            rows.append([row.what, str(row.shape), row.dtype, *numbers, row.verdict])
+        return rows
+
+    def _repr_html_(self) -> str:
+        head, *_, notes = str(self).partition("\n")[0], "\n".join(f"note: {note}" for note in self.notes)
+        return preformatted(head) + html_table(_HEADER, self._cells()) + (preformatted(notes) if notes else "")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from io import StringIO
+from importlib.util import find_spec
+from io import StringIO
 from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxfn._gradcheck.report.plot import draw
-from jaxfn._inspection.reports import CheckError, CheckReport, aligned, small
+from jaxfn._inspection.reports import CheckError, CheckReport, aligned, preformatted, small
 
 Number = float | complex
 
@@ -134,6 +138,22 @@ class GradcheckReport(CheckReport):
             lines += ["", *(f"defined at {place}" for place in self.source)]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        text = preformatted(str(self))
+        if not any(mismatch.matrices for mismatch in self.mismatches) or find_spec("matplotlib") is None:
+            return text
+        picture = StringIO()
+        self.plot(next(i for i, m in enumerate(self.mismatches) if m.matrices)).savefig(picture, format="svg")
+        return text + picture.getvalue()[picture.getvalue().index("<svg") :]
+
+    def _repr_html_(self) -> str:
+        text = preformatted(str(self))
+        if not any(mismatch.matrices for mismatch in self.mismatches) or find_spec("matplotlib") is None:
+            return text
+        picture = StringIO()
+        self.plot(next(i for i, m in enumerate(self.mismatches) if m.matrices)).savefig(picture, format="svg")
+        return text + picture.getvalue()[picture.getvalue().index("<svg") :]
 
     def plot(self, mismatch: int = 0) -> Any:
         """Draws the analytic Jacobian, the reference and the error as heat maps, one row for each output element.
