@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import html
 import json
 import math
 from collections.abc import Collection, Sequence
@@ -94,19 +93,6 @@ def aligned(table: Sequence[Sequence[str]], to_the_right: Collection[int] = ()) 
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     justify = [str.rjust if i in to_the_right else str.ljust for i in range(len(widths))]
     return ["  ".join(f(cell, w) for f, cell, w in zip(justify, row, widths, strict=True)).rstrip() for row in table]
-
-
-def preformatted(text: str) -> str:
-    """Returns text as HTML."""
-    return f"<pre>{html.escape(text)}</pre>"
-
-
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table as HTML, without columns that are empty."""
-    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
-    head = "".join(f"<th>{html.escape(header[i])}</th>" for i in used)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(row[i])}</td>" for i in used) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def preformatted(text: str) -> str:

@@ -138,12 +138,6 @@ class KernelReport(CheckReport):
         rest = "\n".join(rest.splitlines()[len(main) + 1 :])
         return preformatted(head) + html_table(_HEADERS, list(map(_cells, main))) + preformatted(rest)
 
-    def _repr_html_(self) -> str:
-        main = [row for row in self.rows if row.check in ("outputs", "gradients")]
-        head, _, rest = str(self).partition("\n")
-        rest = "\n".join(rest.splitlines()[len(main) + 1 :])
-        return preformatted(head) + html_table(_HEADERS, list(map(_cells, main))) + preformatted(rest)
-
     def __str__(self) -> str:
         head = f"kernelcheck of {self.kernel} against {self.reference}: {'passed' if self.passed else 'FAILED'}"
         main = [row for row in self.rows if row.check in ("outputs", "gradients")]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import StringIO
-from importlib.util import find_spec
-from io import StringIO
 from typing import Any, ClassVar
 
 import numpy as np
@@ -138,14 +136,6 @@ class GradcheckReport(CheckReport):
             lines += ["", *(f"defined at {place}" for place in self.source)]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        text = preformatted(str(self))
-        if not any(mismatch.matrices for mismatch in self.mismatches) or find_spec("matplotlib") is None:
-            return text
-        picture = StringIO()
-        self.plot(next(i for i, m in enumerate(self.mismatches) if m.matrices)).savefig(picture, format="svg")
-        return text + picture.getvalue()[picture.getvalue().index("<svg") :]
 
     def _repr_html_(self) -> str:
         text = preformatted(str(self))
