@@ -72,10 +72,6 @@ class CheckReport:
         """Returns the report for a notebook."""
         return preformatted(str(self))
 
-    def _repr_html_(self) -> str:
-        """Returns the report for a notebook."""
-        return preformatted(str(self))
-
 
 def _json_value(value: Any) -> Any:
     if isinstance(value, dict):

@@ -48,9 +48,6 @@ class Row:
 _HEADER = ["", "shape", "dtype", "error", "relative", "tolerance", "in float64", "verdict"]
 
 
-_HEADER = ["", "shape", "dtype", "error", "relative", "tolerance", "in float64", "verdict"]
-
-
 @dataclass(repr=False)
 class ParityReport(CheckReport):
     """The report of `paritycheck`; true if everything agrees, apart from derivatives of saved intermediates.
