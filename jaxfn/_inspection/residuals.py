@@ -61,9 +61,6 @@ class Residual(NamedTuple):
 _HEADER = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
 
 
-_HEADER = ("Function", "saved as", "shape", "dtype", "bytes", "is", "")
-
-
 class ResidualTable(Sequence[Residual]):
     """The residuals of a function: a sequence of `Residual` that prints as a table.
 
