@@ -1,0 +1,117 @@
+"""Port a torch repository: convert its model unchanged, prove the parity, train it on JAX, and load the weights back.
+
+You get the whole way there and back: a torch module with a custom autograd Function trains under `jit`, and torch ends
+up with the trained weights.
+
+    python examples/journeys/port.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+
+import jaxfn
+
+STEPS = 150
+
+
+class Spike(torch.autograd.Function):
+    """A spiking activation with a surrogate gradient, as torch repositories have it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x > 0).float()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output / (1 + 4 * x.abs()) ** 2
+
+
+class Network(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = torch.nn.Linear(2, 64)
+        self.decode = torch.nn.Linear(64, 1)
+
+    def forward(self, x):
+        return self.decode(Spike.apply(self.encode(x))).squeeze(-1)
+
+
+@jaxfn.function
+def spike(ctx, x: jax.Array) -> jax.Array:
+    """The same Function, ported by hand."""
+    ctx.save_for_backward(x)
+    return (x > 0).astype(x.dtype)
+
+
+@spike.backward
+def _(ctx, grad_output: jax.Array) -> jax.Array:
+    (x,) = ctx.saved_tensors
+    return grad_output / (1 + 4 * jnp.abs(x)) ** 2
+
+
+class Results(NamedTuple):
+    parity: jaxfn.ParityReport
+    losses: list[float]
+    difference: float  # of torch's outputs after loading, from JAX's
+
+
+def main(steps: int = STEPS) -> Results:
+    # 1. Prove the port of the Function: outputs, gradients and second derivatives on equal numbers.
+    inputs = [np.linspace(-2, 2, 10, dtype=np.float32)]
+    parity = jaxfn.paritycheck(spike, Spike, inputs)
+
+    # 2. Convert the model. Its Function keeps the backward that its author wrote.
+    torch.manual_seed(0)
+    module = Network()
+    net = jaxfn.from_torch(module)
+
+    # 3. Train it, on whether two numbers have the same sign.
+    generator = np.random.default_rng(0)
+    x = generator.uniform(-1, 1, (512, 2)).astype(np.float32)
+    y = np.float32(x[:, 0] * x[:, 1] > 0)
+    optimizer = optax.adam(1e-2)
+
+    def loss(parameters: Any) -> jax.Array:
+        logits, _ = net.apply(parameters, net.buffers, x)
+        return optax.sigmoid_binary_cross_entropy(logits, y).mean()
+
+    @jax.jit
+    def step(parameters: Any, state: Any) -> tuple[Any, Any, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(parameters)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(parameters, updates), state, value
+
+    parameters, state = net.parameters, optimizer.init(net.parameters)
+    losses: list[float] = []
+    for _ in range(steps):
+        parameters, state, value = step(parameters, state)
+        losses.append(float(value))
+
+    # 4. Load the weights back into torch.
+    net.load(parameters, net.buffers)
+    ours, _ = net.apply(parameters, net.buffers, x)
+    theirs = module(torch.from_numpy(x)).detach().numpy()
+    results = Results(parity, losses, float(np.abs(np.asarray(ours) - theirs).max()))
+    print(parity)
+    print(
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; torch with the loaded weights differs by {results.difference:.1e}"
+    )
+    return results
+
+
+def table() -> str:
+    """Returns the parity report."""
+    return str(main().parity)
+
+
+if __name__ == "__main__":
+    main()

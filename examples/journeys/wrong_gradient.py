@@ -1,0 +1,63 @@
+"""Find a wrong gradient: `gradcheck` names the mistake in a backward, and `find_nan` the line where a NaN appears.
+
+You get two tools for a loss that does not decrease: one for wrong gradients, one for gradients that are NaN.
+
+    python examples/journeys/wrong_gradient.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxfn
+
+
+@jaxfn.function
+def softmax(ctx, x: jax.Array) -> jax.Array:
+    y = jax.nn.softmax(x)
+    ctx.save_for_backward(y)
+    return y
+
+
+@softmax.backward
+def _(ctx, grad_output: jax.Array) -> jax.Array:
+    (y,) = ctx.saved_tensors
+    return grad_output * y * (1 - y)  # wrong: this is the derivative of a sigmoid
+
+
+@jaxfn.function
+def norm(ctx, x: jax.Array) -> jax.Array:
+    y = jnp.sqrt((x * x).sum())
+    ctx.save_for_backward(x, y)
+    return y
+
+
+@norm.backward
+def _(ctx, grad_output: jax.Array) -> jax.Array:
+    x, y = ctx.saved_tensors
+    return grad_output * x / y  # 0 / 0 for a vector of zeros
+
+
+def check() -> jaxfn.GradcheckReport:
+    return jaxfn.gradcheck(softmax, np.linspace(-1, 1, 6), return_report=True)
+
+
+def main() -> tuple[jaxfn.GradcheckReport, jaxfn.NanOrigin | None]:
+    report = check()
+    print(report)
+    origin = jaxfn.find_nan(jax.grad(norm), jnp.zeros(3))
+    print(f"\n{origin}")
+    return report, origin
+
+
+def picture() -> Any:
+    """Returns the heat map of the wrong Jacobian, the right one, and their difference."""
+    return check().plot()
+
+
+if __name__ == "__main__":
+    main()
