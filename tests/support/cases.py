@@ -181,6 +181,21 @@ class Linear(jaxfn.Function):
         return grad_input, grad_weight, grad_bias
 
 
+class Mul(jaxfn.Function):
+    """Two inputs, with gradients only where they are needed."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, w = ctx.saved_tensors
+        grad_x = grad_output * w if ctx.needs_input_grad[0] else None
+        return grad_x, grad_output * x if ctx.needs_input_grad[1] else None
+
+
 class MulConstant(jaxfn.Function):
     """A static argument, and None for gradients that are zero."""
 
