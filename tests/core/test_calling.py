@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from jaxfn import _compat
 from tests.support.cases import MulConstant, Square
 from tests.support.either_library import G, X, assert_gradients, in_each_library
 from tests.support.marks import COMING, row
@@ -272,6 +273,29 @@ def test_threads():
     assert out == {i: [2.0 * i**3] * 20 for i in range(8)}
 
 
+def test_threads_that_meet_the_same_unknown_compiler_option(monkeypatch):
+    """Both find that this XLA does not know it; neither fails."""
+    monkeypatch.setattr(_compat, "_QUICK", [{"xla_no_such_option": True}, {}])
+    lowered = [jax.jit(lambda x, k=k: x + k).lower(jnp.float32(0)) for k in range(4)]
+    results, errors = [], []
+    together = threading.Barrier(len(lowered))
+
+    def compile_one(program):
+        together.wait()
+        try:
+            results.append(float(_compat.compile_quickly(program)(jnp.float32(0))))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=compile_one, args=(program,)) for program in lowered]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    np.testing.assert_allclose(sorted(results), range(4))
+
+
 @row("A5")
 def test_forward_runs_directly_where_none_of_its_arrays_is_traced():
     """Where a rule is attached, it gets tracers, and cannot look at values."""
@@ -312,6 +336,15 @@ def test_forward_runs_once_per_eager_call():
     assert len(runs) == 3
     jax.jit(jax.grad(f))(1.0)
     assert len(runs) == 4
+
+
+@row("E2")
+def test_an_eager_shard_map():
+    """JAX cannot call a custom_vjp of this kind there, and nothing is differentiated."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    mapped = jax.shard_map(Square.apply, mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_allclose(mapped(jnp.full(2, 2.0)), np.full(2, 4.0))
 
 
 @row("A6")
