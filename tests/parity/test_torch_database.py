@@ -6,7 +6,8 @@ NumPy do so here by `jax.pure_callback`, so that JAX can neither differentiate n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,15 +222,6 @@ class TakeGenVmap(NumpyTake):
     def forward(x, ind, ind_inv, dim):
         return jnp.take_along_axis(x, ind, dim)
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        ind, ind_inv = ctx.saved_tensors
-        return TakeGenVmap.apply(grad_output, ind_inv, ind, ctx.dim), None, None, None
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):
-        return TakeGenVmap.apply(tangent, *ctx.saved_tensors, ctx.dim)
-
 
 class NumpySort(jaxfn.Function):
     """torch's returns its input as it came, not sorted, beside the order; so does this."""
@@ -275,15 +267,6 @@ class SortGenVmap(NumpySort):
     def forward(x, dim):
         ind = jnp.argsort(x, axis=dim)
         return jnp.take_along_axis(x, ind, dim), ind, jnp.argsort(ind, axis=dim)
-
-    @staticmethod
-    def backward(ctx, grad_output, *_):
-        ind, ind_inv = ctx.saved_tensors
-        return TakeGenVmap.apply(grad_output, ind_inv, ind, ctx.dim), None
-
-    @staticmethod
-    def jvp(ctx, tangent, _):
-        return TakeGenVmap.apply(tangent, *ctx.saved_tensors, ctx.dim), None, None
 
 
 class SelectGenVmap(jaxfn.Function):
@@ -443,10 +426,6 @@ ENTRIES = [
     Entry("ZeroGradientsGenVmap", ZeroGradientsGenVmap.apply, ((4,), (3, 4))),
     Entry("ForwardHasDefaultArgs", ForwardHasDefaultArgs.apply, ((3, 5),)),
 ]  # fmt: skip
-BATCHED = [entry for entry in ENTRIES if entry.has_vmap]
-FORWARD = [entry for entry in ENTRIES if entry.has_jvp]
-every = pytest.mark.parametrize("entry", ENTRIES, ids=str)
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
 def compare(ours: Any, theirs: Any) -> None:
@@ -479,15 +458,9 @@ def test_the_whole_database_is_here():
     assert classes == {entry.name for entry in ENTRIES}
 
 
-@WRAPS
-@every
-def test_outputs(entry, wrap):
-    compare(wrap(entry.ours())(*entry.args()), entry.theirs()(*map(torch.tensor, entry.args())))
-
-
-def torch_gradients(f: Callable[..., Any], args: list[np.ndarray], orders: int) -> list[Any]:
+def torch_gradients(f: Callable[..., Any], args: Sequence[Any], orders: int) -> list[Any]:
     """Gradients of the loss, then those of the gradients' squares; zeros where torch has none."""
-    tensors = [torch.tensor(a, requires_grad=True) for a in args]
+    tensors = [a.detach().requires_grad_() for a in args]
     target = loss_of(f)(*tensors)
     found: list[Any] = []
     for order in range(orders):
@@ -502,22 +475,74 @@ def torch_gradients(f: Callable[..., Any], args: list[np.ndarray], orders: int) 
     return found
 
 
-def jax_gradients(f: Callable[..., Any], args: list[np.ndarray], orders: int) -> list[Any]:
-    argnums = tuple(range(len(args)))
+def jax_gradients(f: Callable[..., Any], args: Sequence[Any], orders: int) -> list[Any]:
     target, found = loss_of(f), []
     for _ in range(orders):
-        gradient = jax.grad(target, argnums)
+        gradient = jax.grad(target, every(args))
         found.append(list(gradient(*args)))
         target = (lambda gradient: lambda *a: sum((g * g).sum() for g in gradient(*a)))(gradient)
     return found
 
 
-@WRAPS
-@every
-def test_gradients_of_every_order_that_torch_has(entry, wrap):
-    args = entry.args()
-    ours = wrap(lambda *a: jax_gradients(entry.ours(), list(a), entry.orders))(*args)
-    compare(ours, torch_gradients(entry.theirs(), args, entry.orders))
+def every(args: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(range(len(args)))
+
+
+def directions(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(a.cos() if isinstance(a, torch.Tensor) else jnp.cos(a) for a in args)
+
+
+def tuples(f: Callable[..., list[Any]]) -> Callable[..., tuple[Any, ...]]:
+    """torch.func wants tuples."""
+    return lambda *args: tuple(f(*args))
+
+
+# What is compared: in JAX, in torch; of an entry and its arguments, or its batch of arguments.
+SINGLE = {
+    "outputs": (lambda e, *a: e.ours()(*a), lambda e, *a: e.theirs()(*a)),
+    "gradients of every order": (
+        lambda e, *a: jax_gradients(e.ours(), a, e.orders),
+        lambda e, *a: torch_gradients(e.theirs(), a, e.orders),
+    ),
+}
+FORWARD_MODE = {
+    "jvp": (
+        lambda e, *a: jax.jvp(floating(e.ours()), a, directions(a))[1],
+        lambda e, *a: torch.func.jvp(tuples(floating(e.theirs())), a, directions(a))[1],
+    ),
+    "jvp of grad": (
+        lambda e, *a: jax.jvp(jax.grad(loss_of(e.ours()), every(a)), a, directions(a))[1],
+        lambda e, *a: torch.func.jvp(torch.func.grad(loss_of(e.theirs()), every(a)), a, directions(a))[1],
+    ),
+}
+BATCHED = {
+    "vmap": (lambda e, *a: jax.vmap(e.ours())(*a), lambda e, *a: torch.vmap(tuples(e.theirs()))(*a)),
+    "vmap of grad": (
+        lambda e, *a: jax.vmap(jax.grad(loss_of(e.ours()), every(a)))(*a),
+        lambda e, *a: torch.vmap(torch.func.grad(loss_of(e.theirs()), every(a)))(*a),
+    ),
+    "gradients of vmap": (
+        lambda e, *a: jax_gradients(jax.vmap(e.ours()), a, e.orders),
+        lambda e, *a: torch_gradients(torch.vmap(tuples(e.theirs())), a, e.orders),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "entry"),
+    [(way, entry) for way in SINGLE for entry in ENTRIES]
+    + [(way, entry) for way in FORWARD_MODE for entry in ENTRIES if entry.has_jvp]
+    + [(way, entry) for way in BATCHED for entry in ENTRIES if entry.has_vmap],
+    ids=str,
+)
+def test_as_torch(way, entry):
+    """All under `jax.jit`; what is neither mapped nor in forward mode eagerly too."""
+    ours, theirs = (SINGLE | FORWARD_MODE | BATCHED)[way]
+    args = entry.args((2,) if way in BATCHED else ())
+    expected = theirs(entry, *map(torch.tensor, args))
+    compare(jax.jit(functools.partial(ours, entry))(*args), expected)
+    if way in SINGLE:
+        compare(ours(entry, *args), expected)
 
 
 def test_what_torch_refuses_to_differentiate_twice_is_refused():
@@ -528,55 +553,3 @@ def test_what_torch_refuses_to_differentiate_twice_is_refused():
         gradient.sum().backward()
     with pytest.raises(RuntimeError, match="differentiate twice"):
         jax_gradients(entry.ours(), entry.args(), 2)
-
-
-@WRAPS
-@pytest.mark.parametrize("entry", FORWARD, ids=str)
-def test_forward_mode(entry, wrap):
-    args, directions = entry.args(), [np.cos(a) for a in entry.args()]
-    ours = wrap(lambda *a: jax.jvp(floating(entry.ours()), a, tuple(map(jnp.asarray, directions)))[1])(*args)
-    theirs = torch.func.jvp(
-        lambda *a: tuple(floating(entry.theirs())(*a)),
-        tuple(map(torch.tensor, args)),
-        tuple(map(torch.tensor, directions)),
-    )[1]
-    compare(ours, theirs)
-
-
-@WRAPS
-@pytest.mark.parametrize("entry", FORWARD, ids=str)
-def test_forward_over_reverse(entry, wrap):
-    args, directions = entry.args(), [np.cos(a) for a in entry.args()]
-    argnums = tuple(range(len(args)))
-    ours = wrap(
-        lambda *a: jax.jvp(jax.grad(loss_of(entry.ours()), argnums), a, tuple(map(jnp.asarray, directions)))[1]
-    )(*args)
-    theirs = torch.func.jvp(
-        torch.func.grad(loss_of(entry.theirs()), argnums),
-        tuple(map(torch.tensor, args)),
-        tuple(map(torch.tensor, directions)),
-    )[1]
-    compare(ours, theirs)
-
-
-@WRAPS
-@pytest.mark.parametrize("entry", BATCHED, ids=str)
-def test_vmap(entry, wrap):
-    rows = entry.args((2,))
-    dims = (0,) * len(rows)
-    compare(
-        wrap(jax.vmap(entry.ours()))(*rows),
-        torch.vmap(lambda *a: tuple(entry.theirs()(*a)), dims)(*map(torch.tensor, rows)),
-    )
-    argnums = tuple(range(len(rows)))
-    ours = wrap(jax.vmap(jax.grad(loss_of(entry.ours()), argnums)))(*rows)
-    compare(ours, torch.vmap(torch.func.grad(loss_of(entry.theirs()), argnums), dims)(*map(torch.tensor, rows)))
-
-
-@WRAPS
-@pytest.mark.parametrize("entry", BATCHED, ids=str)
-def test_derivatives_of_vmap(entry, wrap):
-    rows = entry.args((2,))
-    mapped = lambda *a: torch.vmap(lambda *r: tuple(entry.theirs()(*r)), (0,) * len(rows))(*a)  # noqa: E731
-    ours = wrap(lambda *a: jax_gradients(jax.vmap(entry.ours()), list(a), entry.orders))(*rows)
-    compare(ours, torch_gradients(mapped, rows, entry.orders))
