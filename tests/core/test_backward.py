@@ -1,6 +1,5 @@
 """Contract rows C: what backward gets, what it may return, and one test for each error."""
 
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.cases import ComplexSquare, in_library
 from tests.support.contexts import CONTEXTS
 from tests.support.either_library import (
     G,
@@ -157,46 +157,6 @@ def test_an_incorrect_number_is_said_with_the_parameters(value, args, expected, 
     message = rf"Example\.backward returned an incorrect number of gradients: expected {expected} \(x, w\), got {got}"
     with pytest.raises(RuntimeError, match=message):
         wrap(lambda x: gradient(apply, x, *args[1:]))(args[0])
-
-
-class ForgetsToReturn(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        def inner():
-            return grad_output  # of another function
-
-        inner()
-
-
-class ReturnsNone(ForgetsToReturn):
-    @staticmethod
-    def backward(ctx, grad_output):
-        return None
-
-
-class ReturnsSometimes(ForgetsToReturn):
-    @staticmethod
-    def backward(ctx, grad_output):
-        if grad_output.ndim:
-            return 2 * grad_output
-
-
-@row("C2")
-def test_a_backward_without_a_return_statement_is_warned_of_once():
-    line = ForgetsToReturn.backward.__code__.co_firstlineno
-    message = rf"ForgetsToReturn.backward returned nothing.*test_backward.py:{line}"
-    with pytest.warns(UserWarning, match=message) as caught:
-        assert jax.grad(ForgetsToReturn.apply)(1.0) == 0.0
-        assert jax.grad(ForgetsToReturn.apply)(1.0) == 0.0
-    assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for function in (ReturnsNone, ReturnsSometimes):
-            assert jax.grad(function.apply)(1.0) == 0.0
 
 
 @row("C4")
@@ -682,24 +642,14 @@ LOSSES = {
 @in_each_library
 @pytest.mark.parametrize("kind", LOSSES)
 def test_backward_sees_torch_s_gradients_and_jax_grad_gives_the_conjugate(lib, kind):
-    class Square(lib.Function):
-        @staticmethod
-        def forward(ctx, z):
-            ctx.save_for_backward(z)
-            return z * z
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            (z,) = ctx.saved_tensors
-            return 2 * grad_output * lib.m.conj(z)
-
+    square = in_library(ComplexSquare, lib).apply
     loss, of_square = LOSSES[kind]
     expected = 2 * of_square(Z * Z) * Z.conj()
     if lib is Torch:
         z = lib.m.tensor(Z, requires_grad=True)
-        got = lib.numpy(lib.m.autograd.grad(loss(lib.m, Square.apply(z)), z)[0])
+        got = lib.numpy(lib.m.autograd.grad(loss(lib.m, square(z)), z)[0])
     else:
-        got = np.conj(lib.wrap(jax.grad(lambda z: loss(jnp, Square.apply(z))))(jnp.asarray(Z)))
+        got = np.conj(lib.wrap(jax.grad(lambda z: loss(jnp, square(z))))(jnp.asarray(Z)))
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 

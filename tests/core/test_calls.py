@@ -286,71 +286,58 @@ def _arrays_of(value):
 # What is forgotten, or misspelled
 
 
-class ForgetsToReturn(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        x * x
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0]
+def forgets(ctx, x):
+    x * x
 
 
-class ForgetsToReturnInSeparateStyle(jaxfn.Function):
-    @staticmethod
-    def forward(x):
-        def inner():
-            return x  # of another function
+def forgets_in_separate_style(x):
+    def inner():
+        return x  # of another function
 
-        inner()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
+    inner()
 
 
-class ReturnsNone(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return None
-
-    @staticmethod
-    def backward(ctx, g):
-        return None
+def returns_none(ctx, x):
+    return None
 
 
-class ReturnsSometimes(ReturnsNone):
-    @staticmethod
-    def forward(ctx, x):
-        if x.ndim > 5:
-            return x
+def returns_sometimes(ctx, x):
+    if x.ndim > 5:
+        return x
 
 
-@row("B3")
-@pytest.mark.parametrize("function", [ForgetsToReturn, ForgetsToReturnInSeparateStyle])
+def without_return(method, function):
+    """A Function whose method this is."""
+    methods = {"forward": lambda ctx, x: x * 2, "backward": lambda ctx, g: g, method: function}
+    if function is forgets_in_separate_style:
+        methods["setup_context"] = lambda ctx, inputs, output: None
+    apply = type("Forgets", (jaxfn.Function,), {name: staticmethod(m) for name, m in methods.items()}).apply
+    return apply if method == "forward" else lambda x: jax.grad(lambda x: apply(x).sum())(x)
+
+
+@row("B3", "C2")
+@pytest.mark.parametrize(
+    ("method", "function"), [("forward", forgets), ("forward", forgets_in_separate_style), ("backward", forgets)]
+)
 @pytest.mark.parametrize("context", ["eager", "jit", "vmap"])
-def test_a_forward_without_a_return_statement_is_warned_of_once(function, context):
-    class Fresh(function):
-        pass
-
-    line = function.forward.__code__.co_firstlineno
-    with pytest.warns(UserWarning, match=rf"Fresh\.forward returned nothing.*test_calls\.py:{line}") as caught:
+def test_a_method_without_a_return_statement_is_warned_of_once(method, function, context):
+    call = without_return(method, function)
+    place = rf"test_calls\.py:{function.__code__.co_firstlineno}"
+    with pytest.warns(UserWarning, match=rf"Forgets\.{method} returned nothing.*{place}") as caught:
         for _ in range(2):
-            assert CONTEXTS[context](Fresh.apply)(X) is None
+            result = CONTEXTS[context](call)(X)
     assert len(caught) == 1
+    assert result is None if method == "forward" else not result.any()
 
 
-@row("B3")
-@pytest.mark.parametrize("function", [ReturnsNone, ReturnsSometimes])
-def test_a_forward_that_returns_None_on_purpose_is_not_warned_of(function):
+@row("B3", "C2")
+@pytest.mark.parametrize("method", ["forward", "backward"])
+@pytest.mark.parametrize("function", [returns_none, returns_sometimes])
+def test_a_method_that_returns_None_on_purpose_is_not_warned_of(method, function):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert function.apply(X) is None
+        result = without_return(method, function)(X)
+    assert result is None if method == "forward" else not result.any()
 
 
 METHODS = ["backward", "jvp", "vmap", "setup_context"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.cases import Mul, Pair, Relu, Swap
+from tests.support.cases import Mul, Pair, Swap
 from tests.support.contexts import CONTEXTS
 from tests.support.either_library import (
     G,
@@ -208,12 +208,6 @@ def test_a_saved_output_that_was_marked_has_no_derivative(lib):
     # The rule of the square is 3x³; in its derivative 3x is a constant, and the square follows the rule.
     assert_gradients(lib, Marked.apply, [X], 3 * X**3 * G)
     assert_gradients(lib, Marked.apply, [X], G * G * 9 * X**4, order=2)
-
-
-@row("B4")
-def test_relu_keeps_its_mask_only():
-    _, pullback = jax.vjp(Relu.apply, jnp.ones(1000))
-    assert sum(x.nbytes for x in jax.tree.leaves(pullback)) == 1000
 
 
 @row("B4", "B8")

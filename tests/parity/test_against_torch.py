@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.cases import CASES, Mul, StraightThrough, in_library, make_args
+from tests.support.cases import CASES, ComplexSquare, Mul, StraightThrough, in_library, make_args
 from tests.support.either_library import Torch, cotangent, gradients, in_each_library
 from tests.support.libraries import Jax, JittedJax, assert_same
 from tests.support.marks import row
@@ -102,18 +102,6 @@ class Cube(jaxfn.Function):
     def backward(ctx, grad_output):
         (x,) = ctx.saved_tensors
         return CubeBackward.apply(x, grad_output)
-
-
-class ComplexSquare(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z * z
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (z,) = ctx.saved_tensors
-        return 2 * grad_output * jnp.conj(z)
 
 
 class ComplexModulus(jaxfn.Function):

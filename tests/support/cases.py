@@ -339,6 +339,20 @@ class Normalize(jaxfn.Function):
         return r * g - x * r**3 * (g * x).mean(-1, keepdims=True), grad_output * x * r, None
 
 
+class ComplexSquare(jaxfn.Function):
+    """In torch's convention of complex gradients."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z * z
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (z,) = ctx.saved_tensors
+        return 2 * grad_output * jnp.conj(z)
+
+
 class Holder:
     """An object that JAX does not look into."""
 
