@@ -239,23 +239,27 @@ def test_apply_is_one_picklable_hashable_object():
     assert Child.apply(jnp.float32(3)) == 9.0
 
 
-@row("A4")
-def test_jit_of_apply_traces_once():
+@row("A4", "A7")
+def test_a_call_is_traced_once_for_arguments_of_the_same_shapes():
     traces = []
 
-    class Counted(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            traces.append(1)
-            return x
+    @jaxfn.function
+    def counted(ctx, x):
+        traces.append("forward")
+        return x
 
-        @staticmethod
-        def backward(ctx, g):
-            return g
+    counted.backward(lambda ctx, g: g)
 
-    for _ in range(3):
-        jax.jit(Counted.apply)(jnp.ones(2))
-    assert len(traces) == 1
+    @jax.jit
+    def step(w, x):
+        traces.append("step")
+        return w - 0.1 * jax.grad(lambda w: Square.apply(MulConstant.apply(w * x, 2)).sum())(w)
+
+    w = jnp.ones(3)
+    for i in range(5):
+        jax.jit(counted)(w)
+        w = step(w, jnp.full(3, float(i)))
+    assert traces == ["forward", "step"]
 
 
 def test_threads_that_meet_the_same_unknown_compiler_option(monkeypatch):
@@ -303,26 +307,6 @@ def test_forward_runs_directly_where_none_of_its_arrays_is_traced():
     assert values == [3.0] * 4 and not of_gradient
 
 
-@row("A5")
-def test_forward_runs_once_per_eager_call():
-    runs = []
-
-    @jaxfn.function
-    def f(ctx, x):
-        runs.append(1)
-        return x * 2
-
-    f.backward(lambda ctx, g: g * 2)
-    f(jnp.ones(2))
-    assert len(runs) == 1
-    jax.grad(f)(1.0)
-    assert len(runs) == 2
-    jax.jit(lambda: f(jnp.ones(2)))()  # constants only, under a trace
-    assert len(runs) == 3
-    jax.jit(jax.grad(f))(1.0)
-    assert len(runs) == 4
-
-
 @row("E2")
 def test_an_eager_shard_map():
     """JAX cannot call a custom_vjp of this kind there, and nothing is differentiated."""
@@ -340,21 +324,6 @@ def test_a_function_without_forward_or_ctx():
     no_ctx = type("NoCtx", (jaxfn.Function,), {"forward": staticmethod(lambda: 1.0)})
     with pytest.raises(TypeError, match="takes no ctx"):
         no_ctx.apply()
-
-
-@row("A7")
-def test_a_step_compiles_once():
-    traces = []
-
-    @jax.jit
-    def step(w, x):
-        traces.append(1)
-        return w - 0.1 * jax.grad(lambda w: Square.apply(MulConstant.apply(w * x, 2)).sum())(w)
-
-    w = jnp.ones(3)
-    for i in range(5):
-        w = step(w, jnp.full(3, float(i)))
-    assert len(traces) == 1
 
 
 def counting_products(calls, pack, unpack):

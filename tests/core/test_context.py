@@ -98,9 +98,9 @@ def test_a_tuple_is_several_outputs_and_others_than_arrays_come_back_unchanged(l
     assert seen == [(None,) * (len(outputs) - 1)]
 
 
-@row("B3")
+@row("B3", "C1")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_outputs_of_any_structure(wrap):
+def test_outputs_of_any_structure_of_which_a_list_is_one(wrap):
     assert isinstance(wrap(Swap.apply)(jnp.ones(2), jnp.ones(2)), Pair)
     received = []
 
@@ -121,13 +121,6 @@ def test_outputs_of_any_structure(wrap):
     assert wrap(jax.grad(loss))(1.0) == 9.0
     expected = (1.0, [1.0, {"a": 1.0}], None, None)
     assert received == [jax.tree.structure(expected, is_leaf=lambda x: x is None)]
-
-
-@row("B3")
-def test_a_list_is_one_output():
-    f = jaxfn.autograd_function(lambda ctx, x: [x, 2 * x], lambda ctx, grads: grads[0] + 2 * grads[1])
-    assert f(1.0) == [1.0, 2.0]
-    assert jax.grad(lambda x: f(x)[0] + 10 * f(x)[1])(1.0) == 21.0
 
 
 @row("B3")
