@@ -22,7 +22,7 @@ from tests.support.either_library import (
     in_each_library,
     in_every_context,
 )
-from tests.support.marks import cells, row
+from tests.support.marks import COMING, cells, row
 
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 
@@ -346,9 +346,8 @@ def test_needs_input_grad(lib, wanted):
     g = G + cotangent(X.shape, 1)
     args = [a for a, want in zip((X, y), wanted, strict=True) if want]
     assert_gradients(lib, product, args, *(3 * other * g for other, want in zip((y, X), wanted, strict=True) if want))
-    assert seen["backward"] == seen["setup_context"] == (*wanted, False, False)
-    if getattr(lib, "around", None) is None:  # elsewhere JAX may differentiate after forward ran
-        assert seen["forward"] == (*wanted, False, False)
+    if not (COMING and getattr(lib, "around", None) is CONTEXTS["checkpoint"]):  # JAX_REMAT3 perturbs every input
+        assert seen == dict.fromkeys(["forward", "setup_context", "backward"], (*wanted, False, False))
 
 
 @row("B7")
@@ -381,8 +380,8 @@ def test_needs_input_grad_by_name_and_of_a_pytree(argnum, context):
     args = jnp.array([2.0, 0.5]), jnp.array([3.0, 0.7]), jnp.array([5.0, -1.0])
     expected = np.prod([a for i, a in enumerate(args) if i != argnum], axis=0)
     np.testing.assert_allclose(jax.grad(CONTEXTS[context](loss), argnum)(*args), expected, rtol=1e-6)
-    flags = (argnum == 0, argnum > 0, False)
-    assert flags in seen if context != "checkpoint" else seen  # JAX_REMAT3 perturbs every input of a checkpoint
+    if not (COMING and context == "checkpoint"):  # JAX_REMAT3 perturbs every input
+        assert set(seen) == {(argnum == 0, argnum > 0, False)}
 
 
 @row("B7")

@@ -19,36 +19,33 @@ import pytest
 
 from tests.support.contexts import CONTEXTS, eager
 from tests.support.libraries import Jax, JittedJax, Library, torch_library
-from tests.support.marks import ALL_PERTURBED
 
 try:
     Torch: Library = torch_library()
 except ImportError:
     Torch = None
 
-Tests = Callable[[Any], Any]
-
 
 def _in_context(name: str) -> Any:
     """JAX with this context around the function that is differentiated."""
-    library = type(f"Jax_{name}", (Jax,), {"around": staticmethod(CONTEXTS[name])})
-    return pytest.param(library, id=f"grad of {name}", marks=ALL_PERTURBED if name == "checkpoint" else ())
+    return pytest.param(type(f"Jax_{name}", (Jax,), {"around": staticmethod(CONTEXTS[name])}), id=f"grad of {name}")
 
 
-_JAX = [pytest.param(Jax, id="jax"), pytest.param(JittedJax, id="jit")]
-_TORCH = pytest.param(Torch, id="torch", marks=pytest.mark.skipif(Torch is None, reason="torch is not installed"))
+_EACH = [
+    pytest.param(Jax, id="jax"),
+    pytest.param(JittedJax, id="jit"),
+    pytest.param(Torch, id="torch", marks=pytest.mark.skipif(Torch is None, reason="torch is not installed")),
+]
 _CONTEXTS = [_in_context(name) for name in CONTEXTS if name != "eager"]
 
 
-def _marked(libraries: Sequence[Any]) -> Tests:
+def _in_libraries(libraries: Sequence[Any]) -> Callable[[Any], Any]:
     marks = [pytest.mark.usefixtures("double_precision"), pytest.mark.parametrize("lib", libraries)]
     return lambda test: reduce(lambda test, mark: mark(test), marks, test)
 
 
-in_each_library = _marked([*_JAX, _TORCH])
-in_jax = _marked(_JAX)
-in_torch = _marked([_TORCH])
-in_every_context = _marked([*_JAX, *_CONTEXTS, _TORCH])
+in_each_library = _in_libraries(_EACH)
+in_every_context = _in_libraries([*_EACH, *_CONTEXTS])
 
 X = np.array([[0.3, -1.2], [2.1, 0.7], [-0.4, 1.6]])
 
