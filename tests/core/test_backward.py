@@ -1,4 +1,4 @@
-"""Contract rows C: what backward gets, what it may return, and one test per error."""
+"""Contract rows C: what backward gets, what it may return, and one test for each error."""
 
 from typing import NamedTuple
 
@@ -8,18 +8,38 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.marks import row
+from tests.support.cases import ComplexSquare, in_library
+from tests.support.contexts import CONTEXTS
+from tests.support.either_library import (
+    G,
+    Torch,
+    X,
+    assert_gradients,
+    cotangent,
+    described,
+    gradients,
+    in_each_library,
+    in_every_context,
+    refused,
+)
+from tests.support.marks import cells, row
+
+EITHER = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+ARRAY, ZEROS = jnp.arange(6.0).reshape(3, 2), np.zeros_like(X)
 
 
-def returning(value, forward=None, **attributes):
+def returning(lib, value, **attributes):
     """A Function of (x, w) whose backward returns `value(grad_output)`."""
 
-    class Example(jaxfn.Function):
+    class Example(lib.Function):
+        @staticmethod
+        def forward(ctx, x, w=None):
+            return x * 2
+
         @staticmethod
         def backward(ctx, grad_output):
             return value(grad_output)
 
-    Example.forward = staticmethod(forward or (lambda ctx, x, w=None: x * 1.0))
     for name, attribute in attributes.items():
         setattr(Example, name, attribute)
     return Example.apply
@@ -29,96 +49,180 @@ def gradient(f, *args, argnums=0):
     return jax.grad(lambda *a: jnp.sum(f(*a)), argnums=argnums)(*args)
 
 
-X = jnp.arange(6.0).reshape(3, 2)
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+# ---------------------------------------------------------------------------------------------------------------------
+# How many gradients, and of which inputs
 
 
 @row("C1")
-def test_vjp_is_another_name_and_both_are_an_error():
-    class Vjp(jaxfn.Function):
+@in_each_library
+@pytest.mark.parametrize("value", [lambda g: 3 * g, lambda g: (3 * g,)], ids=["value", "tuple"])
+def test_vjp_is_another_name_and_both_are_an_error(lib, value):
+    class Named(lib.Function):
         @staticmethod
         def forward(ctx, x):
-            return x * 2
+            return lib.m.round(x)
 
         @staticmethod
         def vjp(ctx, g):
-            return g * 2
+            return value(g)
 
-    assert jax.grad(Vjp.apply)(1.0) == 2.0
+    assert_gradients(lib, Named.apply, [X], 3 * G)
 
-    class Both(Vjp):
+    class Both(Named):
         @staticmethod
         def backward(ctx, g):
-            return g * 2
+            return value(g)
 
-    assert Both.apply(1.0) == 2.0
-    with pytest.raises(RuntimeError, match="Both: implementing both 'backward' and 'vjp' for a custom Function"):
-        jax.grad(Both.apply)(1.0)
+    lib.outputs(Both.apply, [X])
+    with refused(lib, RuntimeError, r"(?i)implementing both 'backward' and 'vjp' for a custom Function", "Both: "):
+        gradients(lib, Both.apply, X)
 
 
-@row("C2")
-@pytest.mark.parametrize("value", [lambda g: g, lambda g: (g,), lambda g: (g, None), lambda g: (g, None, None, None)])
-@WRAPS
-def test_one_value_a_tuple_or_extra_nones(value, wrap):
-    np.testing.assert_allclose(wrap(lambda x: gradient(returning(value), x))(X), np.ones((3, 2)))
+@row("C2", "C4")
+@in_each_library
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (lambda g: 3 * g, [3 * G, ZEROS]),
+        (lambda g: (3 * g,), [3 * G, ZEROS]),
+        (lambda g: (3 * g, None), [3 * G, ZEROS]),
+        (lambda g: (3 * g, None, None, None), [3 * G, ZEROS]),
+        (lambda g: (None, 3 * g), [ZEROS, 3 * G]),
+        (lambda g: (5 * g, 3 * g, None), [5 * G, 3 * G]),
+        (lambda g: None, [ZEROS, ZEROS]),
+    ],
+    ids=["value", "tuple", "and None", "Nones too many", "None first", "both", "None alone"],
+)
+def test_what_backward_may_return(lib, value, expected):
+    apply = returning(lib, value)
+    used = 1 if expected[1] is ZEROS else 2
+    assert_gradients(lib, apply, [X] * used, *expected[:used])
+    if used == 2:  # each of the two where the other one is not differentiated
+        constant = lib.array(X)
+        assert_gradients(lib, lambda x: apply(x, constant), [X], expected[0])
+        assert_gradients(lib, lambda w: apply(constant, w), [X], expected[1])
+
+
+@row("C3", "C10")
+@in_each_library
+@pytest.mark.parametrize(
+    ("returned", "given"),
+    [(0, 1), (1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 2), (0, 3), (2, 3), (3, 3), (4, 3)],
+)
+def test_as_many_gradients_as_inputs_that_were_given(lib, returned, given):
+    class Counted(lib.Function):
+        @staticmethod
+        def forward(ctx, x, y=None, z=None):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return tuple((i + 2) * grad_output for i in range(returned))
+
+    args = [X, X + 1, X + 2][:given]
+    if returned == given:
+        assert_gradients(lib, Counted.apply, args, *((i + 2) * G for i in range(given)))
+    else:
+        with refused(lib, RuntimeError, "returned an incorrect number of gradients|gradient different than None"):
+            gradients(lib, Counted.apply, *args)
 
 
 @row("C3")
+def test_separate_style_needs_no_gradients_of_defaults_either():
+    """torch asks for them."""
+    f = jaxfn.autograd_function(
+        lambda x, y=None, z=None: x * 2, lambda ctx, g: (3 * g, 5 * g), setup_context=lambda ctx, inputs, output: None
+    )
+    assert jax.grad(f, argnums=(0, 1))(1.0, 2.0) == (3.0, 5.0)
+    with pytest.raises(RuntimeError, match="got 2|different than None"):
+        jax.grad(f)(1.0)
+
+
+@row("C3", "C5")
 @pytest.mark.parametrize(
     ("value", "args", "expected", "got"),
     [
-        (lambda g: g, (X, X), "2", 1),
-        (lambda g: (g,), (X, 1.0), "2", 1),
-        (lambda g: (), (X,), "1 to 2", 0),
-        (lambda g: (g, None, g), (X, X), "2", 3),
-        (lambda g: (g, g, g), (X,), "1 to 2", 3),
-        (lambda g: {"wrong": g, "also": g}, (X, X), "2", 1),
+        (lambda g: g, (ARRAY, ARRAY), "2", "1"),
+        (lambda g: (g,), (ARRAY, 1.0), "2", "1"),
+        (lambda g: (), (ARRAY,), "1 to 2", "0"),
+        (lambda g: (g, None, g), (ARRAY, ARRAY), "2", "3"),
+        (lambda g: (g, g, g), (ARRAY,), "1 to 2", "3"),
+        (lambda g: [g, None], (ARRAY, ARRAY), "2", "a list, which counts as one gradient"),
+        (lambda g: {"wrong": g, "also": g}, (ARRAY, ARRAY), "2", "1"),
     ],
 )
-@WRAPS
-def test_wrong_number(value, args, expected, got, wrap):
+@EITHER
+def test_an_incorrect_number_is_said_with_the_parameters(value, args, expected, got, wrap):
+    apply = returning(jaxfn, value)
     message = rf"Example\.backward returned an incorrect number of gradients: expected {expected} \(x, w\), got {got}"
     with pytest.raises(RuntimeError, match=message):
-        wrap(lambda x: gradient(returning(value), x, *args[1:]))(args[0])
+        wrap(lambda x: gradient(apply, x, *args[1:]))(args[0])
 
 
 @row("C4")
-@WRAPS
-def test_none_is_a_symbolic_zero(wrap):
+@EITHER
+def test_what_lies_behind_none_is_not_asked_for_a_derivative(wrap):
     called = []
     inner = jaxfn.autograd_function(lambda ctx, x: x * 5, lambda ctx, g: called.append(1) or g * 5)
-    stop = returning(lambda g: None)
-    np.testing.assert_allclose(wrap(lambda x: gradient(lambda x: stop(inner(x)) + 0 * x, x))(X), np.zeros((3, 2)))
+    stop = returning(jaxfn, lambda g: None)
+    np.testing.assert_allclose(wrap(lambda x: gradient(lambda x: stop(inner(x)) + 0 * x, x))(ARRAY), ZEROS)
     assert not called
 
 
-@row("C5")
-@WRAPS
-def test_named_return(wrap):
-    f = returning(lambda g: {"w": g * 2}, lambda ctx, x, w: x * w)
-    grads = wrap(lambda *a: gradient(f, *a, argnums=(0, 1)))(X, X)
-    np.testing.assert_allclose(grads, [np.zeros((3, 2)), np.full((3, 2), 2.0)])
-    with pytest.raises(RuntimeError, match=r"gradients for 'wrong', which is not among its parameters.*are x, w\."):
-        wrap(lambda x: gradient(returning(lambda g: {"x": g, "wrong": g}), x))(X)
+@row("C12")
+@in_each_library
+def test_backward_is_not_called_for_a_result_that_is_not_used(lib):
+    def fails(g):
+        raise AssertionError("called")
+
+    apply = returning(lib, fails)
+    assert_gradients(lib, lambda x: (apply(x), x * 2)[1], [X], 2 * G)
 
 
-@row("C5")
-@WRAPS
-def test_a_dict_input_gets_a_dict_gradient(wrap):
-    f = jaxfn.autograd_function(
-        lambda ctx, params: params["w"] * 2 + params["b"], lambda ctx, g: {"w": g * 2, "b": g.sum(0)}
+@row("C12")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_backward_is_not_called_for_symbolic_zeros(context):
+    called = []
+    f = CONTEXTS[context](
+        jaxfn.autograd_function(lambda ctx, x: (x * 2, x * 3), lambda ctx, *g: called.append(1) or g[0])
     )
-    grads = wrap(lambda p: gradient(f, p))({"w": X, "b": jnp.ones(2)})
-    np.testing.assert_allclose(grads["w"], np.full((3, 2), 2.0))
-    np.testing.assert_allclose(grads["b"], [3.0, 3.0])
+    gradient(lambda x: jax.lax.stop_gradient(f(x)[0]) + x, ARRAY)
+    jax.grad(lambda x: f(x)[0].astype(int).sum().astype(float) + x.sum())(ARRAY)
+    assert not called
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients by name, and of pytrees
 
 
 @row("C5")
-def test_named_groups():
+@EITHER
+def test_gradients_by_name(wrap):
+    f = jaxfn.autograd_function(lambda ctx, x, w: x * w, lambda ctx, g: {"w": g * 2})
+    grads = wrap(lambda *a: gradient(f, *a, argnums=(0, 1)))(ARRAY, ARRAY)
+    np.testing.assert_allclose(grads, [ZEROS, np.full((3, 2), 2.0)])
+    wrong = returning(jaxfn, lambda g: {"x": g, "wrong": g})
+    with pytest.raises(RuntimeError, match=r"gradients for 'wrong', which is not among its parameters.*are x, w\."):
+        wrap(lambda x: gradient(wrong, x))(ARRAY)
+
+
+@row("C5")
+def test_gradients_of_variadic_parameters_by_name():
     f = jaxfn.autograd_function(lambda ctx, *parts: sum(parts), lambda ctx, g: {"parts": (g, 2 * g)})
     np.testing.assert_allclose(gradient(f, 1.0, 1.0, argnums=(0, 1)), (1, 2))
     with pytest.raises(RuntimeError, match="2 gradients were returned for 3 arguments"):
         gradient(f, 1.0, 1.0, 1.0)
+
+
+@row("C5")
+@EITHER
+def test_a_dict_input_gets_a_dict_gradient(wrap):
+    f = jaxfn.autograd_function(
+        lambda ctx, params: params["w"] * 2 + params["b"], lambda ctx, g: {"w": g * 2, "b": g.sum(0)}
+    )
+    grads = wrap(lambda p: gradient(f, p))({"w": ARRAY, "b": jnp.ones(2)})
+    np.testing.assert_allclose(grads["w"], np.full((3, 2), 2.0))
+    np.testing.assert_allclose(grads["b"], [3.0, 3.0])
 
 
 class Params(NamedTuple):
@@ -126,31 +230,28 @@ class Params(NamedTuple):
     b: jax.Array
 
 
-TREE = {"a": [X, (X, 3)], "n": Params(X, jnp.ones(2))}
+ONES, NOTHING = np.ones((3, 2)), np.zeros((3, 2))
 
 
 @row("C6")
 @pytest.mark.parametrize(
-    "value",
+    ("value", "expected"),
     [
-        lambda g: {"a": [g, (2 * g, None)], "n": Params(3 * g, g.sum(0))},
-        lambda g: {"a": [g, None], "n": None},
-        lambda g: {"a": [None, (2 * g, None)], "n": Params(None, g.sum(0))},
-        lambda g: {"a": None, "n": Params(3 * g, None)},
-        lambda g: None,
+        (lambda g: {"a": [g, (2 * g, None)], "n": Params(3 * g, g.sum(0))}, (ONES, 2 * ONES, 3 * ONES, [3, 3])),
+        (lambda g: {"a": [g, None], "n": None}, (ONES, NOTHING, NOTHING, [0, 0])),
+        (lambda g: {"a": [None, (2 * g, None)], "n": Params(None, g.sum(0))}, (NOTHING, 2 * ONES, NOTHING, [3, 3])),
+        (lambda g: {"a": None, "n": Params(3 * g, None)}, (NOTHING, NOTHING, 3 * ONES, [0, 0])),
+        (lambda g: None, (NOTHING, NOTHING, NOTHING, [0, 0])),
     ],
 )
-def test_pytree_gradients(value):
-    f = jaxfn.autograd_function(lambda ctx, tree, x: x * 1.0, lambda ctx, g: (value(g), g))
-    leaves = jax.grad(lambda a, b, c, d: f({"a": [a, (b, 3)], "n": Params(c, d)}, a).sum(), argnums=(0, 1, 2, 3))
-    got = leaves(X, X, X, jnp.ones(2))
-    wanted = value(np.ones((3, 2)))
-    parts = [[], []] if wanted is None else [wanted["a"], wanted["n"]]
-    a, b = (parts[0][0], (parts[0][1] or (None,))[0]) if parts[0] else (None, None)
-    c, d = parts[1] or (None, None)
-    a = 1.0 + (0 if a is None else a)
-    for ours, expected, shape in zip(got, (a, b, c, d), [(3, 2)] * 3 + [(2,)], strict=True):
-        np.testing.assert_allclose(ours, np.broadcast_to(0 if expected is None else expected, shape))
+def test_none_may_stand_for_any_subtree(value, expected):
+    f = jaxfn.autograd_function(lambda ctx, tree: tree["a"][0] * 1.0, lambda ctx, g: (value(g),))
+    of_leaves = jax.grad(lambda a, b, c, d: f({"a": [a, (b, 3)], "n": Params(c, d)}).sum(), argnums=(0, 1, 2, 3))
+    for got, want in zip(of_leaves(ARRAY, ARRAY, ARRAY, jnp.ones(2)), expected, strict=True):
+        np.testing.assert_allclose(got, want)
+
+
+TREE = {"a": [ARRAY, (ARRAY, 3)], "n": Params(ARRAY, jnp.ones(2))}
 
 
 @row("C6")
@@ -164,306 +265,21 @@ def test_pytree_gradients(value):
         (lambda g: [g], "nothing was returned for ['a'][0]"),
     ],
 )
-@WRAPS
+@EITHER
 def test_wrong_structure(value, problem, wrap):
     f = jaxfn.autograd_function(lambda ctx, tree, x: tree["a"][0] * 1.0, lambda ctx, g: (value(g), None))
     with pytest.raises(RuntimeError, match="input 0 \\('tree'\\) that does not have that input's structure") as error:
-        wrap(lambda x: gradient(lambda x: f(TREE | {"a": [x, (x, 3)]}, 1.0), x))(X)
+        wrap(lambda x: gradient(lambda x: f(TREE | {"a": [x, (x, 3)]}, 1.0), x))(ARRAY)
     assert problem in str(error.value)
 
 
 @row("C6")
-def test_a_single_namedtuple_input():
+def test_a_namedtuple_is_the_gradient_of_one_input_or_of_several():
     f = jaxfn.autograd_function(lambda ctx, p: p.w * p.b, lambda ctx, g: Params(g * 2, g.sum(0)))
-    grads = gradient(f, Params(X, jnp.ones(2)))
+    grads = gradient(f, Params(ARRAY, jnp.ones(2)))
     np.testing.assert_allclose(grads.b, [3, 3])
     per_input = jaxfn.autograd_function(lambda ctx, w, b: w * b, lambda ctx, g: Params(g * 2, g.sum(0)))
-    np.testing.assert_allclose(gradient(per_input, X, jnp.ones(2)), np.full((3, 2), 2.0))
-
-
-@row("C7")
-@pytest.mark.parametrize(("grad_shape", "shape"), [((3, 2), (2,)), ((3, 2), (1, 2)), ((4, 3, 2), (3, 1)), ((3, 2), ())])
-@WRAPS
-def test_broadcast_gradients_are_summed(grad_shape, shape, wrap):
-    values = np.arange(np.prod(grad_shape), dtype=np.float32).reshape(grad_shape)
-    f = returning(lambda g: values)
-    got = wrap(lambda x: gradient(f, x))(jnp.ones(shape))
-    axes = tuple(range(len(grad_shape) - len(shape)))
-    expected = values.sum(axes)
-    for axis, size in enumerate(shape):
-        if size == 1:
-            expected = expected.sum(axis, keepdims=True)
-    np.testing.assert_allclose(got, expected)
-
-
-@row("C7")
-@pytest.mark.parametrize("shape", [(2, 3), (2,), (), (3, 1), (3,), (6,)])
-@WRAPS
-def test_other_shapes_are_an_error(shape, wrap):
-    message = rf"invalid gradient for input 0 \('x'\): got shape \({', '.join(map(str, shape))},?\).*\(3, 2\)"
-    with pytest.raises(RuntimeError, match=message):
-        wrap(lambda x: gradient(returning(lambda g: jnp.ones(shape)), x))(X)
-
-
-@row("C7")
-def test_zero_size():
-    f = returning(lambda g: g * 2)
-    assert gradient(f, jnp.ones((0, 3))).shape == (0, 3)
-    np.testing.assert_allclose(gradient(returning(lambda g: jnp.ones((0, 3))), jnp.ones(3)), np.zeros(3))
-
-
-@row("C8")
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("grad_dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.int32])
-@WRAPS
-def test_gradients_are_cast(dtype, grad_dtype, wrap):
-    got = wrap(lambda x: gradient(returning(lambda g: jnp.full((2,), 3, grad_dtype)), x))(jnp.ones(2, dtype))
-    assert got.dtype == dtype
-    np.testing.assert_allclose(got.astype(np.float32), [3, 3])
-
-
-@row("C8")
-@WRAPS
-def test_complex_for_real_is_an_error(wrap):
-    with pytest.raises(TypeError, match=r"complex gradient \(complex64\) for input 0 \('x'\).*Return its \.real"):
-        wrap(lambda x: gradient(returning(lambda g: g * 1j), x))(X)
-
-
-@row("C9")
-@pytest.mark.parametrize("value", [1.0, 0, [X], (X,), "text"], ids=repr)
-@WRAPS
-def test_python_values_are_an_error(value, wrap):
-    with pytest.raises(
-        TypeError, match=rf"returned a Python {type(value).__name__} as the gradient of input 0 \('x'\)"
-    ):
-        wrap(lambda x: gradient(returning(lambda g: (value,)), x))(X)
-
-
-@row("C10")
-@WRAPS
-def test_gradient_for_a_static_input(wrap):
-    f = returning(lambda g: (g, g), lambda ctx, x, w: x * w)
-    with pytest.raises(
-        RuntimeError, match=r"different than None for input 1 \('w'\), but that input is the Python value 2"
-    ):
-        wrap(lambda x: gradient(f, x, 2))(X)
-
-
-@row("C10")
-@WRAPS
-def test_gradient_for_an_integer_array_is_ignored(wrap):
-    f = returning(lambda g: (g, g), lambda ctx, x, w: x * w)
-    for index in (np.full((3, 2), 2), np.ones((3, 2), bool)):
-        np.testing.assert_allclose(wrap(lambda x, index=index: gradient(f, x, index))(X), np.ones((3, 2)))
-
-
-@row("C11")
-@pytest.mark.parametrize("materialize", [True, False])
-@WRAPS
-def test_integer_outputs(materialize, wrap):
-    received = []
-
-    @jaxfn.function
-    def f(ctx, x):
-        ctx.set_materialize_grads(materialize)
-        return x * 2, jnp.argmax(x), x > 0, jax.random.key(0)
-
-    @f.backward
-    def _(ctx, g, *others):
-        received.append(others)
-        return g * 2
-
-    np.testing.assert_allclose(wrap(lambda x: gradient(lambda x: f(x)[0], x))(X), np.full((3, 2), 2.0))
-    argmax, positive, key = received[0]
-    assert key is None
-    if materialize:
-        assert argmax.dtype == jnp.argmax(X).dtype and argmax.shape == ()
-        assert positive.dtype == bool and positive.shape == (3, 2)
-    else:
-        assert argmax is None and positive is None
-
-
-@row("C12")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
-def test_not_called_for_symbolic_zeros(wrap):
-    called = []
-    f = jaxfn.autograd_function(lambda ctx, x: (x * 2, x * 3), lambda ctx, *g: called.append(1) or g[0])
-    gradient(wrap(lambda x: jax.lax.stop_gradient(f(x)[0]) + x), X)
-    jax.grad(lambda x: wrap(f)(x)[0].astype(int).sum().astype(float) + x.sum())(X)
-    assert not called
-
-
-@row("C13")
-def test_no_backward():
-    class OnlyForward(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-    assert OnlyForward.apply(1.0) == jax.jit(OnlyForward.apply)(1.0) == 2.0
-    with pytest.raises(NotImplementedError, match="OnlyForward cannot be differentiated"):
-        jax.grad(OnlyForward.apply)(1.0)
-
-
-def once(backward, forward=None):
-    class Once(jaxfn.Function):
-        @staticmethod
-        @jaxfn.once_differentiable
-        def backward(ctx, g):
-            return backward(ctx, g)
-
-    def default_forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    Once.forward = staticmethod(forward or default_forward)
-    return Once.apply
-
-
-MESSAGE = r"Once\.backward: trying to differentiate twice a function that was marked with @once_differentiable"
-TWICE = {
-    "grad_grad": lambda f: jax.grad(jax.grad(f)),
-    "jit": lambda f: jax.jit(jax.grad(jax.grad(f))),
-    "grad_of_jit": lambda f: jax.grad(jax.jit(jax.grad(f))),
-    "checkpoint": lambda f: jax.grad(jax.grad(jax.checkpoint(f))),
-    "vmap": lambda f: lambda x: jax.vmap(jax.grad(jax.grad(f)))(x[None]),
-    "scan": lambda f: jax.grad(jax.grad(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0])),
-}
-
-
-@row("C14")
-@pytest.mark.parametrize("twice", TWICE)
-def test_differentiating_twice_raises(twice):
-    x = jnp.float32(2.0)
-    by_saved = once(lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
-    by_cotangent = once(lambda ctx, g: 2 * g, lambda ctx, x: 2 * x)
-    ignores_all = once(lambda ctx, g: jnp.float32(5.0))
-    by_attribute = once(lambda ctx, g: g, lambda ctx, x: setattr(ctx, "kept", [x]) or 2 * x)
-    for f in (by_saved, lambda x: by_cotangent(x) ** 2, ignores_all, by_attribute):
-        assert jnp.isfinite(jax.jit(jax.grad(f))(x))
-        with pytest.raises(RuntimeError, match=MESSAGE):
-            TWICE[twice](f)(x)
-
-
-@row("C14")
-def test_does_not_raise_where_nothing_is_differentiated_twice():
-    f = once(lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
-
-    def mixed(x, w):  # differentiated once with respect to x, and by w around it
-        return jax.grad(f)(x) * w
-
-    assert jax.grad(mixed, argnums=1)(2.0, 1.0) == 12.0
-    linear = once(lambda ctx, g: 2 * g, lambda ctx, x: 2 * x)
-    assert jax.grad(jax.grad(linear))(3.0) == 0.0  # g is the constant 1 and nothing was saved
-
-
-@row("C14")
-def test_a_derivative_once_keeps_no_tracers():
-    f = once(lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
-    with jax.checking_leaks():
-        np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(f)))(jnp.arange(3.0)), [0, 3, 12])
-
-
-@row("C15")
-def test_boxed_grads_call():
-    class Boxed(jaxfn.Function):
-        boxed_grads_call = True
-        clear_saved_tensors_on_access = True
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x, x * 3
-
-        @staticmethod
-        def backward(ctx, grads):
-            assert isinstance(grads, list) and len(grads) == 2
-            assert ctx.saved_tensors[0] is not None and ctx.saved_tensors[0] is not None
-            return 2 * ctx.saved_tensors[0] * grads.pop(0) + 3 * grads.pop(0)
-
-    assert jax.jit(jax.grad(lambda x: sum(Boxed.apply(x))))(5.0) == 13.0
-
-
-class ComplexSquare(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z * z
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (z,) = ctx.saved_tensors
-        return 2 * grad_output * jnp.conj(z)
-
-
-class RealPart(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, z, scale):
-        ctx.save_for_backward(z, scale)
-        return (z * scale).real, (z * scale).imag
-
-    @staticmethod
-    def backward(ctx, grad_real, grad_imag):
-        z, scale = ctx.saved_tensors
-        whole = grad_real + 1j * grad_imag
-        return whole * scale, (whole * jnp.conj(z)).real
-
-
-@row("C16")
-@WRAPS
-@pytest.mark.parametrize("order", [1, 2])
-def test_complex(wrap, order):
-    z = jnp.array([1 + 2j, -0.5 + 0.3j, 2 - 1j])
-
-    def loss(square, parts):
-        def first(z):
-            w = square(z)
-            re, im = parts(w, jnp.array([1.0, 2.0, 3.0]))
-            return (re**2 * im + jnp.abs(w) ** 2).sum()
-
-        if order == 1:
-            return first
-        return lambda z: (jnp.abs(jax.grad(first)(z)) ** 2).sum()
-
-    ours = wrap(jax.grad(loss(ComplexSquare.apply, RealPart.apply)))(z)
-    plain = wrap(jax.grad(loss(lambda z: z * z, lambda z, s: ((z * s).real, (z * s).imag))))(z)
-    np.testing.assert_allclose(ours, plain, rtol=1e-4)
-
-
-@row("C16")
-def test_real_gradient_for_a_complex_input():
-    f = returning(lambda g: jnp.ones((3, 2)), lambda ctx, x: x.real)
-    got = gradient(f, X + 0j)
-    assert got.dtype == jnp.complex64
-    np.testing.assert_allclose(got, np.ones((3, 2)))
-
-
-@row("C14")
-def test_a_closure_on_ctx():
-    f = once(lambda ctx, g: ctx.f(g), lambda ctx, x: setattr(ctx, "f", lambda g: 2 * x * g) or x * x)
-    assert jax.grad(f)(3.0) == 6.0
-    # What a closure on ctx holds has no derivative either, which is found first.
-    with pytest.raises(NotImplementedError, match="inside a closure or an object on ctx"):
-        jax.grad(jax.grad(f))(3.0)
-
-
-@row("C14")
-def test_boxed_gradients_that_backward_clears():
-    class Once(jaxfn.Function):
-        boxed_grads_call = True
-
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        @jaxfn.once_differentiable
-        def backward(ctx, grads):
-            grads.clear()
-            return jnp.float32(2)
-
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        jax.grad(lambda c: jax.grad(lambda x: Once.apply(x) * c)(1.0))(2.0)
+    np.testing.assert_allclose(gradient(per_input, ARRAY, jnp.ones(2)), np.full((3, 2), 2.0))
 
 
 class Validating:
@@ -483,22 +299,379 @@ def test_pytree_classes_that_check_their_leaves():
     np.testing.assert_allclose(jax.grad(lambda x: f(Validating(x)).sum())(jnp.ones(3)), np.full(3, 2.0))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Shapes, dtypes, and what is no gradient
+
+SHAPES = [(), (1,), (2,), (1, 2), (2, 1), (3, 2), (4, 3, 2), (0,), (2, 0)]
+
+
+def summed(values, shape):
+    """The array summed to a shape that broadcasts to its own."""
+    values = values.sum(tuple(range(values.ndim - len(shape))))
+    return values.sum(tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True).reshape(shape)
+
+
+def broadcasts(shape, to):
+    try:
+        return np.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False
+
+
+@row("C7")
+@in_each_library
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_gradient_is_summed_to_the_shape_that_broadcasts_to_its_own_or_refused(lib, shape):
+    for got in SHAPES:
+        values = np.cos(np.arange(float(np.prod(got)))).reshape(got)
+        apply = returning(lib, lambda g, values=values: lib.array(values))
+        if broadcasts(shape, got):
+            assert_gradients(lib, apply, [np.ones(shape)], summed(values, shape))
+        else:
+            with refused(lib, RuntimeError, "returned an invalid gradient", f"input 0 ('x'): got shape {got}"):
+                gradients(lib, apply, np.ones(shape))
+
+
+@row("C7")
+@in_each_library
+@pytest.mark.parametrize("shape", [(2,), (3, 1), ()], ids=str)
+def test_the_derivative_of_a_gradient_that_was_summed(lib, shape):
+    class Scale(lib.Function):
+        @staticmethod
+        def forward(ctx, x, gain):
+            ctx.save_for_backward(x, gain)
+            return x * gain
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            x, gain = ctx.saved_tensors
+            return grad_output * gain, grad_output * x
+
+    gain = 0.5 + np.arange(float(np.prod(shape))).reshape(shape)
+    assert_gradients(lib, Scale.apply, [X, gain], G * gain, summed(G * X, shape))
+    of_gain = cotangent(shape, 1)  # the gradients of the two gradients are G and this
+    assert_gradients(lib, Scale.apply, [X, gain], G * of_gain, summed(G * G, shape), order=2)
+
+
+INEXACT = ["float16", "float32", "float64", "complex64", "complex128"]
+DTYPES = [*INEXACT, "bfloat16", "int32", "int8", "bool"]
+
+
+@row("C8")
+@in_each_library
+@cells(
+    "dtype, gradient_dtype",
+    [
+        ("float16", "float64"), ("float32", "bfloat16"), ("float64", "float32"),
+        ("float32", "int32"), ("float16", "int8"), ("complex64", "bool"), ("complex64", "complex128"),
+        ("complex128", "float32"), ("float32", "complex64"), ("float64", "complex128"), ("float16", "complex64"),
+    ],
+    INEXACT,
+    DTYPES,
+)  # fmt: skip
+def test_a_gradient_is_cast_but_not_from_complex_to_real(lib, dtype, gradient_dtype):
+    is_complex, of_complex = dtype.startswith("complex"), gradient_dtype.startswith("complex")
+    if lib is Torch and is_complex and gradient_dtype in ("int32", "int8", "bool"):
+        return  # an assertion of torch's own fails
+    values = lib.m.asarray(lib.array(X > 0), dtype=getattr(lib.m, gradient_dtype))
+    apply, x = returning(lib, lambda g: values), X.astype(jnp.dtype(dtype))
+    if of_complex and not is_complex:
+        with refused(lib, TypeError, "complex", f"complex gradient ({gradient_dtype}) for input 0 ('x')"):
+            gradients(lib, apply, x)
+    else:
+        (got,) = lib.gradients(apply, [x])
+        assert got.dtype == jnp.dtype(dtype)
+        np.testing.assert_allclose(got.astype(complex), X > 0)
+
+
+@row("C8")
+@EITHER
+def test_a_gradient_is_cast_to_bfloat16(wrap):
+    apply = returning(jaxfn, lambda g: jnp.full((2,), 3.0))
+    got = wrap(lambda x: gradient(apply, x))(jnp.ones(2, jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(np.float32), [3, 3])
+
+
 @row("C9")
-def test_a_random_key_is_no_gradient():
-    f = jaxfn.autograd_function(lambda ctx, x: x * 2, lambda ctx, g: jax.random.key(0))
-    with pytest.raises(TypeError, match="returned a random key as the gradient of input 0"):
-        jax.grad(f)(1.0)
+@in_each_library
+@pytest.mark.parametrize("value", [1.0, 2, True, [1.0, 2.0], "text", 1j], ids=repr)
+def test_python_values_are_no_gradients(lib, value):
+    named = f"returned a Python {type(value).__name__} as the gradient of input 0 ('x')"
+    with refused(lib, TypeError, r"expected (Variable|an array).* or None", named):
+        gradients(lib, returning(lib, lambda g: (value,)), np.array(2.0))
 
 
-@row("C3")
-def test_a_list_is_said_to_count_as_one():
-    f = jaxfn.autograd_function(lambda ctx, x, t: x * t, lambda ctx, g: [g, None])
-    with pytest.raises(RuntimeError, match="got a list, which counts as one gradient"):
-        jax.grad(f)(1.0, 2.0)
+@row("C9")
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [([ARRAY], "Python list"), ((ARRAY,), "Python tuple"), (jax.random.key(0), "random key")],
+    ids=str,
+)
+@EITHER
+def test_containers_and_random_keys_are_no_gradients(value, kind, wrap):
+    apply = returning(jaxfn, lambda g: (value,))
+    with pytest.raises(TypeError, match=rf"returned a {kind} as the gradient of input 0 \('x'\)"):
+        wrap(lambda x: gradient(apply, x))(ARRAY)
+
+
+@row("C10", "A3")
+@in_each_library
+def test_a_gradient_for_a_static_input_is_an_error(lib):
+    f = returning(lib, lambda g: (g, g))
+    words, more = "returned a gradient different than None", "input 1 ('w'), but that input is the Python value 2.0"
+    with refused(lib, RuntimeError, words, more):
+        gradients(lib, lambda x: f(x, 2.0), X)
 
 
 @row("C10")
-def test_names_the_value_inside_a_pytree():
+def test_the_error_names_the_static_leaf_of_a_pytree():
     f = jaxfn.autograd_function(lambda ctx, t: t["x"] * 2, lambda ctx, g: {"x": g * 2, "k": g})
     with pytest.raises(RuntimeError, match=r"input 0 \('t'\)\['k'\], but that input is the Python value 7"):
         jax.grad(lambda x: f({"x": x, "k": 7}))(1.0)
+
+
+@row("C10")
+@in_each_library
+@pytest.mark.parametrize("dtype", [np.int64, np.int8, np.bool_])
+def test_a_gradient_for_an_integer_array_is_ignored(lib, dtype):
+    assert_gradients(lib, returning(lib, lambda g: (3 * g, g)), [X, np.ones((3, 2), dtype)], 3 * G)
+
+
+@row("C11")
+@in_each_library
+@pytest.mark.parametrize("materialize", [True, False])
+def test_the_gradients_of_integer_outputs(lib, materialize):
+    seen = []
+    dtypes = ["int64", "int32", "int8", "uint8", "bool"]
+
+    class Codes(lib.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_materialize_grads(materialize)
+            return x * 2, *(lib.m.asarray(x[0] > 0, dtype=getattr(lib.m, dtype)) for dtype in dtypes)
+
+        @staticmethod
+        def backward(ctx, grad_output, *others):
+            seen.append([described(g) for g in others])
+            return grad_output * 2 + sum(100 * g for g in others if g is not None)
+
+    assert_gradients(lib, Codes.apply, [X], 2 * G)
+    assert seen == [[(dtype, (2,)) if materialize else None for dtype in dtypes]]
+
+
+@row("C11")
+def test_a_random_key_as_an_output_has_no_gradient():
+    received = []
+    f = jaxfn.autograd_function(
+        lambda ctx, x: (x * 2, jax.random.key(0)), lambda ctx, g, of_key: received.append(of_key) or g * 2
+    )
+    np.testing.assert_allclose(gradient(lambda x: f(x)[0], ARRAY), np.full((3, 2), 2.0))
+    assert received == [None]
+
+
+@row("C13")
+@in_each_library
+def test_no_backward(lib):
+    class Bare(lib.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+    np.testing.assert_allclose(lib.numpy(lib.outputs(Bare.apply, [X])), 2 * X)
+    with refused(lib, NotImplementedError, "backward", "Bare cannot be differentiated"):
+        gradients(lib, Bare.apply, X)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# once_differentiable
+
+
+def once(lib, backward):
+    """x³ with this backward, of ctx and the gradient."""
+
+    class Once(lib.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            ctx.kept = [x]
+            return x**3
+
+        @staticmethod
+        @lib.once_differentiable
+        def backward(ctx, grad_output):
+            return backward(ctx, grad_output)
+
+    return Once.apply
+
+
+ONCE = {
+    "by the gradient": (lambda ctx, g: 2 * g, 2 * G),
+    "by what was saved": (lambda ctx, g: 2 * ctx.saved_tensors[0], 2 * X),
+    "by an attribute": (lambda ctx, g: 2 * ctx.kept[0], 2 * X),
+    "by both": (lambda ctx, g: 2 * ctx.saved_tensors[0] * g, 2 * X * G),
+    "by neither": (lambda ctx, g: 0 * ctx.saved_tensors[0] + 5, 5 + 0 * X),
+}
+TWICE = "trying to differentiate twice a function that was marked with @once_differentiable"
+
+
+@row("C14")
+@in_every_context
+@pytest.mark.parametrize("way", ONCE)
+def test_once_differentiable(lib, way):
+    backward, first = ONCE[way]
+    f = once(lib, backward)
+    if not hasattr(lib, "around"):  # where there are several elements, each has its constant gradient
+        assert_gradients(lib, f, [X], first)
+    with refused(lib, RuntimeError, TWICE, "Once.backward: "):
+        gradients(lib, lambda x: f(x) ** 2, X, order=2)
+    if lib is not Torch and way != "by the gradient":  # torch does not see that the saved array is differentiated
+        with refused(lib, RuntimeError, TWICE):
+            gradients(lib, f, X, order=2)
+
+
+@row("C14")
+def test_does_not_raise_where_nothing_is_differentiated_twice():
+    f = once(jaxfn, lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
+
+    def mixed(x, w):  # differentiated once with respect to x, and by w around it
+        return jax.grad(f)(x) * w
+
+    assert jax.grad(mixed, argnums=1)(2.0, 1.0) == 12.0
+    linear = jaxfn.autograd_function(lambda ctx, x: 2 * x, jaxfn.once_differentiable(lambda ctx, g: 2 * g))
+    assert jax.grad(jax.grad(linear))(3.0) == 0.0  # g is the constant 1 and nothing was saved
+
+
+@row("C14")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_gradient_under_stop_gradient_may_be_differentiated_around(context):
+    cube = once(jaxfn, lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
+    around = CONTEXTS[context]
+    stopped = around(lambda x: jax.lax.stop_gradient(jax.grad(cube)(x)) * x)
+    used = around(lambda x: jax.grad(cube)(x) * x)
+    assert jax.grad(stopped)(2.0) == jax.jit(jax.grad(stopped))(2.0) == 12.0
+    for derivative in (jax.grad(used), jax.jit(jax.grad(used))):
+        with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+            derivative(2.0)
+
+
+@row("C14")
+def test_a_derivative_once_keeps_no_tracers():
+    f = once(jaxfn, lambda ctx, g: 3 * ctx.saved_tensors[0] ** 2 * g)
+    with jax.checking_leaks():
+        np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(f)))(jnp.arange(3.0)), [0, 3, 12])
+
+
+@row("C14")
+def test_a_closure_on_ctx():
+    def forward(ctx, x):
+        ctx.f = lambda g: 2 * x * g
+        return x * x
+
+    f = jaxfn.autograd_function(forward, jaxfn.once_differentiable(lambda ctx, g: ctx.f(g)))
+    assert jax.grad(f)(3.0) == 6.0
+    # What a closure on ctx holds has no derivative either, which is found first.
+    with pytest.raises(NotImplementedError, match="inside a closure or an object on ctx"):
+        jax.grad(jax.grad(f))(3.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Boxed gradients
+
+
+@row("C15")
+@in_each_library
+def test_boxed_grads_call(lib):
+    seen = []
+
+    class Boxed(lib.Function):
+        boxed_grads_call = True
+        clear_saved_tensors_on_access = True
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x, x * 3
+
+        @staticmethod
+        def backward(ctx, grads):
+            (x,) = ctx.saved_tensors
+            seen.append((type(grads), len(grads)))
+            return 2 * x * grads.pop(0) + 3 * grads.pop(0)
+
+    assert_gradients(lib, Boxed.apply, [X], 2 * X * G + 3 * cotangent(X.shape, 1))
+    assert seen == [(list, 2)]
+
+
+@row("C14", "C15")
+def test_boxed_gradients_that_backward_clears():
+    class Once(jaxfn.Function):
+        boxed_grads_call = True
+        clear_saved_tensors_on_access = True
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        @jaxfn.once_differentiable
+        def backward(ctx, grads):
+            assert ctx.saved_tensors[0] is not None and ctx.saved_tensors[0] is not None  # JAX clears nothing
+            grads.clear()
+            return jnp.float32(2)
+
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        jax.grad(lambda c: jax.grad(lambda x: Once.apply(x) * c)(1.0))(2.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Complex numbers
+
+Z = np.array([0.3 + 1.1j, -0.7 + 0.2j, 1.5 - 0.4j])
+# Real functions of a complex y, and their gradients in torch's convention.
+LOSSES = {
+    "real": (lambda m, y: m.real(y).sum(), lambda y: 0 * y + 1),
+    "imaginary": (lambda m, y: m.imag(y).sum(), lambda y: 0 * y + 1j),
+    "modulus": (lambda m, y: m.real(y * m.conj(y)).sum(), lambda y: 2 * y),
+    "mixed": (lambda m, y: (m.real(y) * m.imag(y) ** 2).sum(), lambda y: y.imag**2 + 2j * y.real * y.imag),
+}
+
+
+@row("C16")
+@in_each_library
+@pytest.mark.parametrize("kind", LOSSES)
+def test_backward_sees_torch_s_gradients_and_jax_grad_gives_the_conjugate(lib, kind):
+    square = in_library(ComplexSquare, lib).apply
+    loss, of_square = LOSSES[kind]
+    expected = 2 * of_square(Z * Z) * Z.conj()
+    if lib is Torch:
+        z = lib.m.tensor(Z, requires_grad=True)
+        got = lib.numpy(lib.m.autograd.grad(loss(lib.m, square(z)), z)[0])
+    else:
+        got = np.conj(lib.wrap(jax.grad(lambda z: loss(jnp, square(z))))(jnp.asarray(Z)))
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+@row("C16")
+@in_each_library
+def test_a_complex_gradient_s_real_part_for_a_real_input(lib):
+    class Rotate(lib.Function):
+        """The parts of x z w, of real x and w."""
+
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            y = x * lib.array(Z) * w
+            return lib.m.real(y), lib.m.imag(y)
+
+        @staticmethod
+        def backward(ctx, grad_real, grad_imag):
+            x, w = ctx.saved_tensors
+            turned = lib.m.real((grad_real + 1j * grad_imag) * lib.m.conj(lib.array(Z)))
+            return turned * w, turned * x
+
+    x, w, g, h = np.array([0.5, -1.5, 2.0]), np.array([1.0, 2.0, 3.0]), cotangent((3,)), cotangent((3,), 1)
+    turned = g * Z.real + h * Z.imag
+    assert_gradients(lib, Rotate.apply, [x, w], turned * w, turned * x)
+    assert_gradients(lib, Rotate.apply, [x, w], turned * h, turned * g, order=2)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.cases import Linear
 from tests.support.marks import row
 
 
@@ -91,68 +90,6 @@ def test_setup_context_registered_after_a_call():
     f.backward(lambda ctx, g: 7 * g)
     assert f(1.0) == 1.0
     assert jax.grad(f)(1.0) == 7.0
-
-
-def test_errors_are_those_of_the_class():
-    bad = jaxfn.autograd_function(lambda ctx, x: x, lambda ctx, g: (g, g))
-    bad.Function.__name__ = "bad"
-    with pytest.raises(RuntimeError, match="expected 1 \\(x\\), got 2"):
-        jax.grad(bad)(1.0)
-    with pytest.raises(NotImplementedError, match="cannot be differentiated"):
-        jax.grad(jaxfn.autograd_function(lambda ctx, x: x))(1.0)
-
-
-def linear_forward(ctx, input, weight, bias=None):
-    ctx.save_for_backward(input=input, weight=weight, bias=bias)
-    output = input @ weight.T
-    return output if bias is None else output + bias
-
-
-def linear_backward(ctx, grad_output):
-    s = ctx.saved_variables
-    grads = {"input": None, "weight": None, "bias": None}
-    if ctx.needs_input_grad.input:
-        grads["input"] = grad_output @ s.weight
-    if ctx.needs_input_grad.weight:
-        grads["weight"] = grad_output.T @ s.input
-    if s.bias is not None and ctx.needs_input_grad.bias:
-        grads["bias"] = grad_output.sum(0)
-    return grads
-
-
-linear = jaxfn.autograd_function(forward=linear_forward, backward=linear_backward)
-
-
-@row("B5", "B7", "C5")
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_r_torch_linear(with_bias, wrap):
-    args = (jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 3)), jnp.ones(4))[: 3 if with_bias else 2]
-    for argnums in ((0,), (1,), tuple(range(len(args)))):
-        ours, same = (
-            wrap(jax.grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), argnums=argnums))(*args) for f in (linear, Linear.apply)
-        )
-        jax.tree.map(np.testing.assert_array_equal, ours, same)
-
-
-@row("B5")
-def test_r_torch_mul_constant():
-    multiply = jaxfn.autograd_function(
-        forward=lambda ctx, tensor, constant: ctx.save_for_backward(constant=constant) or tensor * constant,
-        backward=lambda ctx, grad_output: {"tensor": grad_output * ctx.saved_variables.constant},
-    )
-    assert multiply(jnp.float32(1), 2) == 2.0
-    assert jax.grad(multiply)(1.0, 2) == 2.0
-
-
-@row("B2")
-def test_autograd_function_with_setup_context():
-    f = jaxfn.autograd_function(
-        lambda x: x**2,
-        lambda ctx, g: 2 * ctx.x * g,
-        setup_context=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0]),
-    )
-    assert jax.grad(jax.grad(f))(3.0) == 2.0
 
 
 @row("B5")

@@ -20,7 +20,7 @@ from jax.lax import stop_gradient
 
 import jaxfn
 from tests.support.contexts import CONTEXTS
-from tests.support.marks import row, sampled
+from tests.support.marks import cells, row, slow
 
 X = jnp.array([0.3, 1.4, -0.7], jnp.float32)
 
@@ -82,7 +82,6 @@ NEW_OBJECT: dict[str, Callable[[Any], Any]] = {
 }
 # What each of these does in a program that stages is known by its eqns; these cells differ, as row D2 says.
 NEW_UNDER_VMAP = {"checkpoint": 1.0, "Function": 3.0}  # with the slope of the code
-USES = ("saved input", "saved output", "returned", "attribute", "named")
 
 
 def cube(no_op, use, rules):
@@ -108,11 +107,11 @@ def cube(no_op, use, rules):
     return f
 
 
-def new_slope(no_op, program, is_staged):
+def new_slope(no_op, context, is_staged):
     """The slope of an operation whose result is another array in this program; `None` if it is the very array."""
     if no_op in NEW_UNDER_VMAP:
-        return NEW_UNDER_VMAP[no_op] if program == "vmap" else None
-    is_new = no_op in NEW_OBJECT and no_op != "broadcast_to" and program in ("eager", "vmap") and not is_staged
+        return NEW_UNDER_VMAP[no_op] if context == "vmap" else None
+    is_new = no_op in NEW_OBJECT and no_op != "broadcast_to" and context in ("eager", "vmap") and not is_staged
     return 1.0 if is_new else None
 
 
@@ -142,84 +141,128 @@ def forward(f, around, outside):
     return outside(first), outside(tangent(first)), tangent(jax.jit(first))
 
 
+NO_OPS = {**SAME_OBJECT, **NEW_OBJECT}
 MODES = {"reverse": ("backward", reverse), "reverse beside a jvp": ("both", reverse), "forward": ("both", forward)}
+OUTSIDE = {"": lambda f: f, "jit of all": jax.jit}
 
 
-def check(name, use, mode, program, outside):
+def check(no_op, use, mode, context, outside):
     rules, derivatives = MODES[mode]
-    f = cube({**SAME_OBJECT, **NEW_OBJECT}[name], use, rules)
-    new, new_in_jit = new_slope(name, program, outside is jax.jit), new_slope(name, program, True)
-    first, second, through_jit = derivatives(f, CONTEXTS[program], outside)
+    f = cube(NO_OPS[no_op], use, rules)
+    new, new_in_jit = new_slope(no_op, context, outside != ""), new_slope(no_op, context, True)
+    first, second, through_jit = derivatives(f, CONTEXTS[context], OUTSIDE[outside])
     np.testing.assert_allclose(first(X), expected(use, 1), rtol=1e-5)
     np.testing.assert_allclose(second(X), expected(use, 2, new), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(through_jit(X), expected(use, 2, new_in_jit), rtol=1e-5, atol=1e-6)
 
 
-EVERY_PROGRAM = pytest.mark.parametrize("program", CONTEXTS)
-JIT = pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["", "jit"])
+@row("D2", "D3")
+@cells(
+    "no_op, use, mode, context, outside",
+    [
+        ("nothing", "saved output", "reverse", "vmap", "jit of all"),
+        ("stop_gradient", "saved output", "reverse", "eager", ""),
+        ("stop_gradient", "returned", "forward", "cond", "jit of all"),
+        ("checkpoint_name", "saved input", "reverse beside a jvp", "jit", ""),
+        ("device_put", "attribute", "forward", "scan", ""),
+        ("checkpoint", "saved output", "reverse", "vmap", ""),
+        ("checkpoint", "named", "reverse", "jit", "jit of all"),
+        ("custom_jvp", "saved output", "forward", "eager", "jit of all"),
+        ("custom_vjp", "returned", "reverse", "checkpoint", ""),
+        ("Function", "saved output", "reverse beside a jvp", "vmap", "jit of all"),
+        ("Function", "saved input", "reverse", "scan", ""),
+        ("astype", "named", "forward", "checkpoint", "jit of all"),
+        ("asarray", "saved output", "reverse", "cond", ""),
+        ("reshape", "saved input", "forward", "vmap", ""),
+        ("lax.reshape", "returned", "reverse", "scan", "jit of all"),
+        ("transpose", "attribute", "reverse beside a jvp", "eager", ""),
+        ("convert_element_type", "saved output", "reverse", "jit", ""),
+        ("two of them", "named", "reverse", "cond", "jit of all"),
+        ("ravel", "saved output", "reverse", "eager", ""),
+        ("ravel", "saved output", "reverse", "eager", "jit of all"),
+        ("flatten", "saved input", "reverse beside a jvp", "vmap", ""),
+        ("real", "attribute", "forward", "eager", ""),
+        ("squeeze", "saved output", "forward", "scan", ""),
+        ("positive", "named", "reverse", "checkpoint", ""),
+        ("broadcast_to", "returned", "reverse", "cond", ""),
+    ],
+)  # fmt: skip
+def test_whether_the_result_of_an_operation_that_changes_nothing_is_the_array(no_op, use, mode, context, outside):
+    """Where it is another array, that is an intermediate, with the slope of its code."""
+    check(no_op, use, mode, context, outside)
 
 
 @row("D2", "D3")
-@sampled
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("no_op", SAME_OBJECT)
-@pytest.mark.parametrize("mode", MODES)
-@EVERY_PROGRAM
-@JIT
-def test_an_operation_that_changes_nothing_makes_no_new_array(outside, program, mode, no_op, use):
-    check(no_op, use, mode, program, outside)
-
-
-@row("D2", "D3")
-@sampled
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("no_op", NEW_OBJECT)
-@pytest.mark.parametrize("mode", MODES)
-@EVERY_PROGRAM
-@JIT
-def test_an_array_that_is_new_eagerly_alone_has_the_slope_of_its_code_there(outside, program, mode, no_op, use):
-    check(no_op, use, mode, program, outside)
+@slow
+@pytest.mark.parametrize("no_op", NO_OPS)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_every_such_operation_in_every_context(context, no_op):
+    check(no_op, "saved output", "reverse", context, "")
 
 
 @row("D2")
-@pytest.mark.parametrize("no_op", [*SAME_OBJECT, *NEW_OBJECT])
-@pytest.mark.parametrize("use", ["saved input", "saved output", "returned"])
-@EVERY_PROGRAM
-def test_a_saved_array_is_its_caller_s_at_every_order(program, use, no_op):
-    """Whatever the expected number is, the eager one and the staged ones are one; or they differ, as documented."""
-    differs = new_slope(no_op, program, False) != new_slope(no_op, "eager", False)
+@cells(
+    "no_op, use, context",
+    [
+        ("stop_gradient", "saved output", "jit"), ("checkpoint", "saved output", "scan"),
+        ("checkpoint_name", "returned", "vmap"), ("custom_jvp", "saved input", "cond"),
+        ("Function", "saved input", "checkpoint"), ("Function", "saved input", "vmap"),
+        ("checkpoint", "saved output", "vmap"), ("ravel", "saved output", "jit"), ("real", "returned", "scan"),
+        ("squeeze", "saved input", "cond"),
+    ],
+)  # fmt: skip
+def test_third_derivatives_are_those_of_eager_code(no_op, use, context):
+    """Or they differ, where the operation gives another array in one of the two alone."""
+    differs = new_slope(no_op, context, False) != new_slope(no_op, "eager", False)
     differs = differs and (use != "saved input" or no_op == "Function")
-    no_op = {**SAME_OBJECT, **NEW_OBJECT}[no_op]
-    f = cube(no_op, use, "backward")
+    f = cube(NO_OPS[no_op], use, "backward")
 
     def third(around):
         first = jax.grad(lambda x: jnp.sum(jnp.sin(around(f)(x))))
         second = jax.grad(lambda x: jnp.sum(jnp.sin(first(x))))
         return jax.grad(lambda x: jnp.sum(second(x)))
 
-    agree = np.allclose(third(CONTEXTS[program])(X), third(lambda f: f)(X), rtol=1e-4, atol=1e-5)
+    agree = np.allclose(third(CONTEXTS[context])(X), third(lambda f: f)(X), rtol=1e-4, atol=1e-5)
     assert agree is not differs
 
 
+RETURNED, COPY, ORIGINAL = "what is returned", "what is made of it", "what it is made of"
+
+
 @row("B8")
-@sampled
-@pytest.mark.parametrize("no_op", [*SAME_OBJECT, *NEW_OBJECT])
-@pytest.mark.parametrize("marked", ["what is returned", "what is made of it", "what it is made of"])
-@pytest.mark.parametrize("rules", ["backward", "both"])
-@EVERY_PROGRAM
-@JIT
+@cells(
+    "no_op, marked, rules, context, outside",
+    [
+        ("nothing", RETURNED, "both", "eager", ""),
+        ("nothing", COPY, "backward", "jit", "jit of all"),
+        ("stop_gradient", COPY, "backward", "eager", ""),
+        ("stop_gradient", ORIGINAL, "both", "jit", ""),
+        ("checkpoint_name", COPY, "both", "checkpoint", ""),
+        ("checkpoint", ORIGINAL, "backward", "vmap", ""),
+        ("checkpoint", COPY, "backward", "scan", ""),
+        ("custom_vjp", ORIGINAL, "backward", "scan", "jit of all"),
+        ("Function", COPY, "both", "vmap", "jit of all"),
+        ("asarray", COPY, "backward", "cond", ""),
+        ("lax.reshape", ORIGINAL, "backward", "cond", "jit of all"),
+        ("ravel", COPY, "backward", "eager", ""),
+        ("ravel", COPY, "backward", "eager", "jit of all"),
+        ("flatten", ORIGINAL, "both", "vmap", ""),
+        ("real", COPY, "backward", "scan", ""),
+        ("broadcast_to", ORIGINAL, "both", "eager", ""),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*mark_non_differentiable")
-def test_marking_an_output_by_an_operation_that_changes_nothing(outside, program, rules, marked, no_op):
+def test_marking_an_output_by_an_operation_that_changes_nothing(no_op, marked, rules, context, outside):
     """The array is marked, eagerly and staged; or it is a new one, and the mark has no effect and is warned of."""
-    is_new = marked != "what is returned" and new_slope(no_op, program, outside is jax.jit) is not None
-    change_nothing = {**SAME_OBJECT, **NEW_OBJECT}[no_op]
+    is_new = marked != RETURNED and new_slope(no_op, context, outside != "") is not None
+    change_nothing, outside = NO_OPS[no_op], OUTSIDE[outside]
 
     def forward(ctx, x):
         y, z = x**2, x**3
         ctx.save_for_backward(x)
-        returned = change_nothing(z) if marked == "what it is made of" else z
-        ctx.mark_non_differentiable(change_nothing(z) if marked == "what is made of it" else z)
-        return y, returned if marked != "what is returned" else z
+        returned = change_nothing(z) if marked == ORIGINAL else z
+        ctx.mark_non_differentiable(change_nothing(z) if marked == COPY else z)
+        return y, returned if marked != RETURNED else z
 
     def backward(ctx, g, of_marked):
         (x,) = ctx.saved_tensors
@@ -230,7 +273,7 @@ def test_marking_an_output_by_an_operation_that_changes_nothing(outside, program
         f.jvp(lambda ctx, t: (5 * t * ctx.saved_tensors[0], 7 * t * ctx.saved_tensors[0]))
 
     def loss(x):
-        y, z = CONTEXTS[program](f)(x)
+        y, z = CONTEXTS[context](f)(x)
         return jnp.sum(jnp.sin(y) + jnp.cos(z))
 
     first, second = jax.grad(loss), jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))
@@ -242,37 +285,47 @@ def test_marking_an_output_by_an_operation_that_changes_nothing(outside, program
     np.testing.assert_allclose(outside(second)(X), expected, rtol=1e-5, atol=1e-5)
 
 
+IN_CONTEXTS = cells(
+    "context, outside",
+    [
+        ("eager", ""), ("eager", "jit of all"), ("jit", ""), ("checkpoint", "jit of all"), ("vmap", "jit of all"),
+        ("vmap", ""), ("scan", ""), ("cond", ""),
+    ],
+    CONTEXTS,
+    OUTSIDE,
+)  # fmt: skip
+
+
 @row("D2", "B3")
-@EVERY_PROGRAM
-@JIT
-@pytest.mark.parametrize("saved", ["y", "copy"])
-def test_of_outputs_that_are_one_object_the_first_counts(outside, program, saved):
+@IN_CONTEXTS
+def test_of_outputs_that_are_one_object_the_first_counts(context, outside):
     """A saved output that is returned twice has the derivative of the first."""
 
     def forward(ctx, x):
         y = x**3
-        ctx.save_for_backward(y if saved == "y" else stop_gradient(y))
+        ctx.save_for_backward(y, stop_gradient(y))
         return y, y
 
     def backward(ctx, g, h):
-        return (2 * g + 5 * h) * ctx.saved_tensors[0]
+        y, copy = ctx.saved_tensors
+        return g * (3 * y - copy) + h * (2 * y + 3 * copy)
 
     f = jaxfn.autograd_function(forward, backward)
 
     def loss(x):
-        first, second = CONTEXTS[program](f)(x)
+        first, second = CONTEXTS[context](f)(x)
         return jnp.sum(first + jnp.sin(second))
 
     # The gradient is (2 + 5 cos(y)) y. In it the second output has the slope 5y, the saved y that of the first, 2y.
     y = X**3
-    np.testing.assert_allclose(outside(jax.grad(loss))(X), (2 + 5 * jnp.cos(y)) * y, rtol=1e-5)
+    np.testing.assert_allclose(OUTSIDE[outside](jax.grad(loss))(X), (2 + 5 * jnp.cos(y)) * y, rtol=1e-5)
     second = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))
     expected = (-5 * jnp.sin(y) * y) * 5 * y + (2 + 5 * jnp.cos(y)) * 2 * y
-    np.testing.assert_allclose(outside(second)(X), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(OUTSIDE[outside](second)(X), expected, rtol=1e-5, atol=1e-5)
 
 
 @row("D2")
-@JIT
+@pytest.mark.parametrize("outside", OUTSIDE)
 @pytest.mark.parametrize("same", [lambda x: x, stop_gradient], ids=["itself", "stop_gradient"])
 def test_one_array_at_two_vmaps_is_two_inputs(outside, same):
     """Where every pair of an array's rows is mapped over, both have the same array underneath."""
@@ -287,14 +340,13 @@ def test_one_array_at_two_vmaps_is_two_inputs(outside, same):
 
     f = jaxfn.autograd_function(forward, backward)
     of_pair = jax.grad(lambda b, a: jax.grad(f)(a, b))
-    pairs = outside(lambda x: jax.vmap(lambda a: jax.vmap(lambda b: of_pair(b, a))(x))(x))(X)
+    pairs = OUTSIDE[outside](lambda x: jax.vmap(lambda a: jax.vmap(lambda b: of_pair(b, a))(x))(x))(X)
     np.testing.assert_allclose(pairs, jnp.broadcast_to(2 * X, (3, 3)), rtol=1e-5)
 
 
 @row("D3")
-@EVERY_PROGRAM
-@JIT
-def test_an_intermediate_that_is_saved_twice(outside, program):
+@IN_CONTEXTS
+def test_an_intermediate_that_is_saved_twice(context, outside):
     """It has the derivative of the code of the first; the others keep theirs."""
 
     def forward(ctx, x):
@@ -307,23 +359,21 @@ def test_an_intermediate_that_is_saved_twice(outside, program):
         return g * (2 * z + 3 * same + 5 * w)
 
     f = jaxfn.autograd_function(forward, backward)
-    second = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(CONTEXTS[program](f)(x)))(x)))
-    np.testing.assert_allclose(outside(second)(X), 10 * X + 15 * X**2, rtol=1e-5)
+    second = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(CONTEXTS[context](f)(x)))(x)))
+    np.testing.assert_allclose(OUTSIDE[outside](second)(X), 10 * X + 15 * X**2, rtol=1e-5)
 
 
 @row("D2", "D3")
-@EVERY_PROGRAM
-@JIT
-@pytest.mark.parametrize("operation", [lambda x: x * 1, lambda x: x + 0, lambda x: jnp.copy(x)], ids=["*", "+", "copy"])
-def test_an_operation_that_computes_is_an_intermediate(outside, program, operation):
+@IN_CONTEXTS
+def test_an_operation_that_computes_is_an_intermediate(context, outside):
     """Not every one that leaves the value alone: these are new arrays everywhere, with the derivative of the code."""
 
     def forward(ctx, x):
         y = x**3
-        ctx.save_for_backward(operation(y))
+        ctx.save_for_backward(y * 1, y + 0, jnp.copy(y))
         return y
 
-    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
-    first = jax.grad(lambda x: jnp.sum(CONTEXTS[program](f)(x)))
-    np.testing.assert_allclose(outside(first)(X), X**3, rtol=1e-5)
-    np.testing.assert_allclose(outside(jax.grad(lambda x: jnp.sum(first(x))))(X), 3 * X**2, rtol=1e-5)
+    f = jaxfn.autograd_function(forward, lambda ctx, g: g * sum(ctx.saved_tensors) / 3)
+    first = jax.grad(lambda x: jnp.sum(CONTEXTS[context](f)(x)))
+    np.testing.assert_allclose(OUTSIDE[outside](first)(X), X**3, rtol=1e-5)
+    np.testing.assert_allclose(OUTSIDE[outside](jax.grad(lambda x: jnp.sum(first(x))))(X), 3 * X**2, rtol=1e-5)

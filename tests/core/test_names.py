@@ -9,7 +9,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.marks import row
+from tests.support.contexts import CONTEXTS
+from tests.support.marks import cells, row
 
 
 @pytest.fixture(autouse=True)
@@ -100,20 +101,9 @@ def over_devices(f):
     return jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
 
 
-def in_scan(f):
-    return lambda x: jax.lax.scan(lambda carry, _: (f(carry), None), x, None, length=3)[0]
-
-
-def in_cond(f):
-    return lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: x, x)
-
-
 INSIDE = {
     "nothing": lambda f: f,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "scan": in_scan,
-    "cond": in_cond,
+    **{name: CONTEXTS[name] for name in ("jit", "checkpoint", "scan", "cond")},
     "vmap": jax.vmap,
     "vmap over columns": lambda f: jax.vmap(f, in_axes=1, out_axes=1),
     "shard_map": over_devices,
@@ -144,8 +134,16 @@ def check(f, x, name, expected):
 
 
 @row("K3")
-@pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@cells(
+    "name, inside",
+    [
+        ("Reverse", "nothing"), ("Intermediate", "nothing"), ("Reverse", "jit"), ("BothModes", "checkpoint"),
+        ("Derived", "scan"), ("decorated", "cond"), ("Intermediate", "vmap"), ("Batched", "vmap"),
+        ("Batched", "vmap over columns"), ("Batched", "scan"), ("Reverse", "shard_map"),
+    ],
+    FUNCTIONS,
+    INSIDE,
+)  # fmt: skip
 def test_operations_carry_the_name_of_their_function_and_method(name, inside):
     f = INSIDE[inside](FUNCTIONS[name])
     x = jnp.linspace(0.1, 0.9, 12).reshape(4, 3)

@@ -11,7 +11,7 @@ import pytest
 from jax.interpreters import partial_eval
 
 import jaxfn
-from tests.support.marks import row, sampled
+from tests.support.marks import cells, row
 
 X = jnp.array([0.3, -1.2, 0.7], jnp.float32)
 
@@ -59,17 +59,27 @@ def by_hand(save: str) -> Any:
     return f
 
 
-MODES = pytest.mark.parametrize("mode", ["backward", "both", "generated"])
-SAVED = pytest.mark.parametrize("save", ["nothing", "input", "first", "second", "intermediate"])
+MODES = ["backward", "both", "generated"]
+SAVED = ["nothing", "input", "first", "second", "intermediate"]
+
+
+WRAPS = {"f": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint, "vmap": jax.vmap}
 
 
 @row("E1b")
-@MODES
-@SAVED
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.vmap(f)], ids=["f", "jit", "checkpoint", "vmap"]
-)
+@cells(
+    "wrap, save, mode",
+    [
+        ("f", "nothing", "backward"), ("f", "second", "both"), ("jit", "second", "backward"),
+        ("jit", "intermediate", "generated"), ("checkpoint", "input", "both"), ("checkpoint", "second", "generated"),
+        ("vmap", "first", "backward"), ("vmap", "intermediate", "both"),
+    ],
+    WRAPS,
+    SAVED,
+    MODES,
+)  # fmt: skip
 def test_an_output_that_is_neither_used_nor_saved_is_dropped(wrap, save, mode):
+    wrap = WRAPS[wrap]
     text = left(wrap(two(save, mode)), [True, False], X)
     assert text.count("= sin") == 1
     assert text.count("= tanh") == (save == "second")
@@ -78,10 +88,13 @@ def test_an_output_that_is_neither_used_nor_saved_is_dropped(wrap, save, mode):
 
 
 @row("D1", "D2", "D3", "E1b")
-@sampled
-@SAVED
-@pytest.mark.parametrize("used", [0, 1])
-@pytest.mark.parametrize("order", [1, 2, 3])
+@cells(
+    "order, used, save",
+    [(1, 1, "nothing"), (2, 0, "input"), (2, 1, "first"), (3, 0, "second"), (2, 1, "intermediate")],
+    [1, 2, 3],
+    [0, 1],
+    SAVED,
+)
 def test_derivatives_of_a_program_without_the_output(order, used, save):
     """JAX drops the other output as the scan is traced, before anything differentiates."""
 
@@ -108,8 +121,13 @@ def replayed(f: Any, used: list[bool], *args: Any) -> Any:
 
 
 @row("D1", "D2", "E1b")
-@MODES
-@SAVED
+@cells(
+    "save, mode",
+    [("nothing", "backward"), ("input", "both"), ("first", "generated"), ("second", "both"), ("second", "generated"),
+     ("intermediate", "backward")],
+    SAVED,
+    MODES,
+)  # fmt: skip
 def test_derivatives_of_a_jaxpr_without_the_output(save, mode):
     for i in (0, 1):
         used = [i == 0, i == 1]
@@ -149,7 +167,7 @@ def test_an_output_that_is_dropped_and_saved_only_under_other_flags():
 
 
 @row("E1b")
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("saveable", [True, False])
 def test_a_policy_does_not_keep_an_output_that_is_not_used(saveable, mode):
     policy = jax.checkpoint_policies.everything_saveable if saveable else jax.checkpoint_policies.nothing_saveable

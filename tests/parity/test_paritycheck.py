@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.cases import Linear
+from tests.support.cases import ComplexSquare, Gelu, Linear, Square, in_library
+from tests.support.either_library import Torch
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
@@ -85,26 +86,12 @@ def test_a_wrong_gradient_is_a_wrong_formula():
 
 @row("H6")
 def test_only_the_second_derivative_is_wrong():
-    class TorchCube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**3
-
+    class Stopped(Square):
         @staticmethod
         def backward(ctx, grad_output):
-            return 3 * ctx.saved_tensors[0] ** 2 * grad_output
+            return 2 * jax.lax.stop_gradient(ctx.saved_tensors[0]) * grad_output
 
-    @jaxfn.function
-    def cube(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @cube.backward
-    def _(ctx, grad_output):
-        return 3 * jax.lax.stop_gradient(ctx.saved_tensors[0]) ** 2 * grad_output
-
-    report = jaxfn.paritycheck(cube, TorchCube, random((3,)))
+    report = jaxfn.paritycheck(Stopped, in_library(Square, Torch), random((3,)))
     assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {"second derivative, input 0"}
 
 
@@ -137,35 +124,19 @@ def test_a_kink_is_named():
     assert "clamp, abs" in str(report)
 
 
-class TorchSwish(torch.autograd.Function):
-    """It saves an intermediate, whose derivative torch drops from second derivatives."""
-
-    @staticmethod
-    def forward(ctx, x):
-        sigmoid = torch.sigmoid(x)
-        ctx.save_for_backward(x, sigmoid)
-        return x * sigmoid
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, sigmoid = ctx.saved_tensors
-        return grad_output * sigmoid * (1 + x * (1 - sigmoid))
+# It saves an intermediate, whose derivative torch drops from second derivatives.
+TorchGelu = in_library(Gelu, Torch)
 
 
-def swish(factor=1.0, of_stopped=False):
-    """Returns a port of `TorchSwish`, with its gradient times a factor, or without the second derivative by `x`."""
-
-    def forward(ctx, x):
-        sigmoid = jax.nn.sigmoid(x)
-        ctx.save_for_backward(x, sigmoid)
-        return x * sigmoid
+def gelu(factor=1.0, of_stopped=False):
+    """Returns a port of `TorchGelu`, with its gradient times a factor, or without the second derivative by `x`."""
 
     def backward(ctx, grad_output):
-        x, sigmoid = ctx.saved_tensors
+        x, s = ctx.saved_tensors
         x = jax.lax.stop_gradient(x) if of_stopped else x
-        return factor * grad_output * sigmoid * (1 + x * (1 - sigmoid))
+        return factor * grad_output * (s + 1.702 * x * s * (1 - s))
 
-    return jaxfn.autograd_function(forward, backward)
+    return jaxfn.autograd_function(Gelu.forward, backward)
 
 
 SECOND = "second derivative, input 0"
@@ -175,10 +146,10 @@ SECOND = "second derivative, input 0"
 @pytest.mark.parametrize(
     "port",
     [
-        jaxfn.from_torch(TorchSwish),
-        jaxfn.from_torch(TorchSwish.apply),
-        jax.jit(jaxfn.from_torch(TorchSwish).apply),
-        jax.checkpoint(swish()),
+        jaxfn.from_torch(TorchGelu),
+        jaxfn.from_torch(TorchGelu.apply),
+        jax.jit(jaxfn.from_torch(TorchGelu).apply),
+        jax.checkpoint(gelu()),
     ],
     ids=["adopted", "function", "jit", "checkpoint"],
 )
@@ -186,10 +157,10 @@ SECOND = "second derivative, input 0"
 def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
     inputs = random((4,))
     if is_recorded:
-        jaxfn.record_oracle(TorchSwish, inputs, tmp_path / "swish.npz")
-        report = jaxfn.paritycheck(port, tmp_path / "swish.npz")
+        jaxfn.record_oracle(TorchGelu, inputs, tmp_path / "gelu.npz")
+        report = jaxfn.paritycheck(port, tmp_path / "gelu.npz")
     else:
-        report = jaxfn.paritycheck(port, TorchSwish, inputs)
+        report = jaxfn.paritycheck(port, TorchGelu, inputs)
     assert report, report
     assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {SECOND}
     assert verdicts(report)[SECOND] == "intermediate"
@@ -202,34 +173,28 @@ def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
 @pytest.mark.parametrize(
     ("port", "wrong"),
     [
-        (swish(1.001), "gradient of input 0"),
-        (swish(of_stopped=True), SECOND),
-        (lambda x: swish()(x) * 1.001, "output 0"),
-        (jax.nn.swish, SECOND),  # it saves nothing: only the port has the whole second derivative
+        (gelu(1.001), "gradient of input 0"),
+        (gelu(of_stopped=True), SECOND),
+        (lambda x: gelu()(x) * 1.001, "output 0"),
+        (
+            lambda x: x * jax.nn.sigmoid(1.702 * x),
+            SECOND,
+        ),  # it saves nothing: only the port has the whole second derivative
     ],
     ids=["gradient", "second", "output", "without"],
 )
 def test_a_saved_intermediate_excuses_nothing_else(port, wrong):
-    report = jaxfn.paritycheck(port, TorchSwish, random((4,)))
+    report = jaxfn.paritycheck(port, TorchGelu, random((4,)))
     assert not report
     assert verdicts(report)[wrong] == "formula"
 
 
 @row("H6")
 def test_complex_in_torchs_convention():
-    class TorchSquare(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, z):
-            ctx.save_for_backward(z)
-            return z * z
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return 2 * ctx.saved_tensors[0].conj() * grad_output
-
+    torch_square = in_library(ComplexSquare, Torch)
     z = (np.array([1.0, -2.0]) + 1j * np.array([0.5, 3.0])).astype(np.complex64)
-    assert jaxfn.paritycheck(lambda z: z * z, TorchSquare, [z])
-    wrong = jaxfn.paritycheck(jaxfn.autograd_function(lambda ctx, z: z * z, lambda ctx, g: 2 * g), TorchSquare, [z])
+    assert jaxfn.paritycheck(lambda z: z * z, torch_square, [z])
+    wrong = jaxfn.paritycheck(jaxfn.autograd_function(lambda ctx, z: z * z, lambda ctx, g: 2 * g), torch_square, [z])
     assert verdicts(wrong)["gradient of input 0"] == "formula"
 
 

@@ -1,13 +1,16 @@
-"""torch's own database of custom Functions, written again for jaxfn, beside torch's classes run live.
+"""torch's own database of custom Functions, as jaxfn Functions, beside torch's classes run live.
 
-The originals are the tests' subjects in torch (`torch.testing._internal.autograd_function_db`). Those that compute with
-NumPy do so here by `jax.pure_callback`, so that JAX can neither differentiate nor batch their insides.
+The originals are the tests' subjects in torch (`torch.testing._internal.autograd_function_db`). Methods that use only
+what JAX has too run as torch wrote them; the others are written again. Those that compute with NumPy do so here by
+`jax.pure_callback`, so that JAX can neither differentiate nor batch their insides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -43,338 +46,136 @@ def same(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-class NumpyMul(jaxfn.Function):
-    @staticmethod
-    def forward(x, y):
-        shape = jax.ShapeDtypeStruct(jnp.broadcast_shapes(x.shape, y.shape), x.dtype)
-        return on_host(lambda x, y: (x * y,), shape)(x, y)[0]
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, y = ctx.saved_tensors
-        needs_x, needs_y = ctx.needs_input_grad
-        return (
-            NumpyMul.apply(grad_output, y) if needs_x else None,
-            NumpyMul.apply(grad_output, x) if needs_y else None,
-        )
-
-    @staticmethod
-    def vmap(info, in_dims, x, y):
-        x, y = (
-            a[..., None] if dim is None else jnp.moveaxis(a, dim, -1) for a, dim in zip((x, y), in_dims, strict=True)
-        )
-        return jnp.moveaxis(NumpyMul.apply(x, y), -1, 0), 0
-
-    @staticmethod
-    def jvp(ctx, of_x, of_y):
-        x, y = ctx.saved_tensors
-        return of_x * y + of_y * x
+# What the code of torch's classes finds under its global names: JAX's, and the ported classes.
+GLOBALS: dict[str, Any] = {
+    "torch": SimpleNamespace(
+        argsort=lambda x, dim=None, axis=None: jnp.argsort(x, axis=dim if axis is None else axis),
+        take_along_dim=lambda x, indices, dim: jnp.take_along_axis(x, indices, dim),
+    )
+}
 
 
-class MulGenVmap(NumpyMul):
-    generate_vmap_rule = True
-    vmap = jaxfn.Function.vmap
-
-    @staticmethod
-    def forward(x, y):
-        return x * y
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, y = ctx.saved_tensors
-        needs_x, needs_y = ctx.needs_input_grad
-        return (
-            MulGenVmap.apply(grad_output, y) if needs_x else None,
-            MulGenVmap.apply(grad_output, x) if needs_y else None,
-        )
+def port(name: str, **methods: Callable[..., Any]) -> type[jaxfn.Function]:
+    """torch's class as a jaxfn Function, with the very code of its methods, but for these."""
+    attributes: dict[str, Any] = {key: staticmethod(method) for key, method in methods.items()}
+    for key, value in vars(getattr(database, name)).items():
+        if isinstance(value, staticmethod) and key not in methods:
+            code = value.__func__
+            attributes[key] = staticmethod(FunctionType(code.__code__, GLOBALS, key, code.__defaults__))
+        elif key in ("generate_vmap_rule", "scale"):
+            attributes[key] = value
+    GLOBALS[name] = type(name, (jaxfn.Function,), attributes)
+    return GLOBALS[name]
 
 
-class NumpyCube(jaxfn.Function):
-    @staticmethod
-    def forward(x):
-        return on_host(lambda x: (x**3, 3 * x**2), same(x), same(x))(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0], output[1])
-        ctx.save_for_forward(inputs[0], output[1])
-
-    @staticmethod
-    def backward(ctx, grad_cube, grad_slope):
-        x, slope = ctx.saved_tensors
-        return NumpyMul.apply(grad_cube, slope) + 6 * NumpyMul.apply(grad_slope, x)
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return NumpyCube.apply(x), (in_dims[0], in_dims[0])
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        x, slope = ctx.saved_tensors
-        return NumpyMul.apply(tangent, slope), 6 * NumpyMul.apply(tangent, x)
+def _mul(x, y):
+    shape = jax.ShapeDtypeStruct(jnp.broadcast_shapes(x.shape, y.shape), x.dtype)
+    return on_host(lambda x, y: (x * y,), shape)(x, y)[0]
 
 
-class CubeGenVmap(jaxfn.Function):
-    """Its backward is not linear, which torch's is not either."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x**3, 3 * x**2
-
-    setup_context = NumpyCube.setup_context
-
-    @staticmethod
-    def backward(ctx, grad_cube, grad_slope):
-        _, slope = ctx.saved_tensors
-        return grad_cube * slope + 6 * slope
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        x, slope = ctx.saved_tensors
-        return MulGenVmap.apply(tangent, slope), 6 * NumpyMul.apply(tangent, x)
+def _vmap_of_mul(info, in_dims, x, y):
+    x, y = (a[..., None] if dim is None else jnp.moveaxis(a, dim, -1) for a, dim in zip((x, y), in_dims, strict=True))
+    return jnp.moveaxis(NumpyMul.apply(x, y), -1, 0), 0
 
 
-class NumpyCubeNotComposable(jaxfn.Function):
-    @staticmethod
-    def forward(x):
-        return NumpyCube.forward(x)[0], x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, ctx.x = output
-
-    @staticmethod
-    @jaxfn.once_differentiable
-    def backward(ctx, grad_output, grad_saved):
-        return 3 * ctx.x**2
+NumpyMul = port("NumpyMul", forward=_mul, vmap=_vmap_of_mul)
+MulGenVmap = port("MulGenVmap")
 
 
-class NumpyExp(jaxfn.Function):
-    """torch's works in place; here the new value is returned."""
-
-    @staticmethod
-    def forward(x):
-        return on_host(lambda x: (np.exp(x),), same(x))(x)[0]
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
-        ctx.save_for_forward(output)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return NumpyMul.apply(grad_output, *ctx.saved_tensors)
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return NumpyExp.apply(x), in_dims[0]
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return tangent * ctx.saved_tensors[0]
+def _cube(x):
+    return on_host(lambda x: (x**3, 3 * x**2), same(x), same(x))(x)
 
 
-class NumpyTake(jaxfn.Function):
-    @staticmethod
-    def forward(x, ind, ind_inv, dim):
-        shape = jax.ShapeDtypeStruct(ind.shape, x.dtype)
-        return on_host(lambda x, ind: (np.take_along_axis(x, ind, dim),), shape)(x, ind)[0]
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, ind, ind_inv, ctx.dim = inputs
-        ctx.save_for_backward(ind, ind_inv)
-        ctx.save_for_forward(ind, ind_inv)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        ind, ind_inv = ctx.saved_tensors
-        return NumpyTake.apply(grad_output, ind_inv, ind, ctx.dim), None, None, None
-
-    @staticmethod
-    def vmap(info, in_dims, x, ind, ind_inv, dim):
-        logical = x.ndim - (in_dims[0] is not None)
-        x, ind, ind_inv = (
-            jnp.broadcast_to(a, (info.batch_size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
-            for a, axis in zip((x, ind, ind_inv), in_dims[:3], strict=True)
-        )
-        return NumpyTake.apply(x, ind, ind_inv, (dim if dim >= 0 else dim + logical) + 1), 0
-
-    @staticmethod
-    def jvp(ctx, tangent, of_ind, of_ind_inv, of_dim):
-        assert of_ind is None and of_ind_inv is None and of_dim is None
-        return NumpyTake.apply(tangent, *ctx.saved_tensors, ctx.dim)
+NumpyCube = port("NumpyCube", forward=_cube)
+CubeGenVmap = port("CubeGenVmap")  # its backward is not linear
 
 
-class TakeGenVmap(NumpyTake):
-    generate_vmap_rule = True
-    vmap = jaxfn.Function.vmap
-
-    @staticmethod
-    def forward(x, ind, ind_inv, dim):
-        return jnp.take_along_axis(x, ind, dim)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        ind, ind_inv = ctx.saved_tensors
-        return TakeGenVmap.apply(grad_output, ind_inv, ind, ctx.dim), None, None, None
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):
-        return TakeGenVmap.apply(tangent, *ctx.saved_tensors, ctx.dim)
+def _saves_its_output(ctx, inputs, output):
+    _, ctx.x = output
 
 
-class NumpySort(jaxfn.Function):
+NumpyCubeNotComposable = port(
+    "NumpyCubeNotComposable",
+    forward=lambda x: (_cube(x)[0], x),
+    setup_context=_saves_its_output,
+    backward=jaxfn.once_differentiable(lambda ctx, grad_output, grad_saved: 3 * ctx.x**2),
+)
+
+
+def _saves_the_new_value(ctx, inputs, output):
+    ctx.save_for_backward(output)
+    ctx.save_for_forward(output)
+
+
+NumpyExp_ = port(  # torch's works in place; here the new value is returned
+    "NumpyExp_",
+    forward=lambda x: on_host(lambda x: (np.exp(x),), same(x))(x)[0],
+    setup_context=_saves_the_new_value,
+    vmap=lambda info, in_dims, x: (NumpyExp_.apply(x), in_dims[0]),
+    jvp=lambda ctx, tangent: tangent * ctx.saved_tensors[0],
+)
+
+
+def _take(x, ind, ind_inv, dim):
+    shape = jax.ShapeDtypeStruct(ind.shape, x.dtype)
+    return on_host(lambda x, ind: (np.take_along_axis(x, ind, dim),), shape)(x, ind)[0]
+
+
+def _vmap_of_take(info, in_dims, x, ind, ind_inv, dim):
+    logical = x.ndim - (in_dims[0] is not None)
+    x, ind, ind_inv = (
+        jnp.broadcast_to(a, (info.batch_size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
+        for a, axis in zip((x, ind, ind_inv), in_dims[:3], strict=True)
+    )
+    return NumpyTake.apply(x, ind, ind_inv, (dim if dim >= 0 else dim + logical) + 1), 0
+
+
+NumpyTake = port("NumpyTake", forward=_take, vmap=_vmap_of_take)
+TakeGenVmap = port("TakeGenVmap")
+
+
+def _sort(x, dim):
     """torch's returns its input as it came, not sorted, beside the order; so does this."""
+    index = jax.ShapeDtypeStruct(x.shape, np.int64)
 
-    @staticmethod
-    def forward(x, dim):
-        index = jax.ShapeDtypeStruct(x.shape, np.int64)
+    def sort(x):
+        ind = np.argsort(x, axis=dim)
+        return x, ind, np.argsort(ind, axis=dim)
 
-        def sort(x):
-            ind = np.argsort(x, axis=dim)
-            return x, ind, np.argsort(ind, axis=dim)
-
-        return on_host(sort, same(x), index, index)(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, ctx.dim = inputs
-        _, ind, ind_inv = output
-        ctx.mark_non_differentiable(ind, ind_inv)
-        ctx.save_for_backward(ind, ind_inv)
-        ctx.save_for_forward(ind, ind_inv)
-
-    @staticmethod
-    def backward(ctx, grad_output, *_):
-        ind, ind_inv = ctx.saved_tensors
-        return NumpyTake.apply(grad_output, ind_inv, ind, ctx.dim), None
-
-    @staticmethod
-    def vmap(info, in_dims, x, dim):
-        x = jnp.moveaxis(x, in_dims[0], 0)
-        return NumpySort.apply(x, (dim if dim >= 0 else dim + x.ndim - 1) + 1), (0, 0, 0)
-
-    @staticmethod
-    def jvp(ctx, tangent, _):
-        return NumpyTake.apply(tangent, *ctx.saved_tensors, ctx.dim), None, None
+    return on_host(sort, same(x), index, index)(x)
 
 
-class SortGenVmap(NumpySort):
-    generate_vmap_rule = True
-    vmap = jaxfn.Function.vmap
-
-    @staticmethod
-    def forward(x, dim):
-        ind = jnp.argsort(x, axis=dim)
-        return jnp.take_along_axis(x, ind, dim), ind, jnp.argsort(ind, axis=dim)
-
-    @staticmethod
-    def backward(ctx, grad_output, *_):
-        ind, ind_inv = ctx.saved_tensors
-        return TakeGenVmap.apply(grad_output, ind_inv, ind, ctx.dim), None
-
-    @staticmethod
-    def jvp(ctx, tangent, _):
-        return TakeGenVmap.apply(tangent, *ctx.saved_tensors, ctx.dim), None, None
+def _vmap_of_sort(info, in_dims, x, dim):
+    x = jnp.moveaxis(x, in_dims[0], 0)
+    return NumpySort.apply(x, (dim if dim >= 0 else dim + x.ndim - 1) + 1), (0, 0, 0)
 
 
-class SelectGenVmap(jaxfn.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, idx):
-        return x[idx]
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.shape, ctx.idx = inputs[0].shape, inputs[1]
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return jnp.zeros(ctx.shape, grad_output.dtype).at[ctx.idx].set(grad_output), None
-
-    @staticmethod
-    def jvp(ctx, tangent, _):
-        return SelectGenVmap.apply(tangent, ctx.idx)
+NumpySort = port("NumpySort", forward=_sort, vmap=_vmap_of_sort)
+SortGenVmap = port("SortGenVmap")
 
 
-class Select(SelectGenVmap):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def vmap(info, in_dims, x, idx):
-        return Select.apply(jnp.moveaxis(x, in_dims[0], 1), idx), 0
-
-    @staticmethod
-    def jvp(ctx, tangent, _):
-        return Select.apply(tangent, ctx.idx)
+def _gradient_of_select(ctx, grad_output):
+    return jnp.zeros(ctx.x_shape, grad_output.dtype).at[ctx.idx].set(grad_output), None
 
 
-class ForwardHasDefaultArgs(SelectGenVmap):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x, idx=(2,)):
-        return x[idx]
-
-    @staticmethod
-    def vmap(info, in_dims, x, idx):
-        return ForwardHasDefaultArgs.apply(jnp.moveaxis(x, in_dims[0], 1), idx), 0
-
-    @staticmethod
-    def jvp(ctx, tangent, _):
-        return ForwardHasDefaultArgs.apply(tangent, ctx.idx)
-
-
-class ScaleGradGenVmap(jaxfn.Function):
-    generate_vmap_rule = True
-    scale = 3.14
-
-    @staticmethod
-    def forward(x):
-        return x * 1
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output * ScaleGradGenVmap.scale
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return tangent * ScaleGradGenVmap.scale
-
-
-class ZeroGradientsGenVmap(jaxfn.Function):
-    """Zeros of another shape than the input's, which are summed to it."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, y):
-        return x * 1, y * 1
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad_x, grad_y):
-        return jnp.zeros((3, 4, *grad_x.shape), grad_x.dtype), jnp.zeros(grad_y.shape, grad_y.dtype)
-
-    @staticmethod
-    def jvp(ctx, of_x, of_y):
-        return jnp.zeros_like(of_x), jnp.zeros_like(of_y)
+SelectGenVmap = port("SelectGenVmap", backward=_gradient_of_select)
+Select = port(
+    "Select",
+    backward=_gradient_of_select,
+    vmap=lambda info, in_dims, x, idx: (Select.apply(jnp.moveaxis(x, in_dims[0], 1), idx), 0),
+)
+ForwardHasDefaultArgs = port(
+    "ForwardHasDefaultArgs",
+    backward=_gradient_of_select,
+    vmap=lambda info, in_dims, x, idx: (ForwardHasDefaultArgs.apply(jnp.moveaxis(x, in_dims[0], 1), idx), 0),
+)
+ScaleGradGenVmap = port("ScaleGradGenVmap", forward=lambda x: x * 1)
+ZeroGradientsGenVmap = port(
+    "ZeroGradientsGenVmap",
+    forward=lambda x, y: (x * 1, y * 1),
+    backward=lambda ctx, gx, gy: (jnp.zeros((3, 4, *gx.shape), gx.dtype), jnp.zeros_like(gy)),  # summed to the shape
+    jvp=lambda ctx, tx, ty: (jnp.zeros_like(tx), jnp.zeros_like(ty)),
+)
 
 
 @dataclass(frozen=True)
@@ -430,7 +231,7 @@ ENTRIES = [
         "NumpyCubeNotComposable", lambda x: NumpyCubeNotComposable.apply(x)[0], ((1,),), orders=1, has_jvp=False,
         has_vmap=False, in_torch=lambda x: database.NumpyCubeNotComposable.apply(x)[0],
     ),
-    Entry("NumpyExp_", NumpyExp.apply, ((1,),), in_torch=lambda x: database.NumpyExp_.apply(x.clone())),
+    Entry("NumpyExp_", NumpyExp_.apply, ((1,),), in_torch=lambda x: database.NumpyExp_.apply(x.clone())),
     Entry("NumpyMul", NumpyMul.apply, ((4,), (3, 4))),
     Entry("MulGenVmap", MulGenVmap.apply, ((4,), (3, 4))),
     Entry("NumpySort", NumpySort.apply, ((3, 5),), (1,)),
@@ -443,10 +244,6 @@ ENTRIES = [
     Entry("ZeroGradientsGenVmap", ZeroGradientsGenVmap.apply, ((4,), (3, 4))),
     Entry("ForwardHasDefaultArgs", ForwardHasDefaultArgs.apply, ((3, 5),)),
 ]  # fmt: skip
-BATCHED = [entry for entry in ENTRIES if entry.has_vmap]
-FORWARD = [entry for entry in ENTRIES if entry.has_jvp]
-every = pytest.mark.parametrize("entry", ENTRIES, ids=str)
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
 def compare(ours: Any, theirs: Any) -> None:
@@ -479,15 +276,9 @@ def test_the_whole_database_is_here():
     assert classes == {entry.name for entry in ENTRIES}
 
 
-@WRAPS
-@every
-def test_outputs(entry, wrap):
-    compare(wrap(entry.ours())(*entry.args()), entry.theirs()(*map(torch.tensor, entry.args())))
-
-
-def torch_gradients(f: Callable[..., Any], args: list[np.ndarray], orders: int) -> list[Any]:
+def torch_gradients(f: Callable[..., Any], args: Sequence[Any], orders: int) -> list[Any]:
     """Gradients of the loss, then those of the gradients' squares; zeros where torch has none."""
-    tensors = [torch.tensor(a, requires_grad=True) for a in args]
+    tensors = [a.detach().requires_grad_() for a in args]
     target = loss_of(f)(*tensors)
     found: list[Any] = []
     for order in range(orders):
@@ -502,22 +293,74 @@ def torch_gradients(f: Callable[..., Any], args: list[np.ndarray], orders: int) 
     return found
 
 
-def jax_gradients(f: Callable[..., Any], args: list[np.ndarray], orders: int) -> list[Any]:
-    argnums = tuple(range(len(args)))
+def jax_gradients(f: Callable[..., Any], args: Sequence[Any], orders: int) -> list[Any]:
     target, found = loss_of(f), []
     for _ in range(orders):
-        gradient = jax.grad(target, argnums)
+        gradient = jax.grad(target, every(args))
         found.append(list(gradient(*args)))
         target = (lambda gradient: lambda *a: sum((g * g).sum() for g in gradient(*a)))(gradient)
     return found
 
 
-@WRAPS
-@every
-def test_gradients_of_every_order_that_torch_has(entry, wrap):
-    args = entry.args()
-    ours = wrap(lambda *a: jax_gradients(entry.ours(), list(a), entry.orders))(*args)
-    compare(ours, torch_gradients(entry.theirs(), args, entry.orders))
+def every(args: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(range(len(args)))
+
+
+def directions(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(a.cos() if isinstance(a, torch.Tensor) else jnp.cos(a) for a in args)
+
+
+def tuples(f: Callable[..., list[Any]]) -> Callable[..., tuple[Any, ...]]:
+    """torch.func wants tuples."""
+    return lambda *args: tuple(f(*args))
+
+
+# What is compared: in JAX, in torch; of an entry and its arguments, or its batch of arguments.
+SINGLE = {
+    "outputs": (lambda e, *a: e.ours()(*a), lambda e, *a: e.theirs()(*a)),
+    "gradients of every order": (
+        lambda e, *a: jax_gradients(e.ours(), a, e.orders),
+        lambda e, *a: torch_gradients(e.theirs(), a, e.orders),
+    ),
+}
+FORWARD_MODE = {
+    "jvp": (
+        lambda e, *a: jax.jvp(floating(e.ours()), a, directions(a))[1],
+        lambda e, *a: torch.func.jvp(tuples(floating(e.theirs())), a, directions(a))[1],
+    ),
+    "jvp of grad": (
+        lambda e, *a: jax.jvp(jax.grad(loss_of(e.ours()), every(a)), a, directions(a))[1],
+        lambda e, *a: torch.func.jvp(torch.func.grad(loss_of(e.theirs()), every(a)), a, directions(a))[1],
+    ),
+}
+BATCHED = {
+    "vmap": (lambda e, *a: jax.vmap(e.ours())(*a), lambda e, *a: torch.vmap(tuples(e.theirs()))(*a)),
+    "vmap of grad": (
+        lambda e, *a: jax.vmap(jax.grad(loss_of(e.ours()), every(a)))(*a),
+        lambda e, *a: torch.vmap(torch.func.grad(loss_of(e.theirs()), every(a)))(*a),
+    ),
+    "gradients of vmap": (
+        lambda e, *a: jax_gradients(jax.vmap(e.ours()), a, e.orders),
+        lambda e, *a: torch_gradients(torch.vmap(tuples(e.theirs())), a, e.orders),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "entry"),
+    [(way, entry) for way in SINGLE for entry in ENTRIES]
+    + [(way, entry) for way in FORWARD_MODE for entry in ENTRIES if entry.has_jvp]
+    + [(way, entry) for way in BATCHED for entry in ENTRIES if entry.has_vmap],
+    ids=str,
+)
+def test_as_torch(way, entry):
+    """All under `jax.jit`; what is neither mapped nor in forward mode eagerly too."""
+    ours, theirs = (SINGLE | FORWARD_MODE | BATCHED)[way]
+    args = entry.args((2,) if way in BATCHED else ())
+    expected = theirs(entry, *map(torch.tensor, args))
+    compare(jax.jit(functools.partial(ours, entry))(*args), expected)
+    if way in SINGLE:
+        compare(ours(entry, *args), expected)
 
 
 def test_what_torch_refuses_to_differentiate_twice_is_refused():
@@ -528,55 +371,3 @@ def test_what_torch_refuses_to_differentiate_twice_is_refused():
         gradient.sum().backward()
     with pytest.raises(RuntimeError, match="differentiate twice"):
         jax_gradients(entry.ours(), entry.args(), 2)
-
-
-@WRAPS
-@pytest.mark.parametrize("entry", FORWARD, ids=str)
-def test_forward_mode(entry, wrap):
-    args, directions = entry.args(), [np.cos(a) for a in entry.args()]
-    ours = wrap(lambda *a: jax.jvp(floating(entry.ours()), a, tuple(map(jnp.asarray, directions)))[1])(*args)
-    theirs = torch.func.jvp(
-        lambda *a: tuple(floating(entry.theirs())(*a)),
-        tuple(map(torch.tensor, args)),
-        tuple(map(torch.tensor, directions)),
-    )[1]
-    compare(ours, theirs)
-
-
-@WRAPS
-@pytest.mark.parametrize("entry", FORWARD, ids=str)
-def test_forward_over_reverse(entry, wrap):
-    args, directions = entry.args(), [np.cos(a) for a in entry.args()]
-    argnums = tuple(range(len(args)))
-    ours = wrap(
-        lambda *a: jax.jvp(jax.grad(loss_of(entry.ours()), argnums), a, tuple(map(jnp.asarray, directions)))[1]
-    )(*args)
-    theirs = torch.func.jvp(
-        torch.func.grad(loss_of(entry.theirs()), argnums),
-        tuple(map(torch.tensor, args)),
-        tuple(map(torch.tensor, directions)),
-    )[1]
-    compare(ours, theirs)
-
-
-@WRAPS
-@pytest.mark.parametrize("entry", BATCHED, ids=str)
-def test_vmap(entry, wrap):
-    rows = entry.args((2,))
-    dims = (0,) * len(rows)
-    compare(
-        wrap(jax.vmap(entry.ours()))(*rows),
-        torch.vmap(lambda *a: tuple(entry.theirs()(*a)), dims)(*map(torch.tensor, rows)),
-    )
-    argnums = tuple(range(len(rows)))
-    ours = wrap(jax.vmap(jax.grad(loss_of(entry.ours()), argnums)))(*rows)
-    compare(ours, torch.vmap(torch.func.grad(loss_of(entry.theirs()), argnums), dims)(*map(torch.tensor, rows)))
-
-
-@WRAPS
-@pytest.mark.parametrize("entry", BATCHED, ids=str)
-def test_derivatives_of_vmap(entry, wrap):
-    rows = entry.args((2,))
-    mapped = lambda *a: torch.vmap(lambda *r: tuple(entry.theirs()(*r)), (0,) * len(rows))(*a)  # noqa: E731
-    ours = wrap(lambda *a: jax_gradients(jax.vmap(entry.ours()), list(a), entry.orders))(*rows)
-    compare(ours, torch_gradients(mapped, rows, entry.orders))

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ import numpy as np
 from jax.lax import stop_gradient
 
 import jaxfn
+from tests.support.libraries import Library
 
 
 def host_memory_is_apart() -> bool:
@@ -24,28 +27,51 @@ def host_memory_is_apart() -> bool:
     return on_host.sharding.memory_kind != jax.devices()[0].default_memory().kind
 
 
+def in_library(function: type[jaxfn.Function], library: Library, **names: Any) -> Any:
+    """A Function's very code in a library of `tests.support.libraries`, with other values for the global `names`."""
+    names |= {"jnp": library.m, "jax": SimpleNamespace(nn=library.nn), "stop_gradient": library.detach}
+    methods = {}
+    for name, method in vars(function).items():
+        if isinstance(method, staticmethod):
+            code = method.__func__
+            copy = FunctionType(code.__code__, {**code.__globals__, **names}, name, code.__defaults__, code.__closure__)
+            copy.__kwdefaults__ = code.__kwdefaults__
+            methods[name] = staticmethod(copy)
+    return type(function.__name__, (library.Function,), methods)
+
+
 @dataclass(frozen=True)
 class Case:
     """A Function and its references, as functions of the differentiated arguments only.
 
     Attributes:
       name: for test ids.
-      apply: the Function's call.
+      function: the Function.
       reference: plain JAX with the same derivatives.
       by_hand: a custom_vjp with the same first derivative.
       args: makes the arguments from a random generator.
       batched: which arguments have a batch axis when the function is mapped; the others are shared weights.
+      statics: the arguments that follow those.
     """
 
     name: str
-    apply: Callable[..., Any]
+    function: type[jaxfn.Function]
     reference: Callable[..., Any]
     by_hand: Callable[..., Any]
     args: Callable[[np.random.Generator], tuple[Any, ...]]
     batched: tuple[bool, ...]
+    statics: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return self.name
+
+    @functools.cached_property
+    def apply(self) -> Callable[..., Any]:
+        return self.call(self.function)
+
+    def call(self, function: Any) -> Callable[..., Any]:
+        """The call of this Function, by the differentiated arguments."""
+        return (lambda *args: function.apply(*args, *self.statics)) if self.statics else function.apply
 
 
 def array(generator: np.random.Generator, *shape: int) -> jax.Array:
@@ -181,6 +207,21 @@ class Linear(jaxfn.Function):
         return grad_input, grad_weight, grad_bias
 
 
+class Mul(jaxfn.Function):
+    """Two inputs, with gradients only where they are needed."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, w = ctx.saved_tensors
+        grad_x = grad_output * w if ctx.needs_input_grad[0] else None
+        return grad_x, grad_output * x if ctx.needs_input_grad[1] else None
+
+
 class MulConstant(jaxfn.Function):
     """A static argument, and None for gradients that are zero."""
 
@@ -234,15 +275,16 @@ class CrossEntropy(jaxfn.Function):
 
     @staticmethod
     def forward(ctx, logits, labels):
-        log_probabilities = jax.nn.log_softmax(logits)
         ctx.save_for_backward(logits, labels)
-        return -jnp.take_along_axis(log_probabilities, labels[:, None], axis=1).mean()
+        picked = labels[:, None] == jnp.arange(logits.shape[1])
+        return -jnp.where(picked, jax.nn.log_softmax(logits, -1), 0.0).sum() / logits.shape[0]
 
     @staticmethod
     def backward(ctx, grad_output):
         logits, labels = ctx.saved_tensors
-        delta = jax.nn.softmax(logits) - jax.nn.one_hot(labels, logits.shape[1], dtype=logits.dtype)
-        return grad_output * delta / logits.shape[0], None
+        picked = labels[:, None] == jnp.arange(logits.shape[1])
+        probabilities = jax.nn.softmax(logits, -1)
+        return grad_output * jnp.where(picked, probabilities - 1, probabilities) / logits.shape[0], None
 
 
 class Spike(jaxfn.Function):
@@ -252,7 +294,7 @@ class Spike(jaxfn.Function):
     def forward(ctx, x, *, slope=2.0):
         ctx.slope = slope
         ctx.save_for_backward(x)
-        return (x > 0).astype(x.dtype)
+        return jnp.asarray(x > 0, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx, grad_output):
@@ -269,7 +311,7 @@ class Quantize(jaxfn.Function):
         error = x - codes * scale
         ctx.mark_non_differentiable(error)
         ctx.save_for_backward(codes)
-        return codes * scale, codes.astype(jnp.int8), error
+        return codes * scale, jnp.asarray(codes, dtype=jnp.int8), error
 
     @staticmethod
     def backward(ctx, grad_output, _codes, _error):
@@ -294,7 +336,21 @@ class Normalize(jaxfn.Function):
         x, gain = ctx.saved_tensors
         r = 1 / jnp.sqrt((x * x).mean(-1, keepdims=True) + ctx.eps)
         g = grad_output * gain
-        return r * g - x * r**3 * (g * x).mean(-1, keepdims=True), grad_output * x * r
+        return r * g - x * r**3 * (g * x).mean(-1, keepdims=True), grad_output * x * r, None
+
+
+class ComplexSquare(jaxfn.Function):
+    """In torch's convention of complex gradients."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z * z
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (z,) = ctx.saved_tensors
+        return 2 * grad_output * jnp.conj(z)
 
 
 class Holder:
@@ -385,14 +441,15 @@ def dense_bwd(residuals, g):
 
 
 def cross_entropy(logits):
-    labels = jnp.asarray(LABELS)
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1).mean()
+    picked = jnp.asarray(LABELS)[:, None] == jnp.arange(logits.shape[1])
+    return -jnp.where(picked, jax.nn.log_softmax(logits, -1), 0.0).sum() / logits.shape[0]
 
 
 def cross_entropy_bwd(residuals, g):
     logits, labels = residuals
-    delta = jax.nn.softmax(logits) - jax.nn.one_hot(labels, logits.shape[1], dtype=logits.dtype)
-    return (g * delta / logits.shape[0],)
+    picked = labels[:, None] == jnp.arange(logits.shape[1])
+    probabilities = jax.nn.softmax(logits, -1)
+    return (g * jnp.where(picked, probabilities - 1, probabilities) / logits.shape[0],)
 
 
 def rotate(x, y):
@@ -419,22 +476,22 @@ def _stopped_swish(x):
 
 CASES = [
     Case(
-        "square", Square.apply, lambda x: x * x,
+        "square", Square, lambda x: x * x,
         rule(lambda x: x * x, lambda x: (x * x, x), lambda x, g: (2 * x * g,)),
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(
-        "exp", Exp.apply, lambda x: jnp.exp(0.3 * x),
+        "exp", Exp, lambda x: jnp.exp(0.3 * x),
         rule(lambda x: jnp.exp(0.3 * x), lambda x: (jnp.exp(0.3 * x),) * 2, lambda y, g: (0.3 * y * g,)),
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(
-        "straight_through", StraightThrough.apply, lambda x: straight_through(x, jnp.round(x)),
+        "straight_through", StraightThrough, lambda x: straight_through(x, jnp.round(x)),
         rule(lambda x: jnp.round(x), lambda x: (jnp.round(x), None), lambda _, g: (g,)),
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(
-        "relu", Relu.apply, lambda x: jnp.where(x > 0, x, 0.0),
+        "relu", Relu, lambda x: jnp.where(x > 0, x, 0.0),
         rule(
             lambda x: jnp.where(x > 0, x, 0.0),
             lambda x: (jnp.where(x > 0, x, 0.0), x > 0),
@@ -443,12 +500,12 @@ CASES = [
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(
-        "swish", Swish.apply, _stopped_swish,
+        "swish", Swish, _stopped_swish,
         stopping((1,), rule(lambda x: swish_fwd(x)[0], swish_fwd, swish_bwd)),
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(
-        "gelu", Gelu.apply, lambda x: x * jax.nn.sigmoid(1.702 * x),
+        "gelu", Gelu, lambda x: x * jax.nn.sigmoid(1.702 * x),
         rule(
             lambda x: gelu_fwd(x)[0], gelu_fwd,
             lambda r, g: (g * (r[1] + 1.702 * r[0] * r[1] * (1 - r[1])),),
@@ -456,37 +513,37 @@ CASES = [
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(
-        "linear", Linear.apply, linear,
+        "linear", Linear, linear,
         rule(linear, lambda x, w, b: (linear(x, w, b), (x, w, b)), linear_bwd),
         lambda r: (array(r, 4, 3), array(r, 5, 3), array(r, 5)), (True, False, False),
     ),
     Case(
-        "linear_no_bias", Linear.apply, lambda x, w: x @ w.T,
+        "linear_no_bias", Linear, lambda x, w: x @ w.T,
         rule(lambda x, w: x @ w.T, lambda x, w: (x @ w.T, (x, w)), lambda r, g: (g @ r[1], g.T @ r[0])),
         lambda r: (array(r, 4, 3), array(r, 5, 3)), (True, False),
     ),
     Case(
-        "mul_constant", lambda x: MulConstant.apply(x, 2.5), lambda x: x * 2.5,
+        "mul_constant", MulConstant, lambda x: x * 2.5,
         rule(lambda x: x * 2.5, lambda x: (x * 2.5, None), lambda _, g: (g * 2.5,)),
-        lambda r: (array(r, 4, 3),), (True,),
+        lambda r: (array(r, 4, 3),), (True,), (2.5,),
     ),
     Case(
-        "rotate", Rotate.apply, rotate,
+        "rotate", Rotate, rotate,
         rule(rotate, lambda x, y: (rotate(x, y), (x, y)), rotate_bwd),
         lambda r: (array(r, 4, 3), array(r, 4, 3)), (True, True),
     ),
     Case(
-        "dense", Dense.apply, dense,
+        "dense", Dense, dense,
         rule(dense, lambda p, x: (dense(p, x), (p, x)), dense_bwd),
         lambda r: ({"w": array(r, 3, 2), "b": array(r, 2)}, array(r, 4, 3)), (False, True),
     ),
     Case(
-        "cross_entropy", lambda logits: CrossEntropy.apply(logits, LABELS), cross_entropy,
+        "cross_entropy", CrossEntropy, cross_entropy,
         rule(cross_entropy, lambda x: (cross_entropy(x), (x, jnp.asarray(LABELS))), cross_entropy_bwd),
-        lambda r: (array(r, 3, 4),), (True,),
+        lambda r: (array(r, 3, 4),), (True,), (LABELS,),
     ),
     Case(
-        "spike", Spike.apply, spike_reference,
+        "spike", Spike, spike_reference,
         rule(
             lambda x: (x > 0).astype(x.dtype),
             lambda x: ((x > 0).astype(x.dtype), x),
@@ -495,7 +552,7 @@ CASES = [
         lambda r: (array(r, 4, 3),), (True,),
     ),
     Case(
-        "quantize", Quantize.apply, quantize_reference,
+        "quantize", Quantize, quantize_reference,
         stopping((1, 2), rule(
             lambda x, scale: quantize_fwd(x, scale)[0], quantize_fwd,
             lambda codes, g: (g[0], (g[0] * codes).sum()),
@@ -503,12 +560,12 @@ CASES = [
         lambda r: (array(r, 4, 3), jnp.float32(0.37)), (True, False),
     ),
     Case(
-        "normalize", Normalize.apply, normalize_reference,
+        "normalize", Normalize, normalize_reference,
         rule(normalize_reference, lambda x, gain: (normalize_reference(x, gain), (x, gain)), normalize_bwd),
         lambda r: (array(r, 4, 3), array(r, 3)), (True, False),
     ),
     Case(
-        "swap", Swap.apply, lambda a, b: Pair(b, a * b),
+        "swap", Swap, lambda a, b: Pair(b, a * b),
         rule(
             lambda a, b: Pair(b, a * b), lambda a, b: (Pair(b, a * b), (a, b)),
             lambda r, g: (g.second * r[1], g.first + g.second * r[0]),
@@ -520,14 +577,7 @@ CASES = [
 
 def with_attributes(case: Case, attributes: dict[str, Any]) -> Callable[..., Any]:
     """The case's call, of a subclass of its Function that has these class attributes too."""
-    function = {
-        "square": Square, "exp": Exp, "straight_through": StraightThrough, "relu": Relu, "swish": Swish, "gelu": Gelu,
-        "linear": Linear, "linear_no_bias": Linear, "mul_constant": MulConstant, "rotate": Rotate, "dense": Dense,
-        "cross_entropy": CrossEntropy, "spike": Spike, "quantize": Quantize, "normalize": Normalize, "swap": Swap,
-    }[case.name]  # fmt: skip
-    apply = type(function.__name__, (function,), attributes).apply
-    statics = {"mul_constant": (2.5,), "cross_entropy": (LABELS,)}.get(case.name, ())
-    return lambda *args: apply(*args, *statics)
+    return case.call(type(case.function.__name__, (case.function,), attributes))
 
 
 def make_args(case: Case, batch: int | None = None) -> tuple[Any, ...]:
