@@ -1,4 +1,4 @@
-"""What mkdocs is to do beside reading files: pages of the examples, made of the files themselves."""
+"""Hooks of mkdocs: pages of the examples, made of the files themselves."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 ACRONYMS = {"crf", "lapack", "nnx", "ode"}
-FOLDERS = {  # of examples: the title of each, and what its first page says
-    "examples": ("Examples", "Programs that train, and show what they claim."),
-    "examples/kernels": ("Kernels", "Kernels that became Functions, beside the same in plain JAX."),
-    "examples/cookbook": ("Cookbook", "Short recipes, each beside something independent of it."),
+FOLDERS = {  # of examples: title and first sentence
+    "examples": ("Examples", "Programs that train, and print what they claim."),
+    "examples/journeys": ("Journeys", "Whole programs, each ending with a picture or a table."),
+    "examples/kernels": ("Kernels", "Kernels as Functions, with plain JAX for comparison."),
+    "examples/cookbook": ("Cookbook", "Short recipes, each compared with something independent."),
 }
 
 
@@ -27,28 +28,31 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> None:
-    """Adds the pages that no file is of."""
+    """Adds the generated pages."""
     for folder in FOLDERS:
         for name, content in pages(folder):
             files.append(File.generated(config, name, content=content))
 
 
 def pages(folder: str) -> list[tuple[str, str]]:
-    """Names and contents of the pages of a folder of examples, the first of which lists the others."""
+    """Returns names and contents of the pages of a folder of examples; the first lists the others."""
     paths = [path for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"]
     if not paths:
         return []
     title, words = FOLDERS[folder]
     rows = [f"| [{_title(path)}]({path.stem}.md) | {_split(path)[0].splitlines()[0]} |" for path in paths]
-    index = "\n".join([f"# {title}", "", words, "", "| File | What it shows |", "|---|---|", *rows, ""])
+    index = "\n".join([f"# {title}", "", words, "", "| File | Content |", "|---|---|", *rows, ""])
     return [(f"{folder}/index.md", index), *((f"{folder}/{path.stem}.md", _page(path)) for path in paths)]
 
 
 def _page(path: Path) -> str:
-    """The docstring of a file, then its code."""
+    """Returns the page of a file: its docstring, its picture if it has one, and its code."""
     words, code = _split(path)
     name = path.relative_to(ROOT).as_posix()
-    return f'---\nhide: [toc]\n---\n\n# {_title(path)}\n\n{words}\n\n```python title="{name}"\n{code}\n```\n'
+    picture = ROOT / "docs" / "pictures" / f"{path.stem}.svg"
+    up = "../" * len(path.relative_to(ROOT).parent.parts)
+    shown = f"![{_title(path)}]({up}pictures/{picture.name})\n\n" if "journeys" in path.parts and picture.exists() else ""
+    return f'---\nhide: [toc]\n---\n\n# {_title(path)}\n\n{words}\n\n{shown}```python title="{name}"\n{code}\n```\n'
 
 
 def _split(path: Path) -> tuple[str, str]:
