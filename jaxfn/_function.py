@@ -22,7 +22,7 @@ from jaxfn._tree import ARRAY_SPEC, Opaque, TreeSpec, as_array, flatten, is_trac
 _MAX_CACHED_CALLS = 256
 
 
-class _Apply:
+class ApplyDescriptor:
     """Returns the `apply` of the class on which it is looked up, through `super()` too.
 
     To type checkers it takes what `forward` takes after the ctx; see `jaxfn._apply_types`.
@@ -78,7 +78,7 @@ class Function:
     Torch counterpart: `torch.autograd.Function`.
     """
 
-    apply: ClassVar[_Apply] = _Apply()
+    apply: ClassVar[ApplyDescriptor] = ApplyDescriptor()
     """Calls the Function; the very same object on every access, so that `jax.jit(F.apply)` compiles once."""
 
     _jaxfn_apply: ClassVar[Callable[..., Any]]

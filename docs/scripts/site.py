@@ -51,7 +51,9 @@ def _page(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     picture = ROOT / "docs" / "pictures" / f"{path.stem}.svg"
     up = "../" * len(path.relative_to(ROOT).parent.parts)
-    shown = f"![{_title(path)}]({up}pictures/{picture.name})\n\n" if "journeys" in path.parts and picture.exists() else ""
+    shown = (
+        f"![{_title(path)}]({up}pictures/{picture.name})\n\n" if "journeys" in path.parts and picture.exists() else ""
+    )
     return f'---\nhide: [toc]\n---\n\n# {_title(path)}\n\n{words}\n\n{shown}```python title="{name}"\n{code}\n```\n'
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jaxfn._gradcheck.gradcheck import gradcheck, gradgradcheck
 from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
 from jaxfn._gradcheck.problem.problem import function_name, make_problem
+from jaxfn._gradcheck.public import gradcheck, gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
 from jaxfn._inspection.reports import CheckError, CheckReport
 

@@ -16,8 +16,8 @@ from jaxfn._gradcheck.report.report import GradcheckReport
 from jaxfn._gradcheck.run import Options, run_check
 from jaxfn._gradcheck.tolerance import ATOL, RTOL, Default
 
-_EPS = Default(1e-6)
-_MAX_MEMORY = 512 << 20
+EPS = Default(1e-6)
+MAX_MEMORY = 512 << 20
 
 
 @overload
@@ -28,7 +28,7 @@ def gradcheck(
 def gradcheck(
     func: Callable[..., Any],
     inputs: Any,
-    eps: float = _EPS,
+    eps: float = EPS,
     atol: float = ATOL,
     rtol: float = RTOL,
     raise_exception: bool = True,
@@ -47,13 +47,13 @@ def gradcheck(
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
     dtype: Any = None,
-    max_memory: int = _MAX_MEMORY,
+    max_memory: int = MAX_MEMORY,
     return_report: Literal[False] = False,
 ) -> bool: ...
 def gradcheck(
     func: Callable[..., Any],
     inputs: Any,
-    eps: float = _EPS,
+    eps: float = EPS,
     atol: float = ATOL,
     rtol: float = RTOL,
     raise_exception: bool = True,
@@ -72,7 +72,7 @@ def gradcheck(
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
     dtype: Any = None,
-    max_memory: int = _MAX_MEMORY,
+    max_memory: int = MAX_MEMORY,
     return_report: bool = False,
 ) -> bool | GradcheckReport:
     """Checks a function's first derivatives against finite differences and against autodiff.
@@ -183,7 +183,7 @@ def gradgradcheck(
     func: Callable[..., Any],
     inputs: Any,
     grad_outputs: Any = None,
-    eps: float = _EPS,
+    eps: float = EPS,
     atol: float = ATOL,
     rtol: float = RTOL,
     gen_non_contig_grad_outputs: bool = False,
@@ -201,14 +201,14 @@ def gradgradcheck(
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
     dtype: Any = None,
-    max_memory: int = _MAX_MEMORY,
+    max_memory: int = MAX_MEMORY,
     return_report: Literal[False] = False,
 ) -> bool: ...
 def gradgradcheck(
     func: Callable[..., Any],
     inputs: Any,
     grad_outputs: Any = None,
-    eps: float = _EPS,
+    eps: float = EPS,
     atol: float = ATOL,
     rtol: float = RTOL,
     gen_non_contig_grad_outputs: bool = False,
@@ -226,7 +226,7 @@ def gradgradcheck(
     reference: str = "both",
     surrogate: Callable[..., Any] | None = None,
     dtype: Any = None,
-    max_memory: int = _MAX_MEMORY,
+    max_memory: int = MAX_MEMORY,
     return_report: bool = False,
 ) -> bool | GradcheckReport:
     """Checks a function's second derivatives, as `gradcheck` checks the first.
