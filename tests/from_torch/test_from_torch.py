@@ -363,18 +363,7 @@ def test_selections_evaluate_nothing_that_was_not_selected():
         y[x > 0] *= 2
         return y
 
-    class Logarithm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return code(x)
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            (x,) = ctx.saved_tensors
-            return code(x) * grad_output
-
-    f = jaxfn.from_torch(Logarithm).apply
+    f = jaxfn.from_torch(function_of(code, slope=code)).apply
     values = [jnp.array([0.0, -1.0, 2.0])]
     for _ in range(2):
         values.append(jax.grad(lambda x, f=f: f(x).sum())(values[0]))

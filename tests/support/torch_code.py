@@ -8,19 +8,26 @@ from typing import Any
 import torch
 
 
-def function_of(code: Callable[..., Any]) -> Any:
-    """Returns a torch Function, called Runs, whose `forward` is this function; its `backward` passes gradients on."""
+def function_of(code: Callable[..., Any], slope: Callable[..., Any] | None = None, name: str = "Runs") -> Any:
+    """Returns a torch Function of one tensor.
 
-    class Runs(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return code(x)
+    Args:
+      code: what `forward` does.
+      slope: a function of the saved input, by which `backward` multiplies the gradient. Default: it passes it on.
+      name: of the class.
+    """
 
-        @staticmethod
-        def backward(ctx: Any, *grad_outputs: Any) -> Any:
-            return grad_outputs[0]
+    def forward(ctx: Any, x: Any) -> Any:
+        if slope is not None:
+            ctx.save_for_backward(x)
+        return code(x)
 
-    return Runs
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0] if slope is None else grad_outputs[0] * slope(*ctx.saved_tensors)
+
+    return type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
 
 
 class Net(torch.nn.Module):
