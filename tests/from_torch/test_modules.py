@@ -6,6 +6,7 @@ import re
 import threading
 import warnings
 from collections import OrderedDict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -1298,22 +1299,16 @@ def test_an_adopted_module_is_a_constant_of_a_jitted_function():
 @row("I2")
 def test_threads_trace_one_module():
     x = jnp.asarray(X.numpy())
-    expected, found = jaxfn.from_torch(module_of_all())(x), []
-    net = jaxfn.from_torch(module_of_all())
+    expected, net = jaxfn.from_torch(module_of_all())(x), jaxfn.from_torch(module_of_all())
     together = threading.Barrier(4)
 
     def call(length):
         together.wait()
-        found.append(net(jnp.concatenate([x] * length))[:4])
+        return net(jnp.concatenate([x] * length))[:4]
 
-    threads = [threading.Thread(target=call, args=(length,)) for length in (1, 1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    for output in found:  # the statistics of a batch are those of its copies
-        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+    with ThreadPoolExecutor(4) as threads:
+        for output in threads.map(call, (1, 1, 2, 3)):  # the statistics of a batch are those of its copies
+            np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ back into torch

@@ -1,6 +1,7 @@
 """Contract row I5: Functions whose backward gives gradients to a module's parameters that they do not take."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -283,12 +284,12 @@ def test_on_four_devices(within):
 @row("H12", "I5")
 def test_one_thread_traces_modules_and_another_trains():
     """Both go through the same Functions at the same time, and the one that trains comes to what it does alone."""
-    failures, losses = [], []
     started, done = threading.Event(), threading.Event()
 
     def train(module, is_over):
-        optimizer = torch.optim.SGD(module.parameters(), 1e-3)
-        while not is_over():
+        """Returns the losses of the steps until it is over."""
+        optimizer, losses = torch.optim.SGD(module.parameters(), 1e-3), []
+        while not is_over(losses):
             optimizer.zero_grad()
             value = loss(module(torch.tensor(X, requires_grad=True)))
             value.backward()
@@ -296,36 +297,23 @@ def test_one_thread_traces_modules_and_another_trains():
             losses.append(value.item())
             started.set()
             done.wait(0.005)  # tracing gets on too
-        return losses.copy()
+        return losses
 
-    def train_until_done():
+    other = made("reversible blocks", seed=1)
+    net = jaxfn.from_torch(other)
+    with ThreadPoolExecutor(1) as thread:
+        training = thread.submit(train, made("reversible blocks"), lambda losses: done.is_set())
         try:
-            train(module, done.is_set)
-        except BaseException as error:
-            failures.append(error)
+            assert started.wait(60)
+            gradients = jax.grad(lambda p: loss(net.apply(p, net.buffers, X)[0]))(net.parameters)
         finally:
-            started.set()
-
-    module = made("reversible blocks")
-    thread = threading.Thread(target=train_until_done)
-    thread.start()
-    try:
-        started.wait()
-        steps = len(losses)
-        other = made("reversible blocks", seed=1)
-        net = jaxfn.from_torch(other)
-        gradients = jax.grad(lambda p: loss(net.apply(p, net.buffers, X)[0]))(net.parameters)
-        assert len(losses) > steps
-    finally:
-        done.set()
-        thread.join()
-    assert not failures, failures
+            done.set()
+        beside = training.result(60)
     loss(other(torch.tensor(X, requires_grad=True))).backward()
     for key, parameter in other.named_parameters():
         np.testing.assert_allclose(gradients[key], parameter.grad, rtol=1e-9, atol=1e-12, err_msg=key)
-    beside, alone = losses.copy(), made("reversible blocks")
-    losses.clear()
-    np.testing.assert_allclose(train(alone, lambda: len(losses) == len(beside)), beside, rtol=1e-12)
+    alone = train(made("reversible blocks"), lambda losses: len(losses) == len(beside))
+    np.testing.assert_allclose(alone, beside, rtol=1e-12)
 
 
 @row("I5")

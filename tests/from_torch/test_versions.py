@@ -2,8 +2,8 @@
 
 import functools
 import gc
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -642,25 +642,18 @@ def test_what_code_drops_again_is_not_taken_for_a_tensor_that_it_keeps():
 @row("H12")
 def test_one_thread_traces_and_another_trains():
     """In torch, with Functions of its own and distributions that check their parameters."""
-    failures = []
-    done = threading.Event()
 
     def train():
-        try:
-            for step in range(1000):
-                w = torch.tensor([2.3, 0.7], requires_grad=True)
-                loss = round_taken(Square.apply(w)).sum() + Round.apply(w, 2).sum()
-                (slope,) = torch.autograd.grad(loss, w)
-                np.testing.assert_allclose(slope, 3 * 2 * w.detach() + 6)
-                assert torch.is_grad_enabled()
-                torch.manual_seed(step)
-                if step % 10 == 0:
-                    with pytest.raises(ValueError, match="scale"):
-                        torch.distributions.Normal(0.0, torch.tensor(-1.0))
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            done.set()
+        for step in range(1000):
+            w = torch.tensor([2.3, 0.7], requires_grad=True)
+            loss = round_taken(Square.apply(w)).sum() + Round.apply(w, 2).sum()
+            (slope,) = torch.autograd.grad(loss, w)
+            np.testing.assert_allclose(slope, 3 * 2 * w.detach() + 6)
+            assert torch.is_grad_enabled()
+            torch.manual_seed(step)
+            if step % 10 == 0:
+                with pytest.raises(ValueError, match="scale"):
+                    torch.distributions.Normal(0.0, torch.tensor(-1.0))
 
     def slope_of(factor):
         class Scaled(torch.autograd.Function):
@@ -676,35 +669,22 @@ def test_one_thread_traces_and_another_trains():
 
         return jax.grad(jaxfn.from_torch(Scaled).apply)(2.3)
 
-    thread = threading.Thread(target=train)
-    with warnings.catch_warnings():
-        thread.start()
-        factor = 0
-        while not done.is_set() or factor < 3:
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+        training, factor = thread.submit(train), 0
+        while not training.done() or factor < 3:
             factor += 1
             assert slope_of(factor) == 2 * factor
-        thread.join()
-    assert not failures, failures
+        training.result()
 
 
 @row("H12")
 def test_threads_that_trace_side_by_side():
-    failures = []
-
     def trace(factor):
-        try:
-            for _ in range(5):
-                function = inside_backward(lambda x: round_taken(x * factor))
-                assert jax.grad(jax.grad(jaxfn.from_torch(function).apply))(2.3) == 6 * factor
-        except BaseException as error:
-            failures.append(error)
+        function = inside_backward(lambda x: round_taken(x * factor))
+        return [float(jax.grad(jax.grad(jaxfn.from_torch(function).apply))(2.3)) for _ in range(5)]
 
-    threads = [threading.Thread(target=trace, args=(factor,)) for factor in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(trace, (1, 2, 3))) == [[6] * 5, [12] * 5, [18] * 5]
 
 
 @row("H14")
