@@ -383,11 +383,3 @@ def test_a_wrong_shape_names_layer_input_and_shapes(capfd):
         assert "in layers.1 (Linear), with input of shape (2, 4)" in text and "(2, 4), (3, 2)" in text
         assert "self.layers(x)" in text and len(text.splitlines()) <= 5
         assert info.value.__cause__ is None and "fake_tensor" not in capfd.readouterr().err
-
-
-@row("I2")
-def test_forgotten_buffers():
-    net = jaxfn.from_torch(nn.BatchNorm1d(2))
-    for buffers in (X, {}):
-        with pytest.raises(TypeError, match=r"net\.apply\(net\.parameters, net\.buffers, \.\.\.\)"):
-            net.apply(net.parameters, buffers, X)
