@@ -25,24 +25,23 @@ X = np.random.default_rng(0).standard_normal(5).astype(np.float32)
 # --- A graph of autograd's that forward keeps for backward to go through.
 
 
-class KeptGraph(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        with torch.enable_grad():
-            ctx.x = x.detach().requires_grad_()
-            ctx.y = ctx.x**3
-        return ctx.y.detach()
+def keeping_graph(code: Any, by_backward: bool = False) -> Any:
+    class KeepsGraph(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch.enable_grad():
+                ctx.x = x.detach().requires_grad_()
+                ctx.y = code(ctx.x)
+            return ctx.y.detach()
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        ctx.y.backward(grad_output)
-        return ctx.x.grad
+        @staticmethod
+        def backward(ctx, grad_output):
+            if by_backward:
+                ctx.y.backward(grad_output)
+                return ctx.x.grad
+            return torch.autograd.grad(ctx.y, ctx.x, grad_output)[0]
 
-
-class KeptGraphByGrad(KeptGraph):
-    @staticmethod
-    def backward(ctx, grad_output):
-        return torch.autograd.grad(ctx.y, ctx.x, grad_output)[0]
+    return KeepsGraph
 
 
 class SavedGraph(torch.autograd.Function):
@@ -65,23 +64,16 @@ class SavedGraph(torch.autograd.Function):
 
 @row("H2")
 def test_second_derivative_through_a_kept_graph():
-    function = jaxfn.from_torch(KeptGraphByGrad)
+    function = jaxfn.from_torch(keeping_graph(lambda x: x**3))
     second = jax.vmap(jax.grad(jax.grad(function.apply)))(X)
     np.testing.assert_allclose(second, 6 * X, rtol=1e-5)
 
 
 @row("H5")
 def test_a_kept_graph_with_random_numbers_is_refused():
-    class Noisy(KeptGraph):
-        @staticmethod
-        def forward(ctx, x):
-            with torch.enable_grad():
-                ctx.x = x.detach().requires_grad_()
-                ctx.y = ctx.x * torch.rand_like(x)
-            return ctx.y.detach()
-
-    with pytest.raises(jaxfn.TranslationError, match="Noisy.forward draws random numbers and keeps .* graph on ctx"):
-        jaxfn.from_torch(Noisy).apply(X, key=jax.random.key(0))
+    noisy = keeping_graph(lambda x: x * torch.rand_like(x))
+    with pytest.raises(jaxfn.TranslationError, match="KeepsGraph.forward draws random .* keeps .* graph on ctx"):
+        jaxfn.from_torch(noisy).apply(X, key=jax.random.key(0))
 
 
 # --- Sizes.
@@ -105,13 +97,8 @@ class FromSize(torch.autograd.Function):
 class Flip(torch.autograd.Function):
     """Its backward is itself."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.flip(0) * 2
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return Flip.apply(grad_output)
+    forward = staticmethod(lambda ctx, x: x.flip(0) * 2)
+    backward = staticmethod(lambda ctx, gradient: Flip.apply(gradient))
 
 
 class NeverDifferentiated(torch.autograd.Function):
@@ -130,23 +117,13 @@ AppliesIt = function_of(lambda x: NeverDifferentiated.apply(x) + x * 0)
 class Roll(torch.autograd.Function):
     """Its backward applies a Function whose backward applies this one."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return 3 * x.roll(1, 0)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return RollBack.apply(grad_output)
+    forward = staticmethod(lambda ctx, x: 3 * x.roll(1, 0))
+    backward = staticmethod(lambda ctx, gradient: RollBack.apply(gradient))
 
 
 class RollBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 3 * x.roll(-1, 0)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return Roll.apply(grad_output)
+    forward = staticmethod(lambda ctx, x: 3 * x.roll(-1, 0))
+    backward = staticmethod(lambda ctx, gradient: Roll.apply(gradient))
 
 
 class Applies(torch.autograd.Function):
@@ -344,22 +321,6 @@ class Asks(torch.autograd.Function):
         return grad_output * 2 + 0 * torch.autograd.grad(y, ctx.saved_tensors[0])[0]
 
 
-# --- Fake quantization, with torch's own straight-through derivative inside.
-
-
-class FakeQuantized(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        with torch.enable_grad():
-            ctx.x = x.detach().requires_grad_()
-            ctx.y = torch.fake_quantize_per_tensor_affine(ctx.x, 0.3, 0, -2, 1) * ctx.x
-        return ctx.y.detach()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return torch.autograd.grad(ctx.y, ctx.x, grad_output)[0]
-
-
 # --- An input that was written to, without a word, and is asked whether it requires a gradient.
 
 
@@ -427,28 +388,32 @@ def test_autocast_is_not_taken_for_another_call(order: tuple[bool, bool]):
 # --- Autograd inside goes through these.
 
 
-class AsTensor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            y = torch.as_tensor(leaf) * torch.as_tensor(leaf, dtype=torch.float32) * leaf
-            (ctx.gradient,) = torch.autograd.grad(y.sum(), leaf)
-        return y.detach()
+def with_gradient_inside(code: Any) -> Any:
+    """A Function of code that returns a leaf, and what is computed of it."""
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output * ctx.gradient
+    class GradientInside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch.enable_grad():
+                leaf, y = code(x.detach())
+                (ctx.gradient,) = torch.autograd.grad(y.sum(), leaf)
+            return y.detach()
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output * ctx.gradient
+
+    return GradientInside
 
 
-class TensorOfTensor(AsTensor):
-    @staticmethod
-    def forward(ctx, x):
-        with torch.enable_grad():
-            leaf = torch.tensor(x.detach(), requires_grad=True)
-            y = leaf**3
-            (ctx.gradient,) = torch.autograd.grad(y.sum(), leaf)
-        return y.detach()
+def as_tensors(x):
+    leaf = x.requires_grad_()
+    return leaf, torch.as_tensor(leaf) * torch.as_tensor(leaf, dtype=torch.float32) * leaf
+
+
+def tensor_of_tensor(x):
+    leaf = torch.tensor(x, requires_grad=True)
+    return leaf, leaf**3
 
 
 class Tripled(torch.autograd.Function):
@@ -464,19 +429,10 @@ class Tripled(torch.autograd.Function):
         return grad_output * 3 * x**2
 
 
-class DirtyInside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            inner = leaf * 2
-            y = Tripled.apply(inner)
-            (ctx.gradient,) = torch.autograd.grad((y * inner).sum(), leaf)
-        return y.detach().clone()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output * ctx.gradient
+def dirty(x):
+    leaf = x.requires_grad_()
+    inner = leaf * 2
+    return leaf, Tripled.apply(inner) * inner
 
 
 class AsksWhetherToKeepTheGraph(torch.autograd.Function):
@@ -508,27 +464,27 @@ def test_a_backward_that_asks_whether_it_is_differentiated():
 @pytest.mark.filterwarnings("ignore:.*writes to one of its inputs")
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.parametrize(
-    ("function", "constants"),
+    "function",
     [
-        (KeptGraph, ()),
-        (KeptGraphByGrad, ()),
-        (SavedGraph, ()),
-        (FromSize, (torch.Size((2, 3)),)),
-        (Flip, ()),
-        (AppliesIt, ()),
-        (Literal, ()),
-        (Asks, ()),
-        (FakeQuantized, ()),
-        (WritesAndAsks, (3.0,)),
-        (AsTensor, ()),
-        (TensorOfTensor, ()),
-        (DirtyInside, ()),
-        (AsksWhetherToKeepTheGraph, ()),
+        keeping_graph(lambda x: x**3),
+        keeping_graph(lambda x: x**3, by_backward=True),
+        keeping_graph(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.3, 0, -2, 1) * x),
+        with_gradient_inside(as_tensors),
+        with_gradient_inside(tensor_of_tensor),
+        with_gradient_inside(dirty),
+        SavedGraph,
+        FromSize,
+        Flip,
+        AppliesIt,
+        Literal,
+        Asks,
+        WritesAndAsks,
+        AsksWhetherToKeepTheGraph,
     ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_values_and_gradients_are_those_of_torch(function: Any, constants: tuple[Any, ...]):
+def test_values_and_gradients_are_those_of_torch(function: Any):
     """Eagerly and under `jit`, for a fixed cotangent."""
+    constants = {FromSize: [torch.Size((2, 3))], WritesAndAsks: [3.0]}.get(function, [])
     x = torch.tensor(X, requires_grad=True)
     output = function.apply(x * 1, *constants)
     cotangent = np.cos(np.arange(output.numel(), dtype=np.float32)).reshape(output.shape)

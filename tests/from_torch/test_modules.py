@@ -1598,13 +1598,8 @@ def test_memory_of_a_parameter_is_read_only_where_it_is_in_JAXs_order(name):
 
 
 class ReturnsTransposed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return (2 * x).t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad.t()
+    forward = staticmethod(lambda ctx, x: (2 * x).t())
+    backward = staticmethod(lambda ctx, gradient: 2 * gradient.t())
 
 
 class KeepsTransposed(torch.autograd.Function):
@@ -1642,13 +1637,8 @@ def test_memory_in_another_order_is_not_read_across_a_Function(read):
 
 
 class ReadsMemoryOfGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x + 0
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.as_strided((4, 3), (3, 1))
+    forward = staticmethod(lambda ctx, x: x + 0)
+    backward = staticmethod(lambda ctx, gradient: gradient.as_strided((4, 3), (3, 1)))
 
 
 @row("I2")

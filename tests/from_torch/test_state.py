@@ -112,17 +112,10 @@ def test_a_train_that_changes_more_than_the_mode_is_refused():
 
 @row("I4")
 def test_the_mode_in_a_backward_that_is_traced_later():
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, module):
-            ctx.module = module
-            return x * 1.0
+    def code(self, x):
+        return function_of(lambda x: x * 1.0, slope=lambda x: 2.0 if self.training else 3.0).apply(x)
 
-        @staticmethod
-        def backward(ctx, g):
-            return g * (2.0 if ctx.module.training else 3.0), None
-
-    net = jaxfn.from_torch(Net(lambda self, x: Reads.apply(x, self)))
+    net = jaxfn.from_torch(Net(code))
     for model, slope in ((net, 2.0), (net.eval(), 3.0), (net.train(), 2.0)):
         np.testing.assert_array_equal(jax.grad(lambda x: model(x).sum())(X), np.full_like(X, slope))
 

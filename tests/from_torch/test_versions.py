@@ -444,24 +444,13 @@ class Masked(torch.autograd.Function):
         return g * ctx.saved_tensors[0]
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g
-
-
-masked_taken, doubled_taken = Masked.apply, Doubled.apply
+masked_taken = Masked.apply
+# A call, and the ratio of its slope and its value.
 NOT_REPEATABLE = {
-    "draws": lambda x: Masked.apply(x),
-    "draws, taken before": masked_taken,
-    "writes": lambda x: Doubled.apply(x.clone()),
-    "writes, taken before": lambda x: doubled_taken(x.clone()),
+    "draws": (lambda x: Masked.apply(x), lambda x: 1 / x),
+    "draws, taken before": (masked_taken, lambda x: 1 / x),
+    "writes": (lambda x: InPlace.apply(x.clone()), lambda x: 5.0),
+    "writes, taken before": (lambda x: in_place_taken(x.clone()), lambda x: 5.0),
 }
 
 
@@ -469,13 +458,15 @@ NOT_REPEATABLE = {
 @pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
 @pytest.mark.parametrize("how", NOT_REPEATABLE)
 def test_a_call_that_cannot_be_made_again_is_refused_where_apply_is_compiled_and_was_taken_before(how):
+    apply, ratio = NOT_REPEATABLE[how]
+
     def deviation(x):
-        """Of the slope from the ratio, which is the same for what is linear."""
+        """The slope less what it should be, which is zero where both are of one call."""
         with torch.enable_grad():
             z = x.clone().requires_grad_()
-            y = NOT_REPEATABLE[how](z)
+            y = apply(z)
             (slope,) = torch.autograd.grad(y.sum(), z)
-        return slope - y.detach() / x
+        return slope - y.detach() * ratio(x)
 
     ours = jaxfn.from_torch(squared(deviation)).apply
     options = {"key": jax.random.key(0)} if how.startswith("draws") else {}
@@ -524,20 +515,14 @@ def test_constants_that_code_keeps_are_plain_tensors_afterwards():
     kept = {}
     layer = torch.nn.Linear(3, 3)
 
-    class Masked(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            Kept.scale = torch.tensor(2.0, requires_grad=True)
-            kept["range"] = [torch.arange(4.0)[1:]]
-            layer.count = torch.zeros(3, dtype=torch.int64) + 1
-            return x * triangle(3) * Kept.scale
+    def masked(x):
+        Kept.scale = torch.tensor(2.0, requires_grad=True)
+        kept["range"] = [torch.arange(4.0)[1:]]
+        layer.count = torch.zeros(3, dtype=torch.int64) + 1
+        return x * triangle(3) * Kept.scale
 
-        @staticmethod
-        def backward(ctx, g):
-            return g * triangle(3) * Kept.scale * 10
-
-    f = jaxfn.from_torch(Masked).apply
+    function = function_of(masked, slope=lambda x: triangle(3) * Kept.scale * 10)
+    f = jaxfn.from_torch(function).apply
     x = np.arange(9, dtype=np.float32).reshape(3, 3)
     for _ in range(2):
         np.testing.assert_allclose(f(x), x * np.tril(np.full((3, 3), 2)))
@@ -547,8 +532,7 @@ def test_constants_that_code_keeps_are_plain_tensors_afterwards():
     assert torch.equal(triangle(3) @ torch.ones(3), torch.tensor([1.0, 2.0, 3.0]))
     (Kept.scale * 3).backward()
     assert Kept.scale.grad == 3 and kept["range"][0].tolist() == [1, 2, 3] and (layer.count * 2).tolist() == [2, 2, 2]
-    expected = Masked.apply(torch.tensor(x))
-    np.testing.assert_allclose(expected, f(x))
+    np.testing.assert_allclose(function.apply(torch.tensor(x)), f(x))
 
 
 NEURON = Net(lambda self, x: x)
