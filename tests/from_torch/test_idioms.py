@@ -459,31 +459,34 @@ def test_a_backward_that_asks_whether_it_is_differentiated():
     assert torch.is_grad_enabled()
 
 
+IDIOMS = {
+    "a kept graph, by grad": keeping_graph(lambda x: x**3),
+    "a kept graph, by backward": keeping_graph(lambda x: x**3, by_backward=True),
+    "a kept graph of fake quantization": keeping_graph(
+        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.3, 0, -2, 1) * x
+    ),
+    "a saved graph": SavedGraph,
+    "a gradient inside, by as_tensor": with_gradient_inside(as_tensors),
+    "a gradient inside, by tensor": with_gradient_inside(tensor_of_tensor),
+    "a gradient inside, of a dirty tensor": with_gradient_inside(dirty),
+    "a size": FromSize,
+    "backward applies itself": Flip,
+    "a Function inside whose backward fails": AppliesIt,
+    "numbers in the code": Literal,
+    "what requires a gradient": Asks,
+    "what was written to requires a gradient": WritesAndAsks,
+    "whether backward is differentiated": AsksWhetherToKeepTheGraph,
+}
+
+
 @row("H2", "H3", "H8")
 @pytest.mark.filterwarnings("ignore:.*mark_dirty on a JAX array")
 @pytest.mark.filterwarnings("ignore:.*writes to one of its inputs")
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-@pytest.mark.parametrize(
-    "function",
-    [
-        keeping_graph(lambda x: x**3),
-        keeping_graph(lambda x: x**3, by_backward=True),
-        keeping_graph(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.3, 0, -2, 1) * x),
-        with_gradient_inside(as_tensors),
-        with_gradient_inside(tensor_of_tensor),
-        with_gradient_inside(dirty),
-        SavedGraph,
-        FromSize,
-        Flip,
-        AppliesIt,
-        Literal,
-        Asks,
-        WritesAndAsks,
-        AsksWhetherToKeepTheGraph,
-    ],
-)
-def test_values_and_gradients_are_those_of_torch(function: Any):
+@pytest.mark.parametrize("name", IDIOMS)
+def test_values_and_gradients_are_those_of_torch(name: str):
     """Eagerly and under `jit`, for a fixed cotangent."""
+    function = IDIOMS[name]
     constants = {FromSize: [torch.Size((2, 3))], WritesAndAsks: [3.0]}.get(function, [])
     x = torch.tensor(X, requires_grad=True)
     output = function.apply(x * 1, *constants)

@@ -261,36 +261,16 @@ def straight_through(module, x):
 
 def without_gradients(module, x):
     with torch.no_grad():
-        factor = (x @ module.w).sin()
+        factor = (x @ module.w).sin() + Quantized.apply(x @ module.w)
         module.mean.mul_(0.9).add_(factor.mean(0) * 0.1)
     return (x @ module.w) * factor + module.mean
 
 
-def a_function_without_gradients(module, x):
-    with torch.no_grad():
-        factor = Quantized.apply(x @ module.w)
-    return (x @ module.w) * factor
-
-
-def weights_clamped(module, x):
-    with torch.no_grad():
-        module.w.clamp_(-0.5, 0.5)
-    return (x @ module.w) ** 2
-
-
-def data_read(module, x):
-    return (x @ module.w) * module.w.data.sum()
-
-
-def detached_leaf(module, x):
-    y = (x @ module.w).detach().requires_grad_()
-    return y * (x @ module.w)
-
-
-def detached_in_place(module, x):
-    y = x @ module.w
-    y.detach_()
-    return y * (x @ module.w)
+def detached_three_ways(module, x):
+    y, z = x @ module.w, x @ module.w
+    leaf = y.detach().requires_grad_()
+    z.detach_()
+    return (y * 2) * leaf + (y * 3) * z + (y * 5) * module.w.data.sum()
 
 
 def buffer_assigned(module, x):
@@ -298,24 +278,15 @@ def buffer_assigned(module, x):
     return x @ module.w + module.mean
 
 
-def gradient_inside_that_is_a_constant(module, x):
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(((x @ module.w) ** 3).sum(), x)[0] + x @ module.w
-
-
 def step_inside(module, x):
     (slope,) = torch.autograd.grad(((x @ module.w) ** 2).sum(), module.w, create_graph=True)
     return x @ (module.w - 0.1 * slope)
 
 
-def hook_of_a_weight(module, x):
+def hooks_of_a_weight_and_of_a_result(module, x):
     module.w.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
-    return (x @ module.w) ** 2
-
-
-def hook_that_only_looks(module, x):
     y = x @ module.w
-    y.register_hook(lambda gradient: None)
+    y.register_hook(lambda gradient: None)  # it only looks
     return y**2
 
 
@@ -474,16 +445,15 @@ def seeded_and_not_drawn(module, x):
 
 
 WHAT_CODE_DOES = [
-    plain, with_a_function, straight_through, without_gradients, a_function_without_gradients, weights_clamped,
-    data_read, detached_leaf, detached_in_place, buffer_assigned,
-    gradient_inside_that_is_a_constant, step_inside, hook_of_a_weight, hook_that_only_looks, views_written,
-    gradients_asked_for, data_written, rows_written_without_gradients, detached_and_written, data_exchanged_and_kept,
-    detached_and_grown, data_of_a_buffer_written, data_exchanged_and_written,
-    data_written_before_and_after_what_needs_no_values, library_operations_that_detach, library_operations_with_hooks,
-    nodes_of_autograds_graph_looked_at, whole_numbers_looked_at, checks_left_out_of_a_trace,
-    another_operation_in_a_trace, mistaken_in_a_trace, seeded_and_not_drawn,
+    plain, with_a_function, straight_through, without_gradients, detached_three_ways, buffer_assigned, step_inside,
+    hooks_of_a_weight_and_of_a_result, views_written, gradients_asked_for, data_written,
+    rows_written_without_gradients, detached_and_written, data_exchanged_and_kept, detached_and_grown,
+    data_of_a_buffer_written, data_exchanged_and_written, data_written_before_and_after_what_needs_no_values,
+    library_operations_that_detach, library_operations_with_hooks, nodes_of_autograds_graph_looked_at,
+    whole_numbers_looked_at, checks_left_out_of_a_trace, another_operation_in_a_trace, mistaken_in_a_trace,
+    seeded_and_not_drawn,
 ]  # fmt: skip
-WRITES_TO_W = [weights_clamped, data_written, rows_written_without_gradients, data_exchanged_and_written]
+WRITES_TO_W = [data_written, rows_written_without_gradients, data_exchanged_and_written]
 
 
 @row("I2", "I3")
@@ -524,9 +494,7 @@ def test_a_target_network_moves_where_it_is_frozen():
 
 
 @row("I2", "I3")
-@pytest.mark.parametrize(
-    "forward", [with_a_function, weights_clamped, rows_written_without_gradients, detached_and_written]
-)
+@pytest.mark.parametrize("forward", [with_a_function, rows_written_without_gradients, detached_and_written])
 def test_second_derivatives_go_by_the_rules_of_Functions_and_not_by_what_autograd_does_not_see(forward):
     module, other = Weighted(forward), Weighted(forward)
     net = jaxfn.from_torch(module)
@@ -694,23 +662,14 @@ def test_gradients_that_would_be_others_are_refused(forward, message):
         jax.grad(lambda parameters: net.apply(parameters, net.buffers, jnp.asarray(X.numpy()))[0].sum())(net.parameters)
 
 
-def by_a_weight_that_is_put_back(module, x):
-    original = module.w.data.clone()
-    module.w.data = module.w.data.sign()
-    y = x @ module.w
-    module.w.data = original
-    return y
-
-
 @row("I2")
 @pytest.mark.usefixtures("few_objects")
 def test_gradients_by_arguments_are_refused_where_only_those_would_be_others():
-    check(lambda: Weighted(by_a_weight_that_is_put_back), X)
-    net = jaxfn.from_torch(Weighted(by_a_weight_that_is_put_back))
+    net = jaxfn.from_torch(Weighted(data_exchanged_and_kept))
     x = jnp.asarray(X.numpy())
     slopes, _ = jax.vjp(net, x)
     np.testing.assert_array_equal(slopes, jax.jit(net)(x))  # computing it is right
-    with pytest.raises(TranslationError, match="(?s)only parameters can be.*in by_a_weight_that_is_put_back"):
+    with pytest.raises(TranslationError, match="(?s)only parameters can be.*in data_exchanged_and_kept"):
         jax.grad(lambda x: net(x).sum())(x)
 
 
