@@ -149,10 +149,7 @@ def test_a_closure_is_known_by_what_it_holds():
     runs = []
 
     class Mapped(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, function):
-            runs.append(1)
-            return function(x)
+        forward = staticmethod(lambda ctx, x, function: runs.append(1) or function(x))
 
     Mapped = jaxfn.from_torch(Mapped)
 
@@ -414,16 +411,14 @@ class UsesKernel(torch.autograd.Function):
 @row("H4")
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch is asked, by a test in test_versions.py")
 def test_all_operations_without_a_translation_at_once():
-    class Many(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = double(x)
-            return torch.ops.aten.segment_reduce(y, "sum", lengths=torch.tensor([1, 2]))
+    def many(x):
+        y = double(x)
+        return torch.ops.aten.segment_reduce(y, "sum", lengths=torch.tensor([1, 2]))
 
     with pytest.raises(jaxfn.TranslationError) as error:
-        jaxfn.from_torch(Many).apply(jnp.ones(3))
+        jaxfn.from_torch(function_of(many)).apply(jnp.ones(3))
     message = str(error.value)
-    assert "Many.forward: no translation to JAX for" in message
+    assert "Runs.forward: no translation to JAX for" in message
     assert "jaxfn_test.double.default, called at" in message and "y = double(x)" in message
     assert "aten.segment_reduce.default, called at" in message and "ops={" in message
 
@@ -514,13 +509,8 @@ class Dropout(torch.autograd.Function):
 class NoisyGradient(torch.autograd.Function):
     """Draws in backward alone."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output + torch.randn(grad_output.shape)
+    forward = staticmethod(lambda ctx, x: x * 1)
+    backward = staticmethod(lambda ctx, gradient: gradient + torch.randn(gradient.shape))
 
 
 @row("H5")

@@ -20,7 +20,7 @@ import jaxfn  # noqa: E402
 from jaxfn import TranslationError  # noqa: E402
 from tests.support import torch_functions  # noqa: E402
 from tests.support.contexts import CONTEXTS  # noqa: E402
-from tests.support.marks import cells, row, slow  # noqa: E402
+from tests.support.marks import cells, row  # noqa: E402
 from tests.support.torch_code import Net, function_of  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
@@ -867,11 +867,11 @@ RECURRENT = {
 
 @row("I2")
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@cells(
+@pytest.mark.parametrize(
     "kind, options",
     [
+        ("LSTM", "no bias, batch first"),
         ("LSTM", "projections"),
-        ("GRU", "no bias, batch first"),
         ("GRU", "two layers, two directions"),
         ("RNN", "plain"),
         ("RNN", "relu"),
@@ -882,15 +882,7 @@ def test_recurrent_layers(kind, options):
 
 
 @row("I2")
-@slow
-@pytest.mark.parametrize("options", ["plain", "no bias, batch first", "two layers, two directions"])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_recurrent_layers_with_the_options_of_all(kind, options):
-    check(seeded(lambda: getattr(nn, kind)(3, 4, **RECURRENT[options])), SEQUENCES)
-
-
-@row("I2")
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@cells("kind", ["LSTM"], ["LSTM", "GRU", "RNN"])
 def test_recurrent_layers_of_one_sequence(kind):
     check(seeded(lambda: getattr(nn, kind)(3, 4)), SEQUENCES[0])
 

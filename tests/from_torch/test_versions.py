@@ -355,22 +355,8 @@ BY_BOTH = {
 
 
 @row("H11", "I2", "I5")
-@cells(
-    "name, is_taken",
-    [
-        ("in place", True),
-        ("in place, and used", False),
-        ("in place, no gradients", True),
-        ("in place, in a checkpoint", False),
-        ("in place, two outputs", True),
-        ("a mark", False),
-        ("a mark", True),
-        ("a tensor of the module", False),
-        ("a tensor of the module", True),
-    ],
-    BY_BOTH,
-    [False, True],
-)
+@pytest.mark.parametrize("is_taken", [False, True], ids=["by attribute", "taken before"])
+@pytest.mark.parametrize("name", BY_BOTH)
 def test_marks_and_tensors_of_a_module_are_seen_however_it_is_applied(name, is_taken):
     code, function, taken = BY_BOTH[name]
     apply = taken if is_taken else function.apply
