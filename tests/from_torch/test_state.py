@@ -251,6 +251,11 @@ def attention_is_shown(self, x):
     return self.seen * 2
 
 
+def moved(self, x):
+    self.table = self.table.to(x.device, x.dtype)
+    return x * self.table
+
+
 def made_once(self, x):
     if self.table is None:
         self.table = torch.arange(2.0)
@@ -289,6 +294,7 @@ ZEROS = torch.zeros(2)
     ("code", "attributes"),
     [
         (attention_is_shown, {"seen": torch.zeros(2)}),
+        (moved, {"table": torch.arange(2.0)}),
         (made_once, {"table": None}),
         (attention_is_shown, {"seen": None}),
         (passed_on, {"reset": None}),
