@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.marks import row, slow
+from tests.support.marks import cells, row, slow
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of what the samples try
@@ -116,14 +116,10 @@ def called_by_jax(sample: Sample) -> tuple[Any, tuple[Any, ...]]:
         total = sum((y * w.astype(y.dtype)).sum() for y, w, theirs in terms if theirs.requires_grad)
         return jnp.real(total * 1.0), (leaves, moved)
 
-    def everything(*operands: Any) -> Any:
-        slopes, results = jax.grad(loss, (0, 1), has_aux=True)(*operands)
-        return slopes, results
-
     inputs, constants = (
         [x for x, is_input in zip(arrays, places, strict=True) if is_input is kind] for kind in (True, False)
     )
-    return everything, (net.parameters, inputs, net.buffers, constants)
+    return jax.grad(loss, (0, 1), has_aux=True), (net.parameters, inputs, net.buffers, constants)
 
 
 def close(ours: Any, theirs: Any, tolerance: float, what: str) -> None:
@@ -172,10 +168,7 @@ FIRST = ["nn.BatchNorm2d", "nn.Conv1d", "nn.GaussianNLLLoss", "nn.LazyConv1d", "
 
 
 @row("I1", "I2", "I4")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FIRST else slow) for name in NAMES],
-)
+@cells("name", FIRST, NAMES)
 def test_modules_in_single_precision(name: str) -> None:
     check(name, torch.float32)
 

@@ -1,6 +1,7 @@
 """Contract row I5: Functions whose backward gives gradients to a module's parameters that they do not take."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,14 @@ torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
 from jaxfn import TranslationError  # noqa: E402
-from tests.support.marks import row  # noqa: E402
+from tests.support.contexts import CONTEXTS, eager  # noqa: E402
+from tests.support.marks import cells, row  # noqa: E402
+from tests.support.torch_code import Net  # noqa: E402
 
 nn = torch.nn
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision", "few_objects")
 
 
 class Reversible(torch.autograd.Function):
@@ -121,19 +121,6 @@ class ByHand(torch.autograd.Function):
         return grad_output @ weight, 2 * grad_output.t() @ x, None
 
 
-class Net(nn.Module):
-    """Parts, and a function of the module and the input."""
-
-    def __init__(self, run, **parts):
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
 def block(f=None, g=None):
     f, g = f or nn.Linear(3, 3), g or nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     return Net(lambda self, x: Reversible.apply(x, self.f, self.g), f=f, g=g)
@@ -142,6 +129,12 @@ def block(f=None, g=None):
 def shared():
     f = nn.Linear(3, 3)
     return Net(lambda self, x: self.b(self.a(x)), a=block(f), b=block(None, f))
+
+
+def partly_frozen():
+    module = block()
+    module.f.weight.requires_grad_(False)
+    return module
 
 
 def hooked(self, x):
@@ -153,6 +146,7 @@ def hooked(self, x):
 NETS = {
     "reversible blocks": lambda: nn.Sequential(block(), block(), nn.Linear(6, 2)),
     "a layer in two blocks": shared,
+    "a frozen weight": partly_frozen,
     "a weight norm": lambda: block(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))),
     "a hook that makes the weight": lambda: block(nn.utils.weight_norm(nn.Linear(3, 3))),
     "a lambda": lambda: Net(lambda self, x: Checkpoint.apply(lambda v: torch.sin(self.a(v)), x), a=nn.Linear(6, 5)),
@@ -189,8 +183,12 @@ X = np.random.default_rng(0).normal(size=(5, 6))
 @row("I5")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Reversible writes to .*running_mean.* a second time in backward")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", NETS)
+@cells(
+    "name, wrap",
+    [*((name, jax.jit) for name in NETS), ("a lambda", eager), ("only in backward", eager)],
+    NETS,
+    [jax.jit, eager],
+)
 def test_every_parameter_gets_its_gradient(name, wrap):
     module = made(name)
     net = jaxfn.from_torch(module)
@@ -209,9 +207,10 @@ def test_every_parameter_gets_its_gradient(name, wrap):
     loss(expected).backward()
     np.testing.assert_allclose(output, expected.detach(), rtol=1e-12)
     np.testing.assert_allclose(gradients[1], x.grad, rtol=1e-9, atol=1e-12)
-    assert all(np.any(p.grad.numpy()) for p in module.parameters())
-    for key, parameter in module.named_parameters():
-        np.testing.assert_allclose(gradients[0][key], parameter.grad, rtol=1e-9, atol=1e-12, err_msg=key)
+    expected = {key: p.grad.numpy() for key, p in module.named_parameters() if p.requires_grad}
+    assert set(gradients[0]) == set(expected) and all(map(np.any, expected.values()))
+    for key, gradient in expected.items():
+        np.testing.assert_allclose(gradients[0][key], gradient, rtol=1e-9, atol=1e-12, err_msg=key)
     for key, buffer in buffers_of_torch.items():
         np.testing.assert_allclose(moved[key], buffer, rtol=1e-12, err_msg=key)
 
@@ -223,38 +222,41 @@ def plainly(self, x):
     return torch.cat([y1, x2 + self.g(y1)], -1)
 
 
-def squared(gradients):
-    return sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradients))
+@row("I5")
+@pytest.mark.parametrize("order, name", [(1, "checkpoint"), (1, "vmap"), (1, "scan"), (2, "jit")])
+def test_derivatives_in_every_context(order, name):
+    """The block's backward is the derivative of what it computes, so JAX's own of that is the same."""
+    module = made("reversible blocks")
+    plain = nn.Sequential(*(Net(plainly, f=part.f, g=part.g) if hasattr(part, "f") else part for part in module))
 
+    def derivatives(module):
+        net = jaxfn.from_torch(module)
+        buffers = net.buffers
 
-TRANSFORMED = {
-    "vmap": lambda f: jax.vmap(jax.grad(f), (None, 1)),
-    "vmap over parameters": lambda f: (
-        lambda p, x: jax.vmap(jax.grad(f), (0, None))(jax.tree.map(lambda a: jnp.stack([a, -a, 2 * a]), p), x)
-    ),
-    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
-    "scan": lambda f: jax.grad(lambda p, x: jax.lax.scan(lambda c, _: (c + f(p, x + c), None), 0.0, None, length=3)[0]),
-    "second derivative": lambda f: jax.grad(lambda p, x: squared(jax.grad(f, (0, 1))(p, x)), (0, 1)),
-}
+        def total(x, *arrays):
+            parameters = dict(zip(net.parameters, arrays, strict=True))
+            return jnp.sin(net.apply(parameters, buffers, x)[0]).sum()
+
+        arrays = (jnp.asarray(X), *net.parameters.values())
+        derivative = jax.grad(CONTEXTS[name](total), range(len(arrays)))
+        if order == 2:
+            first = derivative
+            derivative = jax.grad(lambda *a: sum(jnp.vdot(g, g) for g in first(*a)), range(len(arrays)))
+        return jax.jit(derivative)(*arrays)
+
+    for ours, expected in zip(derivatives(module), derivatives(plain), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-8, atol=1e-10)
 
 
 @row("I5")
-@pytest.mark.parametrize("transformed", TRANSFORMED)
-def test_transformations(transformed):
-    """The block's backward is the derivative of what it computes, so JAX's own of that is the same."""
-    module = made("reversible blocks")
-    plain = nn.Sequential(*(Net(plainly, f=part.f, g=part.g) if isinstance(part, Net) else part for part in module))
-
-    def result(module):
-        net = jaxfn.from_torch(module)
-        parameters, buffers = net.parameters, net.buffers
-
-        def total(parameters, x):
-            return jnp.sin(net.apply(parameters, buffers, jnp.atleast_2d(x))[0]).sum()
-
-        return jax.jit(TRANSFORMED[transformed](total))(parameters, X.T.copy() if transformed == "vmap" else X)
-
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10), result(module), result(plain))
+def test_a_batch_of_parameters():
+    net = jaxfn.from_torch(made("reversible blocks"))
+    gradient = jax.grad(lambda p: jnp.sin(net.apply(p, net.buffers, X)[0]).sum())
+    several = [jax.tree.map(lambda a, k=k: k * a, net.parameters) for k in (1, -1, 2)]
+    batched = jax.jit(jax.vmap(gradient))(jax.tree.map(lambda *a: jnp.stack(a), *several))
+    for i, parameters in enumerate(several):
+        for key, expected in gradient(parameters).items():
+            np.testing.assert_allclose(batched[key][i], expected, rtol=1e-8, atol=1e-10)
 
 
 def _over_devices(module, within):
@@ -276,12 +278,8 @@ def _over_devices(module, within):
 @row("I5")
 @pytest.mark.parametrize(
     "within",
-    [
-        lambda f: f,
-        jax.checkpoint,
-        lambda f: lambda p, x: jax.lax.scan(lambda c, y: (c, f(p, y[None])), None, x)[1].sum(),
-    ],
-    ids=["plainly", "checkpoint", "scan"],
+    [jax.checkpoint, lambda f: lambda p, x: jax.lax.scan(lambda c, y: (c, f(p, y[None])), None, x)[1].sum()],
+    ids=["checkpoint", "scan"],
 )
 def test_on_four_devices(within):
     module = made("reversible blocks")
@@ -294,12 +292,12 @@ def test_on_four_devices(within):
 @row("H12", "I5")
 def test_one_thread_traces_modules_and_another_trains():
     """Both go through the same Functions at the same time, and the one that trains comes to what it does alone."""
-    failures, losses = [], []
     started, done = threading.Event(), threading.Event()
 
     def train(module, is_over):
-        optimizer = torch.optim.SGD(module.parameters(), 1e-3)
-        while not is_over():
+        """Returns the losses of the steps until it is over."""
+        optimizer, losses = torch.optim.SGD(module.parameters(), 1e-3), []
+        while not is_over(losses):
             optimizer.zero_grad()
             value = loss(module(torch.tensor(X, requires_grad=True)))
             value.backward()
@@ -307,48 +305,23 @@ def test_one_thread_traces_modules_and_another_trains():
             losses.append(value.item())
             started.set()
             done.wait(0.005)  # tracing gets on too
-        return losses.copy()
+        return losses
 
-    def train_until_done():
+    other = made("reversible blocks", seed=1)
+    net = jaxfn.from_torch(other)
+    with ThreadPoolExecutor(1) as thread:
+        training = thread.submit(train, made("reversible blocks"), lambda losses: done.is_set())
         try:
-            train(module, done.is_set)
-        except BaseException as error:
-            failures.append(error)
+            assert started.wait(60)
+            gradients = jax.grad(lambda p: loss(net.apply(p, net.buffers, X)[0]))(net.parameters)
         finally:
-            started.set()
-
-    module = made("reversible blocks")
-    thread = threading.Thread(target=train_until_done)
-    thread.start()
-    try:
-        started.wait()
-        steps = len(losses)
-        other = made("reversible blocks", seed=1)
-        net = jaxfn.from_torch(other)
-        gradients = jax.grad(lambda p: loss(net.apply(p, net.buffers, X)[0]))(net.parameters)
-        assert len(losses) > steps
-    finally:
-        done.set()
-        thread.join()
-    assert not failures, failures
+            done.set()
+        beside = training.result(60)
     loss(other(torch.tensor(X, requires_grad=True))).backward()
     for key, parameter in other.named_parameters():
         np.testing.assert_allclose(gradients[key], parameter.grad, rtol=1e-9, atol=1e-12, err_msg=key)
-    beside, alone = losses.copy(), made("reversible blocks")
-    losses.clear()
-    np.testing.assert_allclose(train(alone, lambda: len(losses) == len(beside)), beside, rtol=1e-12)
-
-
-@row("I5")
-def test_frozen_parameters_are_buffers():
-    module = made("reversible blocks")
-    module[0].f.weight.requires_grad_(False)
-    net = jaxfn.from_torch(module)
-    gradients = jax.grad(lambda p: loss(net.apply(p, net.buffers, X)[0]))(net.parameters)
-    loss(module(torch.tensor(X, requires_grad=True))).backward()
-    assert "0.f.weight" not in gradients and module[0].f.weight.grad is None
-    for key, gradient in gradients.items():
-        np.testing.assert_allclose(gradient, module.get_parameter(key).grad, rtol=1e-9, atol=1e-12)
+    alone = train(made("reversible blocks"), lambda losses: len(losses) == len(beside))
+    np.testing.assert_allclose(alone, beside, rtol=1e-12)
 
 
 @row("I5")
@@ -370,19 +343,15 @@ def test_new_parameters_are_seen_by_forward_and_backward():
 def test_a_parameter_that_is_no_attribute_of_the_module_is_refused(is_used_before):
     """It would be a constant: torch's present values, and no gradient."""
 
-    class Held(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(6, 6)
-            self.run = lambda v, held=(self.a.weight,): v @ held[0].t()
-
-        def forward(self, x):
-            return Checkpoint.apply(self.run, x) + self.a(x)
-
-    module = Held().double()
+    a = nn.Linear(6, 6)
+    module = Net(
+        lambda self, x: Checkpoint.apply(self.layer, x) + self.a(x),
+        a=a,
+        layer=lambda v, held=(a.weight,): v @ held[0].t(),
+    ).double()
     if is_used_before:  # as a constant, outside of any module
         with pytest.warns(UserWarning, match="constants on JAX"):
-            jax.grad(lambda x: jaxfn.from_torch(Checkpoint).apply(module.run, x).sum())(X)
+            jax.grad(lambda x: jaxfn.from_torch(Checkpoint).apply(module.layer, x).sum())(X)
     net = jaxfn.from_torch(module)
     with pytest.raises(TranslationError, match=r"Checkpoint uses its parameter or buffer 'a.weight'"):
         jax.grad(lambda p: net.apply(p, net.buffers, X)[0].sum())(net.parameters)

@@ -1,0 +1,43 @@
+"""torch Functions and modules around plain functions, for tests of what is done inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def function_of(code: Callable[..., Any], slope: Callable[..., Any] | None = None, name: str = "Runs") -> Any:
+    """Returns a torch Function of one tensor.
+
+    Args:
+      code: what `forward` does.
+      slope: a function of the saved input, by which `backward` multiplies the gradient. Default: it passes it on.
+      name: of the class.
+    """
+
+    def forward(ctx: Any, x: Any) -> Any:
+        if slope is not None:
+            ctx.save_for_backward(x)
+        return code(x)
+
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0] if slope is None else grad_outputs[0] * slope(*ctx.saved_tensors)
+
+    return type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
+
+
+class Net(torch.nn.Module):
+    """A module with these attributes (parameters and modules among them), whose `forward` is a function of it."""
+
+    def __init__(self, run: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(self, *args)
