@@ -1,4 +1,4 @@
-"""Axis names of `jax.vmap`, outputs without a batch, and collectives in `jax.shard_map` over eight devices."""
+"""Contract rows E1 and E1c: collectives over the axis names of `jax.vmap`, and which outputs have the batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax import lax
 from jax.lax import stop_gradient
 
 import jaxfn
-from tests.support.contexts import CONTEXTS
-from tests.support.marks import row, sampled
+from tests.support.contexts import CONTEXTS, eager
+from tests.support.marks import cells, row, slow
 
 # --- collectives over a vmapped axis name, in forward, jvp and backward
 
@@ -152,78 +152,83 @@ def compare(got, expected, rtol=2e-4):
         np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol * max(1.0, float(np.abs(theirs).max(initial=0))))
 
 
-EVERY_COLLECTIVE = pytest.mark.parametrize("collective", COLLECTIVES)
-EVERY_RULES = pytest.mark.parametrize("rules", FACTORS)
-JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
-
-
-@row("E1", "E1c")
-@sampled
-@EVERY_COLLECTIVE
-@EVERY_RULES
-@pytest.mark.parametrize("program", CONTEXTS)
-@JIT
-def test_values_of_collectives_over_a_vmapped_axis(wrap, program, rules, collective):
-    c = COLLECTIVES[collective]
-    got = wrap(over(CONTEXTS[program](function_of(c, rules))))(XS, W)
-    compare(got, over(c.value)(XS, W), 1e-5)
-
-
-@row("E1", "E1c")
-@sampled
-@EVERY_COLLECTIVE
-@EVERY_RULES
-@pytest.mark.parametrize("derivative", REVERSE)
-@pytest.mark.parametrize("program", CONTEXTS)
-@JIT
-def test_reverse_mode_of_collectives_over_a_vmapped_axis(wrap, program, derivative, rules, collective):
-    c, (factor, _) = COLLECTIVES[collective], FACTORS[rules]
-    ours = REVERSE[derivative](CONTEXTS[program](function_of(c, rules)))
-    compare(wrap(ours)(XS, W), jax.jit(REVERSE[derivative](reference(c, factor)))(XS, W))
+DERIVATIVES = {"value": over} | REVERSE | FORWARD
 
 
 @row("E1", "E1c", "D4")
-@sampled
-@EVERY_COLLECTIVE
-@pytest.mark.parametrize("rules", [r for r, (_, forward) in FACTORS.items() if forward])
-@pytest.mark.parametrize("derivative", FORWARD)
-@pytest.mark.parametrize("program", CONTEXTS)
-@JIT
-def test_forward_mode_of_collectives_over_a_vmapped_axis(wrap, program, derivative, rules, collective):
-    """Before, `pmean` gave the first element's tangent for all."""
-    c, (_, factor) = COLLECTIVES[collective], FACTORS[rules]
-    ours = FORWARD[derivative](CONTEXTS[program](function_of(c, rules)))
-    compare(wrap(ours)(XS, W), jax.jit(FORWARD[derivative](reference(c, factor)))(XS, W))
+@cells(
+    "collective, rules, derivative, context",
+    [
+        ("psum", "backward", "value", "jit"),
+        ("psum", "generated", "grad of vmap", "checkpoint"),
+        ("psum", "jvp", "jvp of jvp of vmap", "scan"),
+        ("pmean", "both", "jvp of vmap", "eager"),  # once gave the first element's tangent for all
+        ("pmean", "backward", "grad of grad of vmap", "jit"),
+        ("ppermute", "jvp", "vmap of grad", "scan"),
+        ("ppermute", "generated", "vmap of jvp", "cond"),
+        ("axis_index", "backward", "grad of vmap of grad", "vmap"),
+        ("axis_index", "both", "value", "cond"),
+        ("all_gather", "both", "grad of grad of vmap", "checkpoint"),
+        ("all_gather", "jvp", "jvp of vmap", "vmap"),
+        ("psum of a part", "generated", "grad of vmap of grad", "eager"),
+        ("psum of a part", "backward", "grad of vmap", "scan"),
+        *[
+            pytest.param(collective, rules, derivative, context, marks=slow)
+            for rules, context in [("both", "checkpoint"), ("generated", "scan")]
+            for collective in COLLECTIVES
+            for derivative in DERIVATIVES
+            if (collective, rules, derivative) != ("all_gather", "both", "grad of grad of vmap")
+        ],
+    ],
+)
+def test_collectives_over_a_vmapped_axis(collective, rules, derivative, context):
+    """A scan runs two steps, and a vmap inside has no name."""
+    c, (reverse, forward) = COLLECTIVES[collective], FACTORS[rules]
+    factor = 1 if derivative == "value" else forward if derivative in FORWARD else reverse
+    derived = DERIVATIVES[derivative]
+    got = jax.jit(derived(CONTEXTS[context](function_of(c, rules))))(XS, W)
+    compare(got, jax.jit(derived(reference(c, factor)))(XS, W))
 
 
 @row("E1", "E1c", "D4")
-@EVERY_COLLECTIVE
-@JIT
-def test_collectives_beside_a_hand_written_custom_jvp(wrap, collective):
-    """Forward mode, and the transposed rule in reverse mode."""
+@cells(
+    "collective, rules, derivative",
+    [
+        ("psum", "jvp", "jvp of vmap"),
+        ("pmean", "jvp", "grad of vmap"),
+        ("ppermute", "backward", "vmap of grad"),
+        ("axis_index", "backward", "vmap of grad"),
+        ("all_gather", "jvp", "grad of vmap of grad"),
+        ("psum of a part", "jvp", "vmap of jvp"),
+        *[pytest.param(c, "jvp", d, marks=slow) for c in ("psum", "ppermute") for d in FORWARD | REVERSE],
+    ],
+    ids=str,
+)
+def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, derivative):
+    """In a custom_jvp, in both modes; in a custom_vjp in vmap(grad), as grad(vmap) ends in "unbound axis name"."""
     c = COLLECTIVES[collective]
-    by_hand = jax.custom_jvp(c.value)
-    by_hand.defjvp(lambda p, t: (by_hand(*p), TWICE * c.push(*p, *t)))
-    f = function_of(c, "jvp")
-    for derivative in (*FORWARD.values(), *REVERSE.values()):
-        compare(wrap(derivative(f))(XS, W), derivative(by_hand)(XS, W))
+    if rules == "jvp":
+        by_hand = jax.custom_jvp(c.value)
+        by_hand.defjvp(lambda p, t: (by_hand(*p), TWICE * c.push(*p, *t)))
+    else:
+        by_hand = jax.custom_vjp(c.value)
+        by_hand.defvjp(lambda *xw: (by_hand(*xw), xw), lambda xw, g: tuple(THRICE * v for v in c.pull(*xw, g)))
+    compare(DERIVATIVES[derivative](function_of(c, rules))(XS, W), DERIVATIVES[derivative](by_hand)(XS, W))
 
 
 @row("E1", "E1c")
-@EVERY_COLLECTIVE
-@JIT
-def test_collectives_beside_a_hand_written_custom_vjp(wrap, collective):
-    """In `vmap(grad)`; `grad(vmap)` of it ends in "unbound axis name"."""
-    c = COLLECTIVES[collective]
-    by_hand = jax.custom_vjp(c.value)
-    by_hand.defvjp(lambda x, w: (by_hand(x, w), (x, w)), lambda kept, g: tuple(THRICE * v for v in c.pull(*kept, g)))
-    compare(wrap(inside(function_of(c, "backward")))(XS, W), inside(by_hand)(XS, W))
-
-
-@row("E1", "E1c")
-@EVERY_COLLECTIVE
-@EVERY_RULES
-@pytest.mark.parametrize("place", ["inside", "outside"])
+@cells(
+    "place, rules, collective",
+    [
+        ("inside", "backward", "psum of a part"),
+        ("inside", "jvp", "all_gather"),
+        ("outside", "both", "pmean"),
+        ("outside", "generated", "ppermute"),
+    ],
+    ["inside", "outside"],
+    FACTORS,
+    COLLECTIVES,
+)
 def test_collectives_under_another_vmap(place, rules, collective):
     """Whose axis has no name, and lies inside or outside of the one that has."""
     c, (factor, _) = COLLECTIVES[collective], FACTORS[rules]
@@ -231,19 +236,17 @@ def test_collectives_under_another_vmap(place, rules, collective):
 
     def derived(f):
         if place == "outside":
-            one = jax.vmap(lambda x: over(f)(x, W), 1, 1)
+            one = jax.vmap(lambda x, w: over(f)(x, w), (1, None), 1)
         else:
             one = over(jax.vmap(f, (1, None), 1))
-            return gradients(lambda x, w: jnp.sum(jnp.sin(one(x, w)) * WEIGHTS[:, None]))(xs, W)
-        return jax.grad(lambda x: jnp.sum(jnp.sin(one(x)) * WEIGHTS[:, None]))(xs)
+        return jax.jit(gradients(lambda x, w: jnp.sum(jnp.sin(one(x, w)) * WEIGHTS[:, None])))(xs, W)
 
     compare(derived(function_of(c, rules)), derived(reference(c, factor)))
 
 
 @row("E1", "E1c")
-@EVERY_RULES
-@JIT
-def test_collectives_over_two_named_axes(wrap, rules):
+@cells("rules, wrap", [("backward", jax.jit), ("jvp", eager)], FACTORS, [jax.jit, eager])
+def test_collectives_over_two_named_axes(rules, wrap):
     """Over one of them, over the other, and over both."""
 
     def value(x, w):
@@ -268,10 +271,13 @@ def test_collectives_over_two_named_axes(wrap, rules):
 
 
 @row("E1", "E1c")
-@pytest.mark.parametrize("collective", ["pmean", "psum", "ppermute"])
-@EVERY_RULES
-@JIT
-def test_collectives_in_backward_alone(wrap, rules, collective):
+@cells(
+    "collective, rules",
+    [("pmean", "backward"), ("ppermute", "generated"), ("psum", "both"), ("pmean", "jvp")],
+    ["pmean", "psum", "ppermute"],
+    FACTORS,
+)
+def test_collectives_in_backward_alone(collective, rules):
     """A gradient that is averaged over the elements, for a forward that knows nothing of them."""
     transposed = {
         "pmean": lambda g: lax.pmean(g, "i"),
@@ -291,13 +297,10 @@ def test_collectives_in_backward_alone(wrap, rules, collective):
 
         return f
 
-    for derivative in ("grad of vmap", "vmap of grad"):
-        ours = wrap(REVERSE[derivative](function_of(c, rules)))(XS, W)
-        compare(ours, REVERSE[derivative](linear(factor))(XS, W))
-    if forward:
-        for derivative in FORWARD:
-            ours = wrap(FORWARD[derivative](function_of(c, rules)))(XS, W)
-            compare(ours, FORWARD[derivative](linear(forward))(XS, W))
+    for derivative in ("grad of vmap", "vmap of grad", *(["jvp of vmap"] if forward else [])):
+        expected = linear(forward if derivative in FORWARD else factor)
+        got = jax.jit(DERIVATIVES[derivative](function_of(c, rules)))(XS, W)
+        compare(got, DERIVATIVES[derivative](expected)(XS, W))
 
 
 # --- every output has the batch if any input has it
@@ -330,35 +333,37 @@ class PartsGenerated(Parts):
     generate_jvp_rule = True
 
 
-PARTS = pytest.mark.parametrize("function", [Parts, PartsInBothModes, PartsGenerated])
-AROUND = {"eager": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint}
-AROUND_PARTS = pytest.mark.parametrize("program", AROUND)
+PARTS = [Parts, PartsInBothModes, PartsGenerated]
 KEY = jax.random.key(3)
 
 
 @row("E1c")
-@PARTS
-@AROUND_PARTS
-@JIT
-def test_an_output_without_a_batch_has_it_where_an_input_has(wrap, program, function):
+@cells(
+    "function, context",
+    [(Parts, "eager"), (Parts, "jit"), (PartsInBothModes, "checkpoint"), (PartsGenerated, "eager")],
+    PARTS,
+    ["eager", "jit", "checkpoint"],
+)
+def test_an_output_without_a_batch_has_it_where_an_input_has(function, context):
     """`out_axes=None` for it is JAX's own error; integers, masks, keys and marked outputs are left alone."""
-    f = AROUND[program](lambda x, w: function.apply(x, w, KEY))
-    outputs = wrap(jax.vmap(f, (1, None), (1, 0, None, None, None, None)))(XS, W)
-    product, sine, count, mask, key, marked = outputs
+    f = CONTEXTS[context](lambda x, w: function.apply(x, w, KEY))
+    product, sine, count, mask, key, marked = jax.vmap(f, (1, None), (1, 0, None, None, None, None))(XS, W)
     compare(product, XS * W[:, None], 1e-6)
     compare(sine, np.broadcast_to(np.sin(W), (N, 5)), 1e-6)
     assert count == 5 and mask.shape == marked.shape == (5,) and key.shape == ()
     with pytest.raises(ValueError, match="out_axes is None|got axis spec None but output was batched"):
-        wrap(jax.vmap(f, (1, None), (1, None, None, None, None, None)))(XS, W)
+        jax.vmap(f, (1, None), (1, None, None, None, None, None))(XS, W)
 
 
 @row("E1c")
-@PARTS
-@AROUND_PARTS
-@pytest.mark.parametrize("order", [1, 2])
-@JIT
-def test_derivatives_of_an_output_that_does_not_depend_on_the_batch(wrap, order, program, function):
-    around = AROUND[program]
+@cells(
+    "function, context",
+    [(Parts, "checkpoint"), (PartsInBothModes, "jit"), (PartsGenerated, "eager")],
+    PARTS,
+    ["eager", "jit", "checkpoint"],
+)
+def test_derivatives_of_an_output_without_the_batch_beside_some_that_have_none(function, context):
+    """The first and the second ones."""
 
     def ours(x, w):
         return function.apply(x, w, KEY)[:2]
@@ -368,60 +373,25 @@ def test_derivatives_of_an_output_that_does_not_depend_on_the_batch(wrap, order,
         return tuple(y + 2 * (y - stop_gradient(y)) for y in value)  # three times the derivative
 
     def derived(f):
-        mapped = jax.vmap(around(f), (1, None), (1, 0))
+        mapped = jax.vmap(CONTEXTS[context](f), (1, None), (1, 0))
 
         def loss(x, w):
             product, sine = mapped(x, w)
             return jnp.sum(jnp.sin(product) * WEIGHTS) + jnp.sum(jnp.sin(sine) * WEIGHTS.T)
 
-        return wrap(gradients(loss) if order == 1 else gradients(total_of(gradients(loss))))(XS, W)
+        return jax.jit(lambda x, w: (gradients(loss)(x, w), gradients(total_of(gradients(loss)))(x, w)))(XS, W)
 
     compare(derived(ours), derived(plain))
 
 
-class UsesAnotherInput(jaxfn.Function):
-    """An output of w alone, whose cotangent the rule gives to x."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return w**2
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return 5 * g * x, 7 * g * w
-
-
-@jax.custom_vjp
-def uses_another_input_by_hand(x, w):
-    return w**2
-
-
-uses_another_input_by_hand.defvjp(
-    lambda x, w: (uses_another_input_by_hand(x, w), (x, w)), lambda kept, g: (5 * g * kept[0], 7 * g * kept[1])
-)
-
-
-@row("E1c")
-@AROUND_PARTS
-@JIT
-def test_a_rule_that_gives_a_mapped_input_the_gradient_of_an_output_without_it(wrap, program):
-    """Of each element alone; a hand-written custom_vjp of a mapped output is the reference, mapped by hand."""
-    around = AROUND[program]
-    mapped = jax.vmap(around(UsesAnotherInput.apply), (1, None), 1)
-
-    def by_hand(x, w):
-        return jnp.stack([uses_another_input_by_hand(x[:, i], w) for i in range(N)], 1)
-
-    for derivative in (lambda f: gradients(weighed(f)), lambda f: gradients(total_of(gradients(weighed(f))))):
-        compare(wrap(derivative(mapped))(XS, W), derivative(by_hand)(XS, W))
-
-
 @row("A9", "E1c")
-@pytest.mark.parametrize("program", ["eager", "jit", "checkpoint", "scan"])
-@JIT
-def test_what_backward_alone_closes_over_has_a_batch_too(wrap, program):
+@cells(
+    "context, wrap",
+    [("eager", eager), ("checkpoint", jax.jit), ("scan", eager)],
+    ["eager", "jit", "checkpoint", "scan"],
+    [eager, jax.jit],
+)
+def test_what_backward_alone_closes_over_has_a_batch_too(context, wrap):
     """It counts as an input, so that the gradient of each element is its own."""
 
     def loss(x, scales):
@@ -430,7 +400,7 @@ def test_what_backward_alone_closes_over_has_a_batch_too(wrap, program):
                 lambda ctx, x: ctx.save_for_backward(x) or jnp.sin(x),
                 lambda ctx, g: g * scale * jnp.cos(ctx.saved_tensors[0]),
             )
-            return CONTEXTS[program](lambda x: f(x))(x)
+            return CONTEXTS[context](lambda x: f(x))(x)
 
         return jnp.sum(jax.vmap(one)(scales) * WEIGHTS.T)
 
