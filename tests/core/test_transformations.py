@@ -1,4 +1,4 @@
-"""Contract rows E that the matrix does not show: collectives, callbacks, kernels, nesting."""
+"""Contract rows E that the matrix does not show: callbacks, kernels, nesting, and collectives of sharded programs."""
 
 import re
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfn
 from tests.support.cases import CASES, Square, loss_of, make_args
+from tests.support.contexts import checkpoint, eager, jit
 from tests.support.marks import row
 from tests.support.transformations import BATCH, over_batch
 
@@ -28,7 +29,7 @@ def test_pure_callback_inside_forward_under_everything():
 
     host_sin.backward(lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]))
     x = jnp.linspace(0.0, 1.0, 5)
-    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+    for wrap in (eager, jit, checkpoint):
         np.testing.assert_allclose(jax.vmap(jax.grad(wrap(host_sin)))(x), np.cos(x), rtol=1e-6)
         np.testing.assert_allclose(jax.grad(lambda x, w=wrap: jax.vmap(w(host_sin))(x).sum())(x), np.cos(x), rtol=1e-6)
 
@@ -45,31 +46,6 @@ def test_functions_nest_in_forward_and_backward():
     for order, expected in enumerate((12.0, 12.0, 6.0), start=1):
         f = jax.grad(f)
         assert f(2.0) == jax.jit(f)(2.0) == expected, order
-
-
-@row("E1")
-@pytest.mark.parametrize("order", [1, 2])
-def test_axis_names_inside_backward(order):
-    """A collective in forward and backward, under vmap and shard_map."""
-
-    @jaxfn.function
-    def total(ctx, x):
-        return x + jax.lax.psum(x, "i")
-
-    total.backward(lambda ctx, g: g + jax.lax.psum(g, "i"))
-
-    def loss(f):
-        return lambda x: jnp.sin(jax.vmap(f, axis_name="i")(x)).sum()
-
-    def nth(f):
-        for _ in range(order):
-            f = (lambda f: jax.grad(lambda x: jnp.sin(f(x)).sum()))(f)
-        return f
-
-    x = jnp.arange(3.0)
-    np.testing.assert_allclose(
-        jax.jit(nth(loss(total)))(x), nth(loss(lambda x: x + jax.lax.psum(x, "i")))(x), rtol=1e-5, atol=1e-6
-    )
 
 
 def collectives(compiled):
@@ -143,7 +119,7 @@ def call_kernel(x):
 
 
 @row("E5")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+@pytest.mark.parametrize("wrap", [eager, jit, checkpoint])
 def test_a_pallas_kernel_in_forward_and_backward(wrap):
     double = jaxfn.autograd_function(lambda ctx, x: call_kernel(x), lambda ctx, g: call_kernel(g))
     x = jnp.arange(8.0)
@@ -153,7 +129,7 @@ def test_a_pallas_kernel_in_forward_and_backward(wrap):
 
 
 @row("E5")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [eager, jit])
 def test_an_ffi_call_in_forward_and_backward(wrap):
     """LAPACK's Cholesky factorization, which jaxlib itself registers, called as a user's own kernel would be."""
 
