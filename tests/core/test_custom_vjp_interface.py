@@ -16,12 +16,10 @@ from jax import float0, lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from tests.support import custom_vjp_interface
-from tests.support.marks import COMING, TRACES_ALWAYS
+from tests.support.marks import COMING
 
 RUNS_PRIMAL_TOO = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 traces the primal function next to fwd")
 
-
-REBUILDS = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 rebuilds pytrees with None in them")
 
 PROGRAMS: list[Any] = []
 
@@ -46,33 +44,10 @@ def ruled(custom_vjp, fun, fwd, bwd, **how):
     return f
 
 
-# The derivatives are made up, so that nothing but the rule can have given them.
-
-
 def cube(custom_vjp):
-    """x**3, with 7x for its derivative; keeps an input."""
-
-    @custom_vjp
-    def f(x):
-        assert jnp.ndim(x) == 0
-        return x**3
-
-    def fwd(x):
-        assert jnp.ndim(x) == 0
-        return f(x), x
-
-    f.defvjp(fwd, lambda x, g: (7 * x * g,))
-    return f
-
-
-def power(custom_vjp):
-    """x**3, with 7x**2 for its derivative; keeps an intermediate."""
-
-    @custom_vjp
-    def f(x):
-        return x**3
-
-    f.defvjp(lambda x: (f(x), x * x), lambda square, g: (7 * square * g,))
+    """x**3, with 7x for its derivative."""
+    f = custom_vjp(lambda x: x**3)
+    f.defvjp(lambda x: (f(x), x), lambda x, g: (7 * x * g,))
     return f
 
 
@@ -94,51 +69,7 @@ def summed(f):
 X = np.array([1.0, 2.0, 3.0], np.float32)
 
 
-# --- Calls and gradients ---
-
-
-@program([28.0, 28.0, 14.0])
-def gradients_with_an_intermediate(custom_vjp):
-    d = jax.grad(power(custom_vjp))
-    return [d(2.0), jax.grad(d)(2.0), jax.grad(jax.grad(d))(2.0)]
-
-
-@program([3.0, 5.0, (3.0, 10.0), (5.0, 20.0)], mark=TRACES_ALWAYS)
-def python_branches_on_values(custom_vjp):
-    @custom_vjp
-    def f(x):
-        return x + 1 if x > 0 else 3 - x
-
-    def fwd(x):
-        return (x + 1, x) if x > 0 else (3 - x, x)
-
-    f.defvjp(fwd, lambda x, g: (10 * g,) if x > 0 else (20 * g,))
-    return [f(2.0), f(-2.0), jax.value_and_grad(f)(2.0), jax.value_and_grad(f)(-2.0)]
-
-
-@program([[16.0, 28.0, 10.0], [12.0, 20.0]])
-def vjp_function_is_called_twice(custom_vjp):
-    f = product(custom_vjp)
-    value, pullback = jax.vjp(jax.vmap(f), jnp.array([4.0]), jnp.array([4.0]))
-    first, second = pullback(jnp.array([3.5])), pullback(jnp.array([1.25]))
-    _, of_scalars = jax.vjp(f, 2.0, 3.0)
-    return [[value[0], first[0][0], second[0][0]], [of_scalars(2.0)[0], of_scalars(2.0)[1]]]
-
-
 # --- jit, vmap, scan ---
-
-
-@program([6 * X, 9 * X])
-def scan_of_a_function_that_closes_over_an_array(custom_vjp):
-    constant = jnp.arange(1.0, 4.0)
-
-    @custom_vjp
-    def f(x):
-        return x * jnp.sum(constant)
-
-    f.defvjp(lambda x: (f(x), 9 * x), lambda kept, g: (kept * g,))
-    mapped = jax.vmap(lambda x: lax.scan(lambda carry, _: (f(carry), None), x, None, length=1)[0])
-    return [mapped(X), jax.grad(summed(mapped))(X)]
 
 
 @program([[16.0, 54.0], [16.0, 16.0], [48.0, 108.0]])
@@ -179,37 +110,6 @@ def no_output_at_all(custom_vjp):
     return list(lax.scan(body, jnp.ones(2), None, length=3)[0])
 
 
-# --- nondiff_argnums and nondiff_argnames ---
-
-
-def calling(custom_vjp, **which):
-    """g(x), whose derivative is 5x for every g."""
-
-    @partial(custom_vjp, **which)
-    def call(g, x):
-        return g(x)
-
-    call.defvjp(lambda g, x: (call(g, x), 5 * x), lambda g, kept, ct: (kept * ct,))
-    return call
-
-
-@program([6, 6.0, (6.0, 15.0), 15.0, 5.0, 5 * X])
-def function_for_an_argument(custom_vjp):
-    call = calling(custom_vjp, nondiff_argnums=(0,))
-
-    def f(x):
-        return call(lambda y: 2 * y, x)
-
-    return [
-        f(3),
-        f(3.0),
-        jax.value_and_grad(f)(3.0),
-        jax.jit(jax.grad(f))(3.0),
-        jax.grad(jax.grad(f))(3.0),
-        jax.vmap(jax.grad(f))(X),
-    ]
-
-
 @program([np.cos(2.0), [84.0, 84.0], [17.0, 17.0], [126.0, 126.0], [17.0, 17.0]])
 def converted_closure(custom_vjp):
     call = custom_vjp(lambda g, x, *rest: jnp.cos(g(x, *rest)), nondiff_argnums=(0,))
@@ -225,9 +125,6 @@ def converted_closure(custom_vjp):
     center, weight, x = 2 * jnp.ones(2), jnp.ones(2), jnp.ones(2)
     of_both = [*jax.grad(solve, (0, 2))(center, weight, x), *jax.grad(solve, (0, 2))(1.5 * center, 3 * weight, x)]
     return [solve(center, weight, x), *map(list, of_both)]
-
-
-# --- Residuals ---
 
 
 @program([12.0, 12.0, 5.0])
@@ -259,28 +156,6 @@ def residuals_of_another_structure_for_another_pattern(custom_vjp):
     return [jax.grad(loop)(1.0) - 8, jax.jit(jax.grad(loop))(1.0) - 8]
 
 
-# --- What bwd returns ---
-
-
-@jax.tree_util.register_pytree_node_class
-class Strict(list):
-    """A pytree that cannot hold `None`."""
-
-    def tree_flatten(self):
-        return tuple(self), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        assert children[0] is not None
-        return cls(children)
-
-
-@program([8.0], mark=REBUILDS)
-def pytree_that_cannot_hold_none(custom_vjp):
-    f = ruled(custom_vjp, lambda x: x[0], lambda x: (x[0], None), lambda _, g: (Strict([8 * g]),))
-    return list(jax.grad(f)(Strict([1.0])))
-
-
 # --- Integers ---
 
 
@@ -305,9 +180,6 @@ def integer_arguments(custom_vjp):
     ]
 
 
-# --- Complex numbers ---
-
-
 @program([(2 + 6j) * (3 + 2j), (1 + 2j) * (3 + 2j), 3 + 2j, (2 + 6j) * (3 + 2j), 2 - 6j])
 def complex_numbers_in_jax_convention(custom_vjp):
     # The rule says that the derivative of z**2 is 2 Re(z) + 6 Im(z) i.
@@ -329,9 +201,6 @@ def complex_numbers_in_jax_convention(custom_vjp):
         jax.jit(partial(pulled, square))(z, jnp.complex64(3 + 2j)),
         jnp.conj(jax.grad(lambda z: square(z).real)(z)),
     ]
-
-
-# --- checkpoint ---
 
 
 @program([2058.0, 2058.0])
@@ -359,9 +228,6 @@ def a_value_that_is_differentiated_is_that_of_fwd(custom_vjp):
     f = custom_vjp(lambda x: 4 * x)
     f.defvjp(lambda x: (4.5 * x, None), lambda _, g: (g,))  # fwd that is another function
     return [f(2.0), jax.value_and_grad(jax.checkpoint(f))(2.0)[0]]
-
-
-# --- symbolic_zeros ---
 
 
 def spying(custom_vjp, seen):
@@ -403,72 +269,6 @@ def symbolic_zeros_say_what_is_not_needed(custom_vjp):
     told(lambda f: jax.grad(lambda *xs: jax.vmap(f)(*xs)[0].sum()), *(jnp.full(2, x) for x in numbers))
     told(lambda f: jax.grad(lambda *xs: f(*xs)[0], (0, 2)), *numbers)
     return result
-
-
-@program([[99.0, [101.0, 102.0]]] * 4)
-def symbolic_zeros_beside_constants(custom_vjp):
-    f = custom_vjp(lambda a, b, x, y: (a, b, a + x, b + y))
-
-    def fwd(*args):
-        assert [arg.perturbed for arg in args] == [False, False, True, True]
-        values = [arg.value for arg in args]
-        return f(*values), values
-
-    def bwd(kept, g):
-        assert [isinstance(ct, SymbolicZero) for ct in g] == [True, False, False, False]
-        assert [x.shape if isinstance(x, SymbolicZero) else jnp.shape(x) for x in g] == [(), (2,), (), (2,)]
-        return kept[0] + 90, g[1] + 91, g[2] + 92, g[3] + 93
-
-    f.defvjp(fwd, bwd, symbolic_zeros=True)
-
-    def mapped(*args):
-        outputs = jax.vmap(f)(*(jnp.asarray(x)[None] for x in args))
-        return jax.tree.map(lambda x: x[0], outputs)
-
-    def run(g):
-        def pulled(x, y, cts):
-            return jax.vjp(lambda x, y: g(1.0, jnp.array([2.0, 3.0]), x, y)[1:], x, y)[1](cts)
-
-        return pulled
-
-    given = 4.0, jnp.array([5.0, 6.0]), (jnp.array([10.0, 11.0]), 7.0, jnp.array([8.0, 9.0]))
-    results = [g(*given) for g in (run(f), run(mapped), jax.jit(run(f)), jax.jit(run(mapped)))]
-    return [[x, list(y)] for x, y in results]
-
-
-@jax.tree_util.register_pytree_node_class
-class Box:
-    def __init__(self, value):
-        self.value = value
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-
-@program([3.0, 5.0, 3.0])
-def symbolic_zeros_in_a_pytree(custom_vjp):
-    strip = jax.custom_derivatives.custom_vjp_primal_tree_values
-    f = custom_vjp(lambda box, y: box.value * y)
-
-    def fwd(expected, box, y):
-        assert (box.value.perturbed, y.perturbed) == expected
-        return f(strip(box), strip(y)), (strip(box), strip(y))
-
-    def bwd(kept, g):
-        box, y = kept
-        return Box(y * g), box.value * g
-
-    box = Box(jnp.float32(5.0))
-    f.defvjp(partial(fwd, (True, False)), bwd, symbolic_zeros=True)
-    of_box = jax.grad(f)(box, 3.0)
-    f.defvjp(partial(fwd, (False, True)), bwd, symbolic_zeros=True)
-    of_y = jax.grad(f, 1)(box, 3.0)
-    f.defvjp(lambda box, y: (f(box, y), (box, y)), bwd)
-    return [of_box.value, of_y, jax.grad(f)(box, 3.0).value]
 
 
 @program([[6.0, 0.0], 6.0, [6.0, 0.0]])
