@@ -447,18 +447,6 @@ def test_generate_jvp_rule_against_plain_jax(case):
     check(compiled(taken(generated(case), which))(*args), compiled(taken(case.reference, which))(*args))
 
 
-@row("D5")
-@slow
-@pytest.mark.parametrize("case", [c for c in cases.CASES if c.name in ("exp", "rotate", "relu", "dense")], ids=str)
-@pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint], ids=["vmap", "checkpoint"])
-def test_generate_jvp_rule_mapped(case, transform):
-    args = make_args(case)
-    if transform is jax.vmap:
-        args = jax.tree.map(lambda x: jnp.stack([x, x + 0.01]), args)
-    got, expected = (compiled(taken(transform(f), DERIVATIVES))(*args) for f in (generated(case), case.reference))
-    check(got, expected)
-
-
 LINEAR = {
     "plus zero": lambda g: g + 0.0,
     "plus zeros": lambda g: g + jnp.zeros_like(g),

@@ -25,6 +25,7 @@ MATRIX = {
     "second_order": ("gelu", "spike", "dense"),
     "second_order_of_jit": ("exp", "swap", "linear_no_bias"),
     "third_order": ("straight_through", "gelu", "rotate"),
+    "third_order_of_checkpoint": ("exp", "gelu", "straight_through"),
     "jacrev": ("rotate", "quantize", "dense"),
     "eval_shape": ("swish", "quantize", "cross_entropy"),
     "export_and_reload": ("quantize", "exp", "linear"),

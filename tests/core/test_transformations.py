@@ -48,6 +48,70 @@ def test_functions_nest_in_forward_and_backward():
         assert f(2.0) == jax.jit(f)(2.0) == expected, order
 
 
+@row("E1")
+def test_a_Function_whose_output_has_no_array_in_vmap_and_scan():
+    def backward(ctx, grad_output):
+        raise AssertionError("there is nothing to differentiate")
+
+    f = jaxfn.autograd_function(lambda ctx, x, y: (None,), backward)
+
+    def body(x, _):
+        outputs, pullback = jax.vjp(jax.vmap(f, in_axes=(0, None), out_axes=None), x, jnp.zeros(1))
+        assert outputs == (None,)
+        return x + sum(map(jnp.sum, pullback((None,)))), None
+
+    np.testing.assert_array_equal(jax.lax.scan(body, jnp.ones(2), None, length=3)[0], [1, 1])
+
+
+@row("E1")
+def test_a_function_among_the_arguments_whose_closure_is_converted():
+    @jaxfn.function
+    def cosine_of(ctx, g, x, *constants):
+        ctx.save_for_backward(x, *constants)
+        return jnp.cos(g(x, *constants))
+
+    @cosine_of.backward
+    def _(ctx, grad_output):
+        x, *constants = ctx.saved_tensors
+        return None, 17 * x, *(42 * c for c in constants)
+
+    def solve(center, weight, x):
+        converted, constants = jax.closure_convert(lambda x: jnp.sum(weight * (x - center) ** 2), x)
+        return cosine_of(converted, x, *constants)
+
+    center, ones = jnp.array([2.0, 2.0]), jnp.ones(2)
+    np.testing.assert_allclose(solve(center, ones, ones), np.cos(2.0), rtol=1e-6)
+    for scale in (1.0, 1.5):
+        of_center, of_x = jax.grad(solve, (0, 2))(scale * center, 2 * ones, ones)
+        np.testing.assert_allclose(of_center, 42 * scale * center)
+        np.testing.assert_allclose(of_x, 17 * ones)
+
+
+@row("E1")
+@pytest.mark.parametrize("wrap", [eager, jit])
+def test_a_pullback_that_is_kept_on_ctx(wrap):
+    @jaxfn.function
+    def f(ctx, x):
+        y, ctx.pullback = jax.vjp(lambda x: 3 * x * x, x)
+        return y
+
+    f.backward(lambda ctx, g: ctx.pullback(g)[0])
+    _, pullback = wrap(lambda x: jax.vjp(f, x))(jnp.float32(2))
+    assert pullback(jnp.float32(1)) == (12,)
+
+
+@row("C10", "E1")
+def test_the_gradient_of_an_integer_is_float0_in_scan_too():
+    f = jaxfn.autograd_function(lambda ctx, x, i: x * 1, lambda ctx, g: (2 * g, None))
+
+    def loop(x, i):
+        return jax.lax.scan(lambda xi, _: ((f(*xi), xi[1]), None), (x, i), None, length=2)[0][0]
+
+    for g, expected in ((f, 2), (loop, 4)):
+        of_x, of_i = jax.grad(g, (0, 1), allow_int=True)(2.0, 3)
+        assert of_x == expected and of_i.dtype == jax.float0
+
+
 def collectives(compiled):
     return sorted(re.findall(r" (all-[\w-]+|reduce-scatter|collective-[\w-]+)\(", compiled.as_text()))
 

@@ -102,6 +102,7 @@ _SINGLE: dict[str, Callable[[Function], Function]] = {
     "second_order": lambda f: grad_of_loss(grad_of_loss(f)),
     "second_order_of_jit": lambda f: jax.jit(grad_of_loss(jax.jit(grad_of_loss(jax.jit(f))))),
     "third_order": lambda f: jax.jit(grad_of_loss(grad_of_loss(grad_of_loss(f)))),
+    "third_order_of_checkpoint": lambda f: jax.jit(grad_of_loss(grad_of_loss(grad(jax.checkpoint(loss_of(f)))))),
     "jacrev": jacrev,
     "eval_shape": eval_shape,
     "export_and_reload": export_and_reload,
