@@ -113,6 +113,13 @@ def _dense_jvp(ctx, of_params, of_x):
     return {"norm": 2 * jnp.sum(ctx.x * of_x), "out": out}
 
 
+def _normalize_jvp(ctx, of_x, of_gain, of_eps):
+    assert of_eps is None
+    x, gain = ctx.saved_tensors
+    r = 1 / jnp.sqrt((x * x).mean(-1, keepdims=True) + ctx.eps)
+    return of_gain * x * r + gain * (r * of_x - x * r**3 * (x * of_x).mean(-1, keepdims=True))
+
+
 def _swap_jvp(ctx, of_a, of_b):
     a, b = ctx.saved_tensors
     return of_b, of_a * b + a * of_b
@@ -161,29 +168,6 @@ class Multiply(jaxfn.Function):
         return 3 * grad_output * w if needs_x else None, 3 * grad_output * x if needs_w else None
 
 
-class Scale(jaxfn.Function):
-    """Separate style, with static arguments: one positional, one by keyword with a default."""
-
-    @staticmethod
-    def forward(x, factor, *, offset=0.5):
-        return factor * x**2 + offset
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, ctx.factor, ctx.offset = inputs
-        ctx.save_for_forward(x)
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    def jvp(ctx, tangent, of_factor, of_offset):
-        assert of_factor is None and of_offset is None
-        return 4 * ctx.factor * ctx.saved_tensors[0] * tangent
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 6 * ctx.factor * ctx.saved_tensors[0] * grad_output, None, None
-
-
 class Take(jaxfn.Function):
     """An integer input, and an integer output."""
 
@@ -225,26 +209,6 @@ class Swish(jaxfn.Function):
         return 3 * (s + x * s * (1 - s)) * grad_output
 
 
-class Stretch(jaxfn.Function):
-    """Its derivative is a full matrix; a gradient that is summed to the weight's shape."""
-
-    @staticmethod
-    def forward(ctx, x, gain):
-        ctx.save_for_backward(x, gain)
-        return gain * x * jnp.sum(x * x)
-
-    @staticmethod
-    def jvp(ctx, of_x, of_gain):
-        x, gain = ctx.saved_tensors
-        return 2 * ((gain * of_x + of_gain * x) * jnp.sum(x * x) + 2 * gain * x * jnp.sum(x * of_x))
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, gain = ctx.saved_tensors
-        squares = jnp.sum(x * x)
-        return 3 * gain * (grad_output * squares + 2 * x * jnp.sum(grad_output * x)), 3 * grad_output * x * squares
-
-
 def _swish_slope(x):
     s = stop_gradient(jax.nn.sigmoid(x))  # the saved output has no derivative
     return s + x * s * (1 - s)
@@ -277,7 +241,8 @@ CASES = [
         "pytrees", in_both_modes(cases.Dense, _dense_jvp), cases.dense,
         ({"w": _Y[:, None], "b": _vector(0.2)}, _X[None]),
     ),
-    Case("static", lambda x: Scale.apply(x, 1.5, offset=2.0), lambda x: 1.5 * x**2 + 2.0, (_X,)),
+    # A full matrix, beside a static argument.
+    Case("static", in_both_modes(cases.Normalize, _normalize_jvp), cases.normalize_reference, (_X, jnp.float32(0.7))),
     Case(
         "integers", lambda x: Take.apply(x, INDEX), lambda x: x[INDEX] * 2, (_X,),
         others=lambda x: (jnp.asarray(INDEX + 1),),
@@ -287,6 +252,5 @@ CASES = [
         lambda args, y, t: 2 * _swish_slope(*args) * t[0], lambda args, y, g: (3 * _swish_slope(*args) * g,),
         lambda x: (jax.nn.sigmoid(x),),
     ),
-    Case("matrix", Stretch.apply, lambda x, w: w * x * jnp.sum(x * x), (_X, jnp.float32(0.7))),
     Case("namedtuple", in_both_modes(cases.Swap, _swap_jvp), lambda a, b: cases.Pair(b, a * b), (_X, _Y)),
 ]  # fmt: skip
