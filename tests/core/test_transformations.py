@@ -100,6 +100,28 @@ def test_a_pullback_that_is_kept_on_ctx(wrap):
     assert pullback(jnp.float32(1)) == (12,)
 
 
+@row("D8")
+@pytest.mark.parametrize(
+    ("differentiated", "message"),
+    [
+        (lambda x: jnp.zeros(3), r"\['float32\[3\]'\] .* and \['float32\[\]'\] when nothing"),
+        (
+            lambda x: x.astype(jnp.bfloat16),
+            r"\['bfloat16\[\]'\] .* and \['float32\[\]'\] when nothing",
+        ),
+        (lambda x: (x, x), r"tuple\(\(array, array\)\) .* and tuple\(array\) when nothing"),
+    ],
+    ids=["shape", "dtype", "structure"],
+)
+def test_an_output_in_scan_that_depends_on_the_flags_is_refused(differentiated, message):
+    f = jaxfn.autograd_function(
+        lambda ctx, x: (differentiated(x) if any(ctx.needs_input_grad) else x,), lambda ctx, g: g
+    )
+    loop = lambda x: jax.lax.scan(lambda c, _: (f(c)[0], None), x, length=1)[0]  # noqa: E731
+    with pytest.raises(RuntimeError, match="forward returned " + message):
+        jax.grad(loop)(1.0)
+
+
 @row("C10", "E1")
 def test_the_gradient_of_an_integer_is_float0_in_scan_too():
     f = jaxfn.autograd_function(lambda ctx, x, i: x * 1, lambda ctx, g: (2 * g, None))
