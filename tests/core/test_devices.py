@@ -54,6 +54,7 @@ class AddBiasInBothModes(AddBias):
         (AddBiasByTransposing, (1, 8)),
         (AddBiasInBothModes, (1, 4, 1)),
     ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else None,
 )
 def test_a_gradient_that_is_summed_to_a_replicated_bias_under_explicit_axes(function, shape):
     """The gradient lies on the mesh as the output does; the bias, or the other input, lies there otherwise."""

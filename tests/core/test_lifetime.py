@@ -23,8 +23,8 @@ BY_NAME = {case.name: case for case in CASES}
     [
         ("eager", "swap"),
         ("jit", "dense"),
-        ("jit_of_grad", "gelu"),
-        ("scan", "quantize"),
+        ("jit_of_grad", "rotate"),
+        ("scan", "normalize"),
         ("cond", "exp"),
         ("while_loop", "cross_entropy"),
         ("eval_shape", "linear"),

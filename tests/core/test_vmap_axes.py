@@ -598,9 +598,12 @@ INTERLEAVED = {
         (OneForAllSaving, "grad(vmap(jaxpr))", "jit"),
         *[
             pytest.param(function, derivative, context, marks=slow)
-            for function, context in [(OneForAll, "eager"), (OneForAllWithJvp, "jit"), (OneForAllSaving, "checkpoint")]
+            for function, context in [
+                (OneForAllOrNone, "checkpoint"),
+                (OneForAllWithJvp, "jit"),
+                (OneForAllSaving, "checkpoint"),
+            ]
             for derivative in INTERLEAVED
-            if (function, derivative, context) not in [(OneForAll, "grad(vmap)", "eager")]
         ],
     ],
 )
