@@ -9,10 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxfn
 from tests.support.cases import CASES, loss_of, make_args, residual_bytes, with_attributes
-from tests.support.marks import COMING, row, sampled
-from tests.support.transformations import BATCH, POLICIES, over_batch
+from tests.support.marks import COMING, cells, row, slow
+from tests.support.transformations import BATCH, POLICIES, over_batch, over_steps
 
-by_name = {case.name: case for case in CASES}
+BY_NAME = {case.name: case for case in CASES}
 
 
 def normalized(hlo: str) -> list[str]:
@@ -32,44 +32,40 @@ def train_step(f, num_args):
     return jax.jit(step)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("mapped", [False, True], ids=["plain", "vmap"])
-def test_same_optimized_hlo_as_custom_vjp(case, mapped):
-    args = make_args(case, BATCH if mapped else None)
-    f, g = (over_batch(case, h) if mapped else h for h in (case.apply, case.by_hand))
+FORWARD_MODE = {
+    "beside jvp": {"jvp": staticmethod(lambda ctx, *tangents: None)},
+    "beside generate_jvp_rule": {"generate_jvp_rule": True},
+}
+
+
+@row("D4")
+@cells(
+    "name, how",
+    [
+        *((name, "plain") for name in BY_NAME),
+        ("dense", "vmap"),
+        ("quantize", "vmap"),
+        ("linear", "beside jvp"),
+        ("rotate", "beside jvp"),
+        ("exp", "beside generate_jvp_rule"),
+        ("gelu", "beside generate_jvp_rule"),
+    ],
+    BY_NAME,
+    ["plain", "vmap", *FORWARD_MODE],
+)
+def test_same_optimized_hlo_as_custom_vjp(name, how):
+    """Of a training step. A rule for forward mode adds nothing to reverse mode."""
+    case = BY_NAME[name]
+    args = make_args(case, BATCH if how == "vmap" else None)
+    f, g = with_attributes(case, FORWARD_MODE[how]) if how in FORWARD_MODE else case.apply, case.by_hand
+    if how == "vmap":
+        f, g = over_batch(case, f), over_batch(case, g)
     ours, by_hand = (train_step(h, len(args)).lower(args).compile().as_text() for h in (f, g))
     assert normalized(ours) == normalized(by_hand)
 
 
-@row("D4")
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(
-    "attributes",
-    [{"jvp": staticmethod(lambda ctx, *tangents: None)}, {"generate_jvp_rule": True}],
-    ids=["jvp", "generate_jvp_rule"],
-)
-def test_same_optimized_hlo_of_reverse_mode_beside_forward_mode(case, attributes):
-    args = make_args(case)
-    fs = with_attributes(case, attributes), case.by_hand
-    ours, by_hand = (train_step(f, len(args)).lower(args).compile().as_text() for f in fs)
-    assert normalized(ours) == normalized(by_hand)
-
-
-class Relu(jaxfn.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x > 0)
-        return jnp.maximum(x, 0)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output * ctx.saved_tensors[0]
-
-
 def test_same_optimized_hlo_for_a_deep_network():
-    relu = jax.custom_vjp(lambda x: jnp.maximum(x, 0))
-    relu.defvjp(lambda x: (jnp.maximum(x, 0), x > 0), lambda mask, g: (g * mask,))
-    linear = by_name["linear"]
+    linear, relu = BY_NAME["linear"], BY_NAME["relu"]
 
     def network(f, activation):
         def forward(x, layers):
@@ -81,40 +77,54 @@ def test_same_optimized_hlo_for_a_deep_network():
 
     layers = [(jnp.full((16, 16), 0.1), jnp.full(16, 0.1))] * 8
     args = (jnp.ones((4, 16)), layers)
-    ours = train_step(network(linear.apply, Relu.apply), 2).lower(args).compile().as_text()
-    by_hand = train_step(network(linear.by_hand, relu), 2).lower(args).compile().as_text()
+    ours = train_step(network(linear.apply, relu.apply), 2).lower(args).compile().as_text()
+    by_hand = train_step(network(linear.by_hand, relu.by_hand), 2).lower(args).compile().as_text()
     assert normalized(ours) == normalized(by_hand)
 
 
 @row("B4", "E1b")
-@sampled
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("policy", [None, *POLICIES])
-@pytest.mark.parametrize("transform", ["plain", "jit", "vmap", "scan"])
-def test_saved_bytes_equal_the_custom_vjp(case, policy, transform):
-    mapped = transform in ("vmap", "scan")
-    args = make_args(case, BATCH if mapped else None)
+@cells(
+    "name, policy, transform",
+    [
+        ("square", "nothing", "plain"),
+        ("exp", None, "scan"),
+        ("straight_through", "everything", "jit"),
+        ("relu", None, "vmap"),
+        ("swish", "by_name", "plain"),
+        ("gelu", "nothing", "vmap"),
+        ("linear", None, "jit"),
+        ("linear_no_bias", "everything", "scan"),
+        ("mul_constant", "by_name", "scan"),
+        ("rotate", "everything", "vmap"),
+        ("dense", "by_name", "jit"),
+        ("cross_entropy", None, "plain"),
+        ("spike", "nothing", "scan"),
+        ("quantize", "by_name", "vmap"),
+        ("normalize", "nothing", "jit"),
+        ("swap", "everything", "plain"),
+        *[
+            pytest.param(name, policy, transform, marks=slow)
+            for name in ("exp", "gelu", "quantize")
+            for policy in POLICIES
+            for transform in ("plain", "jit", "scan")
+        ],
+    ],
+)
+def test_saved_bytes_equal_the_custom_vjp(name, policy, transform):
+    case = BY_NAME[name]
+    args = make_args(case, BATCH if transform in ("vmap", "scan") else None)
 
     def wrapped(f):
-        f = loss_of(f)
         if policy is not None:
             f = jax.checkpoint(f, policy=POLICIES[policy])
-        if transform == "jit":
-            return jax.jit(f)
-        if transform == "vmap":
-            return over_batch(case, f)
-        if transform == "scan":
-            return lambda *args: jax.lax.map(
-                lambda rows: f(*_fill(case, args, rows)), [x for x, b in zip(args, case.batched, strict=True) if b]
-            ).sum()
-        return f
+        return {
+            "plain": lambda: loss_of(f),
+            "jit": lambda: jax.jit(loss_of(f)),
+            "vmap": lambda: over_batch(case, loss_of(f)),
+            "scan": lambda: over_steps(case, f),
+        }[transform]()
 
     assert residual_bytes(wrapped(case.apply), args) == residual_bytes(wrapped(case.by_hand), args)
-
-
-def _fill(case, args, rows):
-    rows = iter(rows)
-    return [next(rows) if batched else x for x, batched in zip(args, case.batched, strict=True)]
 
 
 def _named(saves):
@@ -153,16 +163,27 @@ def _named(saves):
 
 
 @row("E1b")
-@pytest.mark.parametrize("saves", ["input", "intermediate", "output"])
-@pytest.mark.parametrize("names", [(), ("inner",), ("outer",), ("inner", "outer")], ids="+".join)
-@pytest.mark.parametrize("after", [jnp.sum, lambda y: jnp.sin(y).sum(), lambda y: jnp.exp(y).sum()], ids=range(3))
+@cells(
+    "saves, names, after",
+    [
+        ("input", (), jnp.sin),
+        ("input", ("inner", "outer"), jnp.exp),
+        ("intermediate", ("inner",), jnp.sum),
+        ("intermediate", ("outer",), jnp.sin),
+        ("output", ("inner",), jnp.exp),
+        ("output", ("outer",), jnp.sum),
+    ],
+    ["input", "intermediate", "output"],
+    [(), ("inner",), ("outer",), ("inner", "outer")],
+    [jnp.sum, jnp.sin, jnp.exp],
+)
 def test_names_inside_forward_are_found(saves, names, after):
     ours, by_hand = _named(saves)
     x = jnp.linspace(-1.0, 1.0, 1000)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
     def chain(f):  # the input of f is no argument of the checkpointed function, so keeping it would show
-        return jax.checkpoint(lambda x: after(f(jnp.sin(x) * 2)), policy=policy)
+        return jax.checkpoint(lambda x: after(f(jnp.sin(x) * 2)).sum(), policy=policy)
 
     saved, by_custom_vjp = (residual_bytes(chain(f), (x,)) for f in (ours, by_hand))
     assert saved == by_custom_vjp or (COMING and saved < by_custom_vjp)  # JAX_CUSTOM_VJP3 saves one array twice
@@ -170,7 +191,6 @@ def test_names_inside_forward_are_found(saves, names, after):
 
 
 @row("B4")
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("relu", "straight_through", "exp", "square")], ids=str)
-def test_only_what_was_saved_is_kept(case):
-    expected = {"relu": 1000, "straight_through": 0, "exp": 4000, "square": 4000}[case.name]
-    assert residual_bytes(lambda x: case.apply(x).sum(), (jnp.ones(1000),)) == expected
+@pytest.mark.parametrize(("name", "size"), [("relu", 1000), ("straight_through", 0), ("exp", 4000), ("square", 4000)])
+def test_only_what_was_saved_is_kept(name, size):
+    assert residual_bytes(lambda x: BY_NAME[name].apply(x).sum(), (jnp.ones(1000),)) == size

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support.both_modes import CASES, Case
 from tests.support.derivatives import ALL, DERIVATIVES, JACOBIANS, check, jit, taken
-from tests.support.marks import lane_cases, row, sampled, slow
+from tests.support.marks import cells, row, slow
 
 ROWS = 8
-QUICK = [case for case in CASES if case.name in ("output", "two_inputs", "static", "non_differentiable")]
+BY_NAME = {case.name: case for case in CASES}
 
 
 def rows_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -69,19 +69,23 @@ MAPPED = {
 
 
 @row("D4", "D7")
-@sampled
-@pytest.mark.parametrize("how", SINGLE)
-@pytest.mark.parametrize("case", lane_cases(CASES, QUICK), ids=str)
-def test_each_mode_has_its_own_rule(case, how, expected):
+@cells(
+    "name, how",
+    [("output", "checkpoint_of_jit"), ("two_inputs", "jit"), ("non_differentiable", "eager")],
+    BY_NAME,
+    SINGLE,
+)
+def test_each_mode_has_its_own_rule(name, how, expected):
+    case = BY_NAME[name]
     check(SINGLE[how](case.apply)(*case.args), first(expected(case)))
 
 
 @row("D4", "D7")
 @slow
-@sampled
 @pytest.mark.parametrize("how", MAPPED)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_mode_has_its_own_rule_when_mapped(case, how, expected):
+@pytest.mark.parametrize("name", ["output", "intermediate", "pytrees", "integers", "non_differentiable"])
+def test_each_mode_has_its_own_rule_when_mapped(name, how, expected):
+    case = BY_NAME[name]
     check(jit(MAPPED[how](case.apply))(*rows_of(case.args)), expected(case))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.cases import CASES, Linear, host_memory_is_apart, loss_of, make_args, residual_bytes
-from tests.support.marks import row
+from tests.support.cases import CASES, Square, host_memory_is_apart, loss_of, make_args, residual_bytes
+from tests.support.contexts import CONTEXTS, eager, jit
+from tests.support.marks import cells, row
 
 X = jnp.linspace(-1.0, 1.5, 1000)
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+EVERYTHING = jax.checkpoint_policies.everything_saveable
+WRAPS = pytest.mark.parametrize("wrap", [eager, jit], ids=["eager", "jit"])
 
 
 class Cube(jaxfn.Function):
@@ -40,21 +43,8 @@ class Cube(jaxfn.Function):
         return ctx.saved_tensors[0] * tangent + 0 * ctx.kept
 
 
-class Square(jaxfn.Function):
-    """Saves its input alone; reverse mode only."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 2 * ctx.saved_tensors[0] * grad_output
-
-
 class SquareBoth(Square):
-    """The same with forward mode."""
+    """With forward mode too."""
 
     generate_jvp_rule = True
 
@@ -196,47 +186,45 @@ def test_what_unpack_returns_is_what_backward_reads(wrap, function):
         assert wrap(jax.grad(function.apply))(jnp.float32(1)) == 22
 
 
-@row("F1", "A3")
+@row("A3", "C1", "F1")
 @BOTH
 def test_hooks_and_backward_get_arrays_where_the_argument_was_a_python_number(function):
-    with Log() as log:
-        assert jax.grad(function.apply)(1.0) == 2
-    assert log.packed == log.unpacked == [((), "float32")]
     seen = []
 
     class Seen(function):
         @staticmethod
         def backward(ctx, grad_output):
             seen.append(isinstance(ctx.saved_tensors[0], jax.Array))
-            return grad_output
+            return function.backward(ctx, grad_output)
 
-    jax.grad(Seen.apply)(1.0)
+    with Log() as log:
+        assert jax.vjp(Seen.apply, 3.0)[1](1.0) == (6,)
+    assert log.packed == log.unpacked == [((), "float32")]
     assert seen == [True]
 
 
-@row("C1")
-@BOTH
-def test_a_cotangent_that_is_a_python_number(function):
-    assert jax.vjp(function.apply, 3.0)[1](1.0) == (6,)
+class Opaque:
+    def __init__(self, value):
+        self.value = value
 
 
 @row("F1")
-def test_pack_may_return_any_object_eagerly():
-    class Box:
-        def __init__(self, value):
-            self.value = value
-
+@pytest.mark.parametrize(
+    ("pack", "unpack", "kind"),
+    [
+        (np.asarray, lambda array: array, jax.Array),  # which JAX makes of it
+        (Opaque, lambda opaque: np.float32(opaque.value), Opaque),
+        (float, jnp.float32, float),
+        (str, lambda text: jnp.float32(float(text)), str),
+    ],
+    ids=["NumPy", "object", "number", "text"],
+)
+def test_pack_may_return_any_object_eagerly(pack, unpack, kind):
     seen = []
-    for pack, unpack in (
-        (lambda x: np.asarray(x), lambda p: seen.append(type(p)) or p),
-        (lambda x: Box(float(x)), lambda p: seen.append(type(p)) or np.float32(p.value)),
-        (lambda x: float(x), lambda p: seen.append(type(p)) or jnp.float32(p)),
-        (lambda x: f"{x}", lambda p: seen.append(type(p)) or jnp.float32(float(p))),
-    ):
-        with jaxfn.saved_tensors_hooks(pack, unpack):
-            _, pullback = jax.vjp(Square.apply, jnp.float32(3))
-            assert pullback(jnp.float32(1)) == (6,)
-    assert seen[1:] == [Box, float, str]
+    with jaxfn.saved_tensors_hooks(pack, lambda packed: seen.append(packed) or unpack(packed)):
+        _, pullback = jax.vjp(Square.apply, jnp.float32(3))
+        assert pullback(jnp.float32(1)) == (6,)
+    assert len(seen) == 1 and isinstance(seen[0], kind)
 
 
 @row("F1")
@@ -262,27 +250,27 @@ def test_an_error_in_a_hook_comes_through(wrap):
 
 
 @row("F1")
-@BOTH
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
-def test_bfloat16_halves_the_residual_bytes(function, transform):
-    f = total(transform(function.apply))
+@cells(
+    "function, context, hooks, size",
+    [
+        (Square, "eager", bfloat16, 2000),
+        (SquareBoth, "jit", bfloat16, 2000),
+        (Square, "jit", int8, 1004),
+        (SquareBoth, "eager", int8, 1004),
+    ],
+)
+def test_packed_residuals_take_less_memory(function, context, hooks, size):
+    """Of bfloat16, and of int8 beside a scale."""
+    f = total(CONTEXTS[context](function.apply))
     assert residual_bytes(f, (X,)) == 4000
-    with bfloat16():
-        assert residual_bytes(f, (X,)) == 2000
+    with hooks():
+        assert residual_bytes(f, (X,)) == size
         gradient = jax.grad(f)(X)
-    np.testing.assert_array_equal(gradient, 2 * rounded(X))
-
-
-@row("F1")
-@BOTH
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_int8_with_a_scale(function, transform):
-    f = total(transform(function.apply))
-    with int8():
-        assert residual_bytes(f, (X,)) == 1004
-        gradient = jax.grad(f)(X)
-    np.testing.assert_allclose(gradient, 2 * X, atol=2 * 1.5 / 127)
-    assert np.unique(gradient).size < 256
+    if hooks is bfloat16:
+        np.testing.assert_array_equal(gradient, 2 * rounded(X))
+    else:
+        np.testing.assert_allclose(gradient, 2 * X, atol=2 * 1.5 / 127)
+        assert np.unique(gradient).size < 256
 
 
 @row("F1")
@@ -343,17 +331,10 @@ def test_as_a_decorator():
     def f(x):
         return Square.apply(x)
 
-    for _ in range(2):
-        assert jax.grad(f)(3.0) == 6
+    assert [jax.grad(f)(3.0), jax.grad(f)(4.0)] == [6, 8]
     assert len(log.packed) == len(log.unpacked) == 2
-    assert jax.grad(Square.apply)(3.0) == 6
+    assert jax.grad(Square.apply)(3.0) == jax.grad(jaxfn.save_on_host()(lambda x: Square.apply(x)))(3.0) == 6
     assert len(log.packed) == 2
-
-    @jaxfn.save_on_host()
-    def on_host(x):
-        return Square.apply(x)
-
-    assert jax.grad(on_host)(3.0) == 6
 
 
 @row("F1")
@@ -380,18 +361,18 @@ def test_in_force_where_applied_and_not_where_differentiated(function):
 
 @row("F1")
 @BOTH
-def test_a_block_inside_the_differentiated_function(function):
+@pytest.mark.parametrize("context", ["eager", "jit", "checkpoint"])
+def test_a_block_inside_the_differentiated_function(context, function):
     """JAX differentiates some of it after the block was left."""
-    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
-        log = Log()
+    log = Log()
 
-        def f(x):
-            with log:
-                y = function.apply(x)
-            return function.apply(y)
+    def f(x):
+        with log:
+            y = function.apply(x)
+        return function.apply(y)
 
-        np.testing.assert_allclose(jax.grad(wrap(f))(jnp.float32(1.5)), 4 * 1.5**3, rtol=1e-6)
-        assert len(log.packed) == len(log.unpacked) >= 1
+    np.testing.assert_allclose(jax.grad(CONTEXTS[context](f))(jnp.float32(1.5)), 4 * 1.5**3, rtol=1e-6)
+    assert len(log.packed) == len(log.unpacked) >= 1
 
 
 @row("F1")
@@ -454,15 +435,6 @@ def test_grad_of_a_function_that_was_jitted_outside(function):
     assert jax.grad(inner)(1.0) == 2
 
 
-@row("F1")
-def test_compiled_once_inside_too():
-    with bfloat16():
-        step = jax.jit(jax.grad(total(Square.apply)))
-        for _ in range(3):
-            step(X)
-        assert step._cache_size() == 1
-
-
 # --- transformations
 
 
@@ -474,7 +446,6 @@ def test_under_vmap(function):
     with int8():
         mapped = jax.vmap(jax.grad(total(function.apply)))(rows)
         of_mapped = jax.grad(total(jax.vmap(function.apply)))(rows)
-    with int8():
         one_by_one = jnp.stack([jax.grad(total(function.apply))(row) for row in rows])
     np.testing.assert_allclose(mapped, one_by_one, rtol=1e-5)
     np.testing.assert_allclose(of_mapped, one_by_one, rtol=1e-5)
@@ -482,22 +453,16 @@ def test_under_vmap(function):
 
 @row("F1")
 @BOTH
-def test_under_scan_cond_and_checkpoint(function):
-    wraps = [
-        lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0],
-        lambda f: lambda x: jax.lax.cond(x.sum() < 1e9, f, lambda x: x, x),
-        jax.checkpoint,
-        lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable),
-    ]
-    for wrap in wraps:
-        with bfloat16():
-            gradient = jax.grad(total(wrap(function.apply)))(X)
-        np.testing.assert_array_equal(gradient, 2 * rounded(X))
+@pytest.mark.parametrize("context", ["scan", "cond", "vmap", "checkpoint", "checkpoint that saves everything"])
+def test_in_every_context(context, function):
+    saving = {"checkpoint that saves everything": partial(jax.checkpoint, policy=EVERYTHING)}
+    with bfloat16():
+        gradient = jax.grad(total((CONTEXTS | saving)[context](function.apply)))(X)
+    np.testing.assert_array_equal(gradient, 2 * rounded(X))
 
 
 @row("F1")
-@BOTH
-@pytest.mark.parametrize("check_vma", [True, False])
+@cells("function, check_vma", [(Square, False), (SquareBoth, True)], [Square, SquareBoth], [False, True])
 def test_under_shard_map(function, check_vma):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     f = jax.shard_map(function.apply, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma)
@@ -507,8 +472,8 @@ def test_under_shard_map(function, check_vma):
 
 @row("F1")
 @BOTH
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_second_derivatives(function, wrap):
+@WRAPS
+def test_second_derivatives(wrap, function):
     """To rounding through bfloat16; through integers there is none."""
 
     def loss(x):
@@ -529,11 +494,11 @@ def test_second_derivatives(function, wrap):
 
 @row("F2")
 @BOTH
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_residuals_are_in_host_memory(function, transform):
+@WRAPS
+def test_residuals_are_in_host_memory(wrap, function):
     if not host_memory_is_apart():
         pytest.skip("this JAX (0.10.0) takes the CPU's memory for host memory already")
-    f = transform(function.apply)
+    f = wrap(function.apply)
     with jaxfn.save_on_host():
         _, pullback = jax.vjp(f, X)
     kept = [x for x in jax.tree.leaves(pullback) if x.size == 1000]
@@ -581,19 +546,14 @@ def test_a_clear_error_where_there_is_no_host_memory(monkeypatch):
 
 
 @row("F3")
-def test_using_hooks_inside_raises_with_the_message():
-    with jaxfn.disable_saved_tensors_hooks("not here"):
+def test_hooks_inside_raise_the_message_and_so_does_entering_it_inside_hooks():
+    not_here, message = jaxfn.disable_saved_tensors_hooks("not here"), "^not here$"
+    with not_here:
         assert jax.grad(Square.apply)(3.0) == 6
         for block in (bfloat16, jaxfn.save_on_host):
-            with pytest.raises(RuntimeError, match="^not here$"), block():
+            with pytest.raises(RuntimeError, match=message), block():
                 pass
-    with bfloat16():
-        pass
-
-
-@row("F3")
-def test_entering_it_inside_active_hooks_raises():
-    with bfloat16(), pytest.raises(RuntimeError, match="^not here$"), jaxfn.disable_saved_tensors_hooks("not here"):
+    with bfloat16(), pytest.raises(RuntimeError, match=message), jaxfn.disable_saved_tensors_hooks("not here"):
         pass
     with bfloat16():
         pass  # nothing is left behind
@@ -715,11 +675,3 @@ def test_beside_torch():
     # torch's own operations (x * 3, and those of backward) pack nothing here that jaxfn's do not.
     assert [e for e in ours if not isinstance(e, tuple)] == [e for e in theirs if not isinstance(e, tuple)]
     assert sorted(map(str, ours)) == sorted(map(str, theirs))
-
-
-@row("F1")
-def test_linear_keeps_half(wrap=jax.jit):
-    args = jnp.ones((8, 4)), jnp.ones((5, 4)), jnp.ones(5)
-    plain = residual_bytes(wrap(Linear.apply), args)
-    with bfloat16():
-        assert residual_bytes(wrap(Linear.apply), args) == plain / 2

@@ -6,26 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import jaxfn
-from jaxfn import _linearity as linearity
 from jaxfn._compat import eval_eqn, make_jaxpr
 from jaxfn._jaxpr import (
-    all_eqns,
-    any_eqn,
-    dependent_eqns,
     eval_jaxpr_with,
-    is_any_of,
-    is_variable,
     needed_eqns,
     open_jaxpr,
-    primitives,
     stage,
     subjaxprs,
     unchanged_operand,
-    unhandled_subjaxprs,
 )
 from tests.support.marks import COMING
 
@@ -137,31 +128,6 @@ def test_evaluation_by_eqns_is_that_of_the_function(name):
     assert indices == list(range(len(jaxpr.eqns)))
 
 
-def test_literals_are_read_as_asked():
-    jaxpr = make_jaxpr(lambda x: (x + 2.0, 3.0), 1.0).jaxpr
-    assert [float(x) for x in eval_jaxpr_with(lambda _, eqn, xs: eval_eqn(eqn, xs), jaxpr, [], [1.0])] == [3.0, 3.0]
-    negated = eval_jaxpr_with(lambda _, eqn, xs: [xs], jaxpr, [], ["x"], lambda literal: -float(literal.val))
-    assert negated == [["x", -2.0], -3.0]
-
-
-@EACH
-def test_all_eqns_are_found(name):
-    """Those of jaxprs that are not run, as rules, too."""
-    jaxpr = make_jaxpr(lambda x: PROGRAMS[name][0](x * jnp.exp(x)), X).jaxpr
-    found = list(all_eqns(jaxpr))
-    inside = [eqn for outer in jaxpr.eqns for sub in subjaxprs(outer) for eqn in all_eqns(sub.jaxpr)]
-    assert set(map(id, jaxpr.eqns)) <= set(map(id, found)) and len(found) >= len(jaxpr.eqns) + len(inside)
-    assert any_eqn(jaxpr, lambda eqn: eqn.primitive is jax.lax.exp_p)
-
-
-def test_an_eqn_without_a_rule_has_unhandled_jaxprs():
-    reduced = make_jaxpr(lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b + a, [0]), X).jaxpr
-    called = make_jaxpr(jax.jit(lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b + a, [0])), X).jaxpr
-    for jaxpr in (reduced, called):
-        ((name, inner),) = [found for eqn in jaxpr.eqns for found in unhandled_subjaxprs(eqn)]
-        assert name == "reduce" and [eqn.primitive for eqn in inner.eqns] == [jax.lax.mul_p, jax.lax.add_p]
-
-
 def dependence(function, *args):
     """For each output the inputs that it depends on, and the operations between them."""
     jaxpr = make_jaxpr(function, *args).jaxpr
@@ -173,21 +139,20 @@ def dependence(function, *args):
     return found
 
 
+def printed(x):
+    jax.debug.print("{}", x)
+    return jnp.sin(x)
+
+
 def test_what_outputs_depend_on():
+    """Effects are left out."""
     assert dependence(lambda x, y: (jnp.sin(x), jnp.cos(jnp.sin(x)) * y, 2.0, y), 1.0, 2.0) == [
         ({0}, {"sin"}),
         ({0, 1}, {"sin", "cos", "mul"}),
         (set(), set()),
         ({1}, set()),
     ]
-
-
-def test_effects_that_an_output_does_not_depend_on_are_left_out():
-    def function(x):
-        jax.debug.print("{}", x)
-        return jnp.sin(x)
-
-    assert dependence(function, 1.0) == [({0}, {"sin"})]
+    assert dependence(printed, 1.0) == [({0}, {"sin"})]
 
 
 def test_a_read_depends_on_what_was_written_before():
@@ -206,13 +171,6 @@ def test_an_operand_for_the_rule_alone_is_no_dependence():
     assert dependence(lambda x, y: with_vjp(x, jnp.sin(y)), 1.0, 2.0) == [({0}, {"custom_vjp_call"})]
 
 
-def test_what_depends_on_inputs():
-    jaxpr = make_jaxpr(lambda x, y: (jnp.sin(x) * jnp.cos(y), jnp.exp(y)), 1.0, 2.0).jaxpr
-    eqns, variables = dependent_eqns(jaxpr, jaxpr.invars[:1])
-    assert [eqn.primitive for eqn in eqns] == [jax.lax.sin_p, jax.lax.mul_p]
-    assert [v in variables for v in (*jaxpr.invars, *jaxpr.outvars)] == [True, False, True, False]
-
-
 def is_input_when_staged(function):
     jaxpr = jax.make_jaxpr(function)(X).jaxpr
     producers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
@@ -226,17 +184,11 @@ def is_input_when_staged(function):
     return v is jaxpr.invars[0]
 
 
+# Beside those of `test_identity`.
 NO_OPS = {
-    "stop_gradient": jax.lax.stop_gradient,
-    "checkpoint_name": partial(checkpoint_name, name="x"),
-    "device_put": jax.device_put,
     "device_put of a pair": lambda x: jax.device_put((x + 1, x), (jax.devices()[1], None))[1],
-    "checkpoint": jax.checkpoint(lambda x: x),
     "checkpoint of no-ops": jax.checkpoint(lambda x: with_jvp(jax.lax.stop_gradient(x))),
-    "custom_jvp": with_jvp,
-    "custom_vjp": with_vjp,
     "custom_vjp with an operand more": lambda x: with_vjp(x, jnp.float32(2.0)),
-    "a Function": identity,
     "a Function in checkpoint": jax.checkpoint(identity),
     "second of two results": jax.checkpoint(lambda x: (jnp.sin(x), x)),
     "several": lambda x: identity(jax.lax.stop_gradient(with_jvp(jax.device_put(x)))),
@@ -264,27 +216,6 @@ def test_what_returns_a_new_array_returns_no_operand_unchanged(name):
     assert NEW[name](X) is not X and not is_input_when_staged(NEW[name])
 
 
-def test_primitives_are_known_by_identity_or_else_by_name():
-    assert primitives("add scatter_add of_no_module") == {jax.lax.add_p, jax.lax.scatter_add_p, "of_no_module"}
-    add, pvary = make_jaxpr(lambda x: x + 1, X).jaxpr.eqns[0], primitives("pvary")
-    assert is_any_of(add, primitives("sub add")) and is_any_of(add, {"add"}) and not is_any_of(add, pvary)
-
-
-def test_only_what_jax_does_not_hand_out_is_known_by_name():
-    tables = [linearity._COMBINING, linearity._MULTIPLYING, linearity._LINEAR_IN, linearity._ONE_BY_ONE]
-    by_name = {primitive for table in tables for primitive in table if isinstance(primitive, str)}
-    collectives = {"pvary", "all_gather_invariant", "psum_invariant", "reduce_scatter", "pbroadcast"}
-    others = {"ragged_dot_general", "layout_constraint", "reshard", "stack", "unstack"}
-    assert by_name <= collectives | others
-
-
-def test_a_staged_function_has_arrays_for_literals():
-    staged, consts = stage(lambda x: ([x + 1, 2.0], [np.int32(3)]), [jnp.float32(1)])
-    first, second = staged.evaluate(consts, [jnp.float32(4)])
-    assert first == [5.0, 2.0] and second == [3]
-    assert all(isinstance(x, jax.Array) for x in (*first, *second)) and second[0].dtype == np.int32
-
-
 def test_the_second_list_of_a_staged_function_alone(capsys):
     captured = jnp.arange(3.0)
 
@@ -298,8 +229,3 @@ def test_the_second_list_of_a_staged_function_alone(capsys):
     assert {eqn.primitive.name for eqn in jaxpr.jaxpr.eqns} == {"exp", "mul"}
     many, two = staged.evaluate_second([jnp.full(3, 100.0)], [0.0])
     assert many.tolist() == [100.0] * 3 and two == 2.0
-
-
-def test_variables_and_literals():
-    (eqn,) = make_jaxpr(lambda x: x + 2.0, 1.0).jaxpr.eqns
-    assert list(map(is_variable, eqn.invars)) == [True, False]

@@ -11,14 +11,15 @@ import pytest
 from jax.custom_derivatives import linear_call
 
 import jaxfn
-from jaxfn import _boundary
 from tests.support import cases
 from tests.support.cases import make_args, residual_bytes, with_attributes
-from tests.support.derivatives import ALL, DERIVATIVES, FURTHER, check, jit, taken
-from tests.support.marks import NO_REMAT_TRANSPOSE, lane_cases, row, sampled, slow
+from tests.support.contexts import CONTEXTS, checkpoint, eager, jit
+from tests.support.derivatives import ALL, DERIVATIVES, FURTHER, check, taken
+from tests.support.derivatives import jit as compiled
+from tests.support.marks import COMING, cells, row, slow
 
 X = jnp.array([0.3, -1.2])
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+WRAPS = pytest.mark.parametrize("wrap", [eager, jit], ids=["eager", "jit"])
 
 
 def function(forward: Any, jvp: Any = None, backward: Any = None) -> Any:
@@ -173,7 +174,7 @@ def test_only_what_backward_needs_and_jvp_needs_is_kept():
 
 
 @row("C16", "D4")
-@WRAPS
+@cells("wrap", [jit], [eager, jit])
 def test_complex_tangents_are_the_same_in_torch_and_jax(wrap):
     """While backward has torch's convention."""
     square = function(
@@ -186,16 +187,18 @@ def test_complex_tangents_are_the_same_in_torch_and_jax(wrap):
     def loss(f):
         return lambda z: jnp.sum(jnp.sin(f(z)).real * 2 + f(z * 1j).imag)
 
-    for f in (
-        lambda f: jax.jvp(f, (z,), (direction,))[1],
-        lambda f: jax.jacfwd(f, holomorphic=True)(z),
-        lambda f: jax.grad(loss(f))(z),
-        lambda f: jax.jvp(jax.grad(loss(f)), (z,), (direction,))[1],
-        lambda f: jax.grad(lambda z: jax.jvp(loss(f), (z,), (direction,))[1])(z),
-        lambda f: jax.hessian(lambda x: loss(f)(x + 1j * x * x))(X),
-    ):
-        for ours, plain in zip(jax.tree.leaves(f(wrap(square))), jax.tree.leaves(f(lambda z: z * z)), strict=True):
-            np.testing.assert_allclose(ours, plain, rtol=1e-5)
+    def all_of(f):
+        return [
+            jax.jvp(f, (z,), (direction,))[1],
+            jax.jacfwd(f, holomorphic=True)(z),
+            jax.grad(loss(f))(z),
+            jax.jvp(jax.grad(loss(f)), (z,), (direction,))[1],
+            jax.grad(lambda z: jax.jvp(loss(f), (z,), (direction,))[1])(z),
+            jax.hessian(lambda x: loss(f)(x + 1j * x * x))(X),
+        ]
+
+    for ours, plain in zip(wrap(lambda: all_of(square))(), jax.jit(lambda: all_of(lambda z: z * z))(), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5)
 
 
 @row("C16", "D4")
@@ -207,7 +210,7 @@ def test_a_real_tangent_for_a_complex_output():
 
 
 @row("D4")
-@WRAPS
+@cells("wrap", [eager], [eager, jit])
 def test_bfloat16(wrap):
     """A float32 tangent is cast to the output's type; both modes give the inputs' type."""
     f = function(
@@ -310,24 +313,22 @@ def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
 
 
 @row("D5b")
-@sampled
-@pytest.mark.parametrize("name", lane_cases(jvp_only(), ["intermediate"]))
-@pytest.mark.parametrize(
-    "wrap",
-    [pytest.param(lambda f: f, marks=slow), pytest.param(jax.checkpoint, marks=slow), jax.jit],
-    ids=["plain", "checkpoint", "of_jit"],
+@cells(
+    "name, wrap",
+    [("intermediate", jit), ("several", checkpoint)],
+    jvp_only(),
+    [eager, checkpoint, jit],
 )
 def test_jvp_alone_gives_reverse_mode_too(name, wrap):
     f, plain, args = jvp_only()[name]
-    check(jit(taken(wrap(f), ALL))(*args), jit(taken(plain, ALL))(*args))
+    which = DERIVATIVES if wrap is checkpoint else ALL
+    check(compiled(taken(wrap(f), which))(*args), compiled(taken(plain, which))(*args))
 
 
 @row("D5b")
 def test_mapped_and_only_some_inputs():
     f, plain, _ = jvp_only()["several"]
     rows = jnp.stack([X, X + 1, X - 2])
-    for g in (f, plain):
-        assert jnp.shape(jax.vmap(jax.grad(lambda x, w: g(x, w)[0].sum()), (0, None))(rows, X)) == (3, 2)
     gradients = [
         (
             jax.vmap(jax.grad(lambda x, w: g(x, w)[0].sum(), (0, 1)), (0, None))(rows, X),
@@ -342,18 +343,14 @@ def test_mapped_and_only_some_inputs():
 
 NONLINEAR = {
     "clip": lambda g: jnp.clip(g, -1, 1),
-    "norm": lambda g: g / jnp.linalg.norm(g),
     "norm with a branch": lambda g: jnp.where(jnp.linalg.norm(g) > 1, g / jnp.linalg.norm(g), g),
     "sign": jnp.sign,
-    "square": lambda g: g * g,
     "round": jnp.round,
     "constant added": lambda g: g + 1,
     "constant subtracted": lambda g: 0.5 - g,
     "constant alone": jnp.ones_like,
     "where with a constant": lambda g: jnp.where(jnp.array([True, False]), g, 2.0),
-    "where of itself": lambda g: jnp.where(g > 0, g, 0.0),
     "relu": jax.nn.relu,
-    "maximum": lambda g: jnp.maximum(g, 0.1),
     "concatenate": lambda g: jnp.concatenate([g[:1], jnp.ones(1)]),
     "set": lambda g: g.at[0].set(3.0),
     "pad": lambda g: jnp.pad(g[:1], (0, 1), constant_values=2.0),
@@ -376,7 +373,6 @@ NONLINEAR = {
     "another Function": lambda g: PlusOne.apply(g),
     "product with itself": lambda g: g * g,
     "divisor": lambda g: 1 / (2 + g),
-    "clipped": lambda g: jnp.clip(g, -1.0, 1.0),
 }
 
 
@@ -404,17 +400,34 @@ class PlusOne(jaxfn.Function):
         return grad_output
 
 
-@row("D5b")
-@pytest.mark.parametrize("rule", NONLINEAR)
-@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["eager", "vmap"])
-def test_a_nonlinear_jvp_is_refused_in_reverse_mode(rule, transform):
-    """And forward mode does what it says."""
-    f = function(lambda ctx, x: x * 2, lambda ctx, t: NONLINEAR[rule](t))
-    args = (X[None] if transform is jax.vmap else X,)
-    tangent = jax.jvp(transform(f), args, (3 * args[0],))[1]
-    np.testing.assert_allclose(tangent.reshape(2), NONLINEAR[rule](3 * X), rtol=1e-6)
+def with_a_jvp(rule: Any) -> Any:
+    return function(lambda ctx, x: x * 2, lambda ctx, t: rule(t))
+
+
+def with_a_generated_jvp(rule: Any) -> Any:
+    f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: rule(g))
+    f.Function.generate_jvp_rule = True
+    return f
+
+
+@row("D5", "D5b")
+@cells(
+    "rule, context",
+    [*((rule, "eager") for rule in NONLINEAR), ("norm with a branch", "vmap"), ("constant added", "vmap")],
+    NONLINEAR,
+    ["eager", "vmap"],
+)
+def test_a_nonlinear_rule_is_refused_in_the_other_mode(rule, context):
+    """In its own mode it is what it says."""
+    rule, around = NONLINEAR[rule], CONTEXTS[context]
+    forward, reverse = around(with_a_jvp(rule)), around(with_a_generated_jvp(rule))
+    np.testing.assert_allclose(jax.jvp(forward, (X,), (3 * X,))[1], rule(3 * X), rtol=1e-6)
     with pytest.raises(RuntimeError, match="jvp is not linear in its tangents, so reverse mode"):
-        jax.grad(lambda x: transform(f)(x).sum())(*args)
+        jax.grad(lambda x: forward(x).sum())(X)
+    if context == "eager":  # the other elements of a batch have a cotangent of zero
+        np.testing.assert_allclose(jax.vjp(reverse, X)[1](3 * X)[0], rule(3 * X), rtol=1e-6)
+    with pytest.raises(RuntimeError, match="backward is not linear in its gradients, so generate_jvp_rule"):
+        jax.jvp(reverse, (X,), (X,))
 
 
 # --- D5: generate_jvp_rule
@@ -431,34 +444,7 @@ def test_generate_jvp_rule_against_plain_jax(case):
     """Every right rule of `cases`, in every mix of modes."""
     args = make_args(case)
     which = ALL if case.name in ("exp", "straight_through", "linear_no_bias") else DERIVATIVES | FURTHER
-    check(jit(taken(generated(case), which))(*args), jit(taken(case.reference, which))(*args))
-
-
-@row("D5")
-@slow
-@sampled
-@pytest.mark.parametrize("case", [c for c in cases.CASES if c.name in ("exp", "rotate", "relu", "dense")], ids=str)
-@pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint], ids=["vmap", "checkpoint"])
-def test_generate_jvp_rule_mapped(case, transform):
-    args = make_args(case)
-    if transform is jax.vmap:
-        args = jax.tree.map(lambda x: jnp.stack([x, x + 0.01]), args)
-    got, expected = (jit(taken(transform(f), DERIVATIVES))(*args) for f in (generated(case), case.reference))
-    check(got, expected)
-
-
-@row("D5")
-@pytest.mark.parametrize("rule", NONLINEAR)
-@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["eager", "vmap"])
-def test_a_nonlinear_backward_is_refused_in_forward_mode(rule, transform):
-    """And reverse mode is untouched."""
-    f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: NONLINEAR[rule](g))
-    f.Function.generate_jvp_rule = True
-    args = (X[None] if transform is jax.vmap else X,)
-    (gradient,) = jax.vjp(transform(f), *args)[1](3 * args[0])
-    np.testing.assert_allclose(gradient.reshape(2), NONLINEAR[rule](3 * X), rtol=1e-6)
-    with pytest.raises(RuntimeError, match="backward is not linear in its gradients, so generate_jvp_rule"):
-        jax.jvp(transform(f), args, args)
+    check(compiled(taken(generated(case), which))(*args), compiled(taken(case.reference, which))(*args))
 
 
 LINEAR = {
@@ -513,22 +499,37 @@ LINEAR = {
 
 
 @row("D5")
-@pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=NO_REMAT_TRANSPOSE) if rule == "inside checkpoint" else rule for rule in LINEAR]
-)
-def test_what_is_linear_is_not_refused(rule):
-    """Forward mode is then the transposed matrix of reverse mode."""
-    f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: LINEAR[rule](g))
-    f.Function.generate_jvp_rule = True
-    for transform in (lambda f: f, jax.jit):
-        np.testing.assert_allclose(jax.jacfwd(transform(f))(X), jax.jacrev(f)(X), rtol=1e-2)
+def test_what_is_linear_is_not_refused():
+    """Forward mode is then the transposed matrix of reverse mode: all rules in one program for each mode."""
+    left_out = {"inside checkpoint"} if COMING else set()  # JAX_REMAT3 cannot transpose jax.checkpoint by itself yet
+    functions = {name: with_a_generated_jvp(rule) for name, rule in LINEAR.items() if name not in left_out}
+
+    def jacobians(of):
+        found = {}
+        for name, f in functions.items():
+            try:
+                found[name] = of(f)(X)
+            except RuntimeError as error:
+                error.add_note(f"The rule {name!r}.")
+                raise
+        return found
+
+    forward, reverse = (jax.jit(lambda of=of: jacobians(of))() for of in (jax.jacfwd, jax.jacrev))
+    for name in functions:
+        np.testing.assert_allclose(forward[name], reverse[name], rtol=1e-2, err_msg=name)
+
+
+@row("D5")
+@pytest.mark.parametrize("rule", ["masked", "recurrent", "inside scan"])
+def test_what_is_linear_is_not_refused_eagerly(rule):
+    f = with_a_generated_jvp(LINEAR[rule])
+    np.testing.assert_allclose(jax.jacfwd(f)(X), jax.jacrev(f)(X), rtol=1e-2)
 
 
 @row("D5")
 def test_what_is_said_to_be_linear_is_looked_into():
     def tangent(rule):
-        f = function(lambda ctx, x: x * 2, backward=lambda ctx, g: linear_call(rule, lambda r, v: v * r, X, g))
-        f.Function.generate_jvp_rule = True
+        f = with_a_generated_jvp(lambda g: linear_call(rule, lambda r, v: v * r, X, g))
         return jax.jvp(f, (X,), (2 * X,))[1]
 
     np.testing.assert_allclose(tangent(lambda r, v: v * r), 2 * X * X, rtol=1e-6)
@@ -554,33 +555,25 @@ def test_generate_jvp_rule_and_a_jvp():
 
 
 @row("D6")
-def test_no_forward_mode_without_a_rule():
+@pytest.mark.parametrize("context", ["eager", "jit", "vmap"])
+def test_no_forward_mode_without_a_rule(context):
+    square = CONTEXTS[context](cases.Square.apply)
     for f in (lambda f: jax.jvp(f, (1.0,), (1.0,)), lambda f: jax.jacfwd(f)(1.0), lambda f: jax.hessian(f)(1.0)):
-        with pytest.raises(TypeError, match="forward-mode"):
-            f(cases.Square.apply)
-    assert jax.grad(cases.Square.apply)(1.0) == 2
-    assert jax.jacrev(jax.jacrev(cases.Square.apply))(1.0) == 2
+        with pytest.raises(TypeError, match=r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function"):
+            f(square)
+    assert jax.grad(square)(1.0) == 2
+    assert jax.jacrev(jax.jacrev(square))(1.0) == 2
 
 
-@row("C13")
-@pytest.mark.parametrize("mode", ["forward", "reverse"])
-def test_no_rule_at_all(mode):
-    class Bare(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-    class Generated(Bare):
-        generate_jvp_rule = True
-
-    assert Bare.apply(2.0) == Generated.apply(2.0) == 4
-    for f in (Bare, Generated):
-        if mode == "forward":
-            with pytest.raises(TypeError, match="forward-mode"):  # JAX's own message
-                tangent_of(f.apply, 1.0)
-        else:
-            with pytest.raises(NotImplementedError, match=f"{f.__name__} cannot be differentiated"):
-                jax.grad(f.apply)(1.0)
+@row("C13", "D6")
+@pytest.mark.parametrize("attributes", [{}, {"generate_jvp_rule": True}], ids=["", "generate_jvp_rule"])
+def test_no_rule_at_all(attributes):
+    f = type("Bare", (jaxfn.Function,), {"forward": staticmethod(lambda ctx, x: x * 2), **attributes}).apply
+    assert f(2.0) == 4
+    with pytest.raises(TypeError, match="forward-mode"):  # JAX's own message
+        tangent_of(f, 1.0)
+    with pytest.raises(NotImplementedError, match="Bare cannot be differentiated"):
+        jax.grad(f)(1.0)
 
 
 # --- What jvp may not return
@@ -596,35 +589,35 @@ def marking(ctx, x):
 
 
 WRONG = {
-    "too few": ("count", TWO, lambda t: t, RuntimeError, "expected 2, one for each output of forward, got 1"),
-    "too many": ("count", ONE, lambda t: (t, t), RuntimeError, "expected 1, .* got 2"),
-    "list for several": ("count", TWO, lambda t: [t, t], RuntimeError, "expected 2, .* got 1"),
-    "number": ("type", ONE, lambda t: 1.0, TypeError, "a Python float as the tangent of output 0.*shape .2,."),
-    "text": ("type", TWO, lambda t: (t, "a"), TypeError, "a Python str as the tangent of output 1"),
-    "key": ("type", ONE, lambda t: jax.random.key(0), TypeError, "a random key as the tangent of output 0"),
+    "too few": (TWO, lambda t: t, RuntimeError, "expected 2, one for each output of forward, got 1"),
+    "too many": (ONE, lambda t: (t, t), RuntimeError, "expected 1, .* got 2"),
+    "list for several": (TWO, lambda t: [t, t], RuntimeError, "expected 2, .* got 1"),
+    "number": (ONE, lambda t: 1.0, TypeError, "a Python float as the tangent of output 0.*shape .2,."),
+    "text": (TWO, lambda t: (t, "a"), TypeError, "a Python str as the tangent of output 1"),
+    "key": (ONE, lambda t: jax.random.key(0), TypeError, "a random key as the tangent of output 0"),
     "integer output": (
-        "static", lambda ctx, x: (x, x.astype(int)), lambda t: (t, t), RuntimeError,
+        lambda ctx, x: (x, x.astype(int)), lambda t: (t, t), RuntimeError,
         "different than None for output 1, .*its dtype is int32",
     ),
-    "marked output": ("static", marking, lambda t: (t, t), RuntimeError, "None for output 1, .*marked so"),
+    "marked output": (marking, lambda t: (t, t), RuntimeError, "None for output 1, .*marked so"),
     "Python output": (
-        "static", lambda ctx, x: (x, 3), lambda t: (t, t), RuntimeError, "None for output 1, .*the Python value 3",
+        lambda ctx, x: (x, 3), lambda t: (t, t), RuntimeError, "None for output 1, .*the Python value 3",
     ),
     "Python value inside": (
-        "static", lambda ctx, x: {"a": x, "n": 3}, lambda t: {"a": t, "n": t}, RuntimeError, r"output 0\['n'\]",
+        lambda ctx, x: {"a": x, "n": 3}, lambda t: {"a": t, "n": t}, RuntimeError, r"output 0\['n'\]",
     ),
     "missing leaf": (
-        "structure", lambda ctx, x: {"a": x, "b": x}, lambda t: {"a": t}, RuntimeError,
+        lambda ctx, x: {"a": x, "b": x}, lambda t: {"a": t}, RuntimeError,
         "output 0 .* structure: nothing was returned for .'b'.",
     ),
-    "one for a tree": ("structure", lambda ctx, x: [x, x], lambda t: t, RuntimeError, "output 0 .* structure"),
+    "one for a tree": (lambda ctx, x: [x, x], lambda t: t, RuntimeError, "output 0 .* structure"),
     "unknown leaf": (
-        "structure", lambda ctx, x: {"a": x}, lambda t: {"a": t, "z": t}, RuntimeError, "there is nothing at .'z'.",
+        lambda ctx, x: {"a": x}, lambda t: {"a": t, "z": t}, RuntimeError, "there is nothing at .'z'.",
     ),
-    "shape": ("shape", ONE, lambda t: t[:1], RuntimeError, r"shape \(1,\) for output 0: .* shape \(2,\)"),
-    "broadcast": ("shape", ONE, lambda t: t[None], RuntimeError, r"shape \(1, 2\) for output 0"),
-    "scalar": ("shape", TWO, lambda t: (t, t.sum()), RuntimeError, r"shape \(\) for output 1"),
-    "complex": ("complex", ONE, lambda t: t * 1j, TypeError, r"complex64\) for output 0, which is real \(float32\)"),
+    "shape": (ONE, lambda t: t[:1], RuntimeError, r"shape \(1,\) for output 0: .* shape \(2,\)"),
+    "broadcast": (ONE, lambda t: t[None], RuntimeError, r"shape \(1, 2\) for output 0"),
+    "scalar": (TWO, lambda t: (t, t.sum()), RuntimeError, r"shape \(\) for output 1"),
+    "complex": (ONE, lambda t: t * 1j, TypeError, r"complex64\) for output 0, which is real \(float32\)"),
 }  # fmt: skip
 
 
@@ -632,18 +625,11 @@ WRONG = {
 @WRAPS
 @pytest.mark.parametrize("what", WRONG)
 def test_what_jvp_may_not_return(what, wrap):
-    _, forward, returned, kind, message = WRONG[what]
+    forward, returned, kind, message = WRONG[what]
     f = function(forward, lambda ctx, t: returned(t))
     f.Function.__name__ = "Wrong"
     with pytest.raises(kind, match=r"Wrong\.jvp returned .*" + message):
         wrap(lambda x: tangent_of(lambda x: [y for y in jax.tree.leaves(f(x)) if hasattr(y, "dtype")], x))(X)
-
-
-@row("D4")
-def test_every_refusal_has_a_test():
-    assert {row for row, *_ in WRONG.values()} == {
-        row.removeprefix("jvp ") for row in _boundary._MESSAGES if not row.startswith("backward ")
-    }
 
 
 @row("D4")

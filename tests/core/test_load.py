@@ -22,7 +22,7 @@ import pytest
 
 import jaxfn
 from tests.support.cases import CASES
-from tests.support.marks import COMING, row, sampled, slow
+from tests.support.marks import COMING, cells, row, slow
 from tests.support.transformations import TRANSFORMATIONS
 
 ROOT = Path(__file__).parents[2]
@@ -144,9 +144,12 @@ def test_32_threads_at_a_time():
         for _ in range(2):
             own, shared = function.apply(x), Scale.apply(x, float(i))
             gradient = jax.grad(lambda x: (function.apply(x) * Scale.apply(x, float(i))).sum())(x)
-            compiled = jax.jit(jax.grad(lambda x: function.apply(x).sum()))(x)
-            expected = jnp.sin(x) * (1 + i), x * i, i * (1 + i) * (jnp.cos(x) * x + jnp.sin(x)), jnp.cos(x) * (1 + i)
-            for got, plain in zip((own, shared, gradient, compiled), expected, strict=True):
+            first = jax.grad(lambda x: function.apply(x).sum())
+            second = jax.grad(lambda x: first(x).sum())(x)
+            compiled = jax.jit(first)(x)
+            expected = jnp.sin(x) * (1 + i), x * i, i * (1 + i) * (jnp.cos(x) * x + jnp.sin(x))
+            expected += jnp.cos(x) * (1 + i), -jnp.sin(x) * (1 + i)
+            for got, plain in zip((own, shared, gradient, compiled, second), expected, strict=True):
                 if not np.allclose(got, plain, rtol=1e-3, atol=1e-3):
                     wrong.append((i, got, plain))
 
@@ -346,19 +349,35 @@ SETTINGS = {
     "no rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "checks": lambda: jax.enable_checks(True),
 }
-# JAX itself cannot export without jit.
-SET = {name: run for name, run in TRANSFORMATIONS.items() if "export" not in name and "shard" not in name}
+EXP = next(case for case in CASES if case.name == "exp")
 
 
 @row("J2")
-@sampled
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", SET)
-@pytest.mark.parametrize("case", CASES[1:2], ids=str)
-def test_settings(setting, name, case):
-    expected = SET[name](case, case.reference)
+@cells(
+    "setting, transformation",
+    [
+        ("debug_nans", "second_order"),
+        ("debug_nans", "vmap_of_grad"),
+        ("disable_jit", "scan"),
+        ("disable_jit", "checkpoint_by_name"),
+        ("strict dtype promotion", "jit_of_grad"),
+        ("strict dtype promotion", "second_order_of_vmap"),
+        ("no rank promotion", "grad_of_vmap_of_grad"),
+        ("no rank promotion", "cond"),
+        ("checks", "second_order_of_scan"),
+        ("checks", "grad_of_jit"),
+        *[
+            pytest.param(setting, t, marks=slow)
+            for setting in SETTINGS
+            for t in ("third_order", "jacrev", "carried_scan")
+        ],
+    ],
+)
+def test_settings(setting, transformation):
+    run = TRANSFORMATIONS[transformation]
+    expected = run(EXP, EXP.reference)
     with SETTINGS[setting]():
-        got = SET[name](case, case.apply)
+        got = run(EXP, EXP.apply)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
 

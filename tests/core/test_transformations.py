@@ -1,4 +1,4 @@
-"""Contract rows E that the matrix does not show: collectives, callbacks, kernels, nesting."""
+"""Contract rows E that the matrix does not show: callbacks, kernels, nesting, and collectives of sharded programs."""
 
 import re
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfn
 from tests.support.cases import CASES, Square, loss_of, make_args
+from tests.support.contexts import checkpoint, eager, jit
 from tests.support.marks import row
 from tests.support.transformations import BATCH, over_batch
 
@@ -28,7 +29,7 @@ def test_pure_callback_inside_forward_under_everything():
 
     host_sin.backward(lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]))
     x = jnp.linspace(0.0, 1.0, 5)
-    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+    for wrap in (eager, jit, checkpoint):
         np.testing.assert_allclose(jax.vmap(jax.grad(wrap(host_sin)))(x), np.cos(x), rtol=1e-6)
         np.testing.assert_allclose(jax.grad(lambda x, w=wrap: jax.vmap(w(host_sin))(x).sum())(x), np.cos(x), rtol=1e-6)
 
@@ -48,28 +49,89 @@ def test_functions_nest_in_forward_and_backward():
 
 
 @row("E1")
-@pytest.mark.parametrize("order", [1, 2])
-def test_axis_names_inside_backward(order):
-    """A collective in forward and backward, under vmap and shard_map."""
+def test_a_Function_whose_output_has_no_array_in_vmap_and_scan():
+    def backward(ctx, grad_output):
+        raise AssertionError("there is nothing to differentiate")
 
+    f = jaxfn.autograd_function(lambda ctx, x, y: (None,), backward)
+
+    def body(x, _):
+        outputs, pullback = jax.vjp(jax.vmap(f, in_axes=(0, None), out_axes=None), x, jnp.zeros(1))
+        assert outputs == (None,)
+        return x + sum(map(jnp.sum, pullback((None,)))), None
+
+    np.testing.assert_array_equal(jax.lax.scan(body, jnp.ones(2), None, length=3)[0], [1, 1])
+
+
+@row("E1")
+def test_a_function_among_the_arguments_whose_closure_is_converted():
     @jaxfn.function
-    def total(ctx, x):
-        return x + jax.lax.psum(x, "i")
+    def cosine_of(ctx, g, x, *constants):
+        ctx.save_for_backward(x, *constants)
+        return jnp.cos(g(x, *constants))
 
-    total.backward(lambda ctx, g: g + jax.lax.psum(g, "i"))
+    @cosine_of.backward
+    def _(ctx, grad_output):
+        x, *constants = ctx.saved_tensors
+        return None, 17 * x, *(42 * c for c in constants)
 
-    def loss(f):
-        return lambda x: jnp.sin(jax.vmap(f, axis_name="i")(x)).sum()
+    def solve(center, weight, x):
+        converted, constants = jax.closure_convert(lambda x: jnp.sum(weight * (x - center) ** 2), x)
+        return cosine_of(converted, x, *constants)
 
-    def nth(f):
-        for _ in range(order):
-            f = (lambda f: jax.grad(lambda x: jnp.sin(f(x)).sum()))(f)
-        return f
+    center, ones = jnp.array([2.0, 2.0]), jnp.ones(2)
+    np.testing.assert_allclose(solve(center, ones, ones), np.cos(2.0), rtol=1e-6)
+    for scale in (1.0, 1.5):
+        of_center, of_x = jax.grad(solve, (0, 2))(scale * center, 2 * ones, ones)
+        np.testing.assert_allclose(of_center, 42 * scale * center)
+        np.testing.assert_allclose(of_x, 17 * ones)
 
-    x = jnp.arange(3.0)
-    np.testing.assert_allclose(
-        jax.jit(nth(loss(total)))(x), nth(loss(lambda x: x + jax.lax.psum(x, "i")))(x), rtol=1e-5, atol=1e-6
+
+@row("E1")
+@pytest.mark.parametrize("wrap", [eager, jit])
+def test_a_pullback_that_is_kept_on_ctx(wrap):
+    @jaxfn.function
+    def f(ctx, x):
+        y, ctx.pullback = jax.vjp(lambda x: 3 * x * x, x)
+        return y
+
+    f.backward(lambda ctx, g: ctx.pullback(g)[0])
+    _, pullback = wrap(lambda x: jax.vjp(f, x))(jnp.float32(2))
+    assert pullback(jnp.float32(1)) == (12,)
+
+
+@row("D8")
+@pytest.mark.parametrize(
+    ("differentiated", "message"),
+    [
+        (lambda x: jnp.zeros(3), r"\['float32\[3\]'\] .* and \['float32\[\]'\] when nothing"),
+        (
+            lambda x: x.astype(jnp.bfloat16),
+            r"\['bfloat16\[\]'\] .* and \['float32\[\]'\] when nothing",
+        ),
+        (lambda x: (x, x), r"tuple\(\(array, array\)\) .* and tuple\(array\) when nothing"),
+    ],
+    ids=["shape", "dtype", "structure"],
+)
+def test_an_output_in_scan_that_depends_on_the_flags_is_refused(differentiated, message):
+    f = jaxfn.autograd_function(
+        lambda ctx, x: (differentiated(x) if any(ctx.needs_input_grad) else x,), lambda ctx, g: g
     )
+    loop = lambda x: jax.lax.scan(lambda c, _: (f(c)[0], None), x, length=1)[0]  # noqa: E731
+    with pytest.raises(RuntimeError, match="forward returned " + message):
+        jax.grad(loop)(1.0)
+
+
+@row("C10", "E1")
+def test_the_gradient_of_an_integer_is_float0_in_scan_too():
+    f = jaxfn.autograd_function(lambda ctx, x, i: x * 1, lambda ctx, g: (2 * g, None))
+
+    def loop(x, i):
+        return jax.lax.scan(lambda xi, _: ((f(*xi), xi[1]), None), (x, i), None, length=2)[0][0]
+
+    for g, expected in ((f, 2), (loop, 4)):
+        of_x, of_i = jax.grad(g, (0, 1), allow_int=True)(2.0, 3)
+        assert of_x == expected and of_i.dtype == jax.float0
 
 
 def collectives(compiled):
@@ -143,7 +205,7 @@ def call_kernel(x):
 
 
 @row("E5")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+@pytest.mark.parametrize("wrap", [eager, jit, checkpoint])
 def test_a_pallas_kernel_in_forward_and_backward(wrap):
     double = jaxfn.autograd_function(lambda ctx, x: call_kernel(x), lambda ctx, g: call_kernel(g))
     x = jnp.arange(8.0)
@@ -153,7 +215,7 @@ def test_a_pallas_kernel_in_forward_and_backward(wrap):
 
 
 @row("E5")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [eager, jit])
 def test_an_ffi_call_in_forward_and_backward(wrap):
     """LAPACK's Cholesky factorization, which jaxlib itself registers, called as a user's own kernel would be."""
 

@@ -8,7 +8,6 @@ arrays have odd sizes, each its own, so that a wrong axis shows.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,8 @@ import pytest
 from jax.lax import stop_gradient
 
 import jaxfn
-from tests.support.marks import lane_cases, row, sampled, slow
+from tests.support.contexts import CONTEXTS, eager
+from tests.support.marks import cells, row, slow
 
 MODES = ("reverse", "both", "generated", "jvp")
 SAVES = ("input", "output", "intermediate", "attribute")
@@ -113,9 +113,6 @@ def product(mode, save):
 
 # Each function of (mode, save): the Function's call and its reference.
 FUNCTIONS = {"sine": sine, "hard_sine": hard_sine, "pair": pair, "product": product}
-IN_AXES = (0, 1, 2, -1)
-OUT_AXES = (0, 1, -1)
-PAIRS = tuple(itertools.product(IN_AXES, OUT_AXES))
 
 
 def operands(name: str, in_axis: int, batch: int = BATCH) -> tuple[jax.Array, ...]:
@@ -133,18 +130,8 @@ def mapped(name: str, f: Any, in_axis: int, out_axis: int, of_second: int = 1) -
     return jax.vmap(f, in_axes=(in_axis, None), out_axes=out_axes)
 
 
-def scanned(f):
-    """In the body of a scan of one step."""
-
-    def outer(*args):
-        body = lambda c, _: (c, f(*c))  # noqa: E731
-        return jax.tree.map(lambda y: y[0], jax.lax.scan(body, args, None, length=1)[1])
-
-    return outer
-
-
 def chosen(f):
-    """In a branch; the other one has the same types and is not taken."""
+    """In a branch that the last argument chooses, which has no batch; the other one has the same types."""
 
     def outer(*args):
         zeros = lambda *args: jax.tree.map(jnp.zeros_like, f(*args))  # noqa: E731
@@ -153,28 +140,8 @@ def chosen(f):
     return outer
 
 
-def identity(f):
-    return f
-
-
-def copied(f):
-    """A function of its own, which JAX traces anew."""
-    return lambda *args: f(*args)
-
-
-# What is put round the Function, and what round the mapped function.
-CONTEXTS: dict[str, tuple[Any, Any]] = {
-    "none": (identity, identity),
-    "jit_outside": (identity, jax.jit),
-    "jit_inside": (jax.jit, identity),
-    "jit_both": (jax.jit, jax.jit),
-    "checkpoint_outside": (identity, jax.checkpoint),
-    "checkpoint_inside": (jax.checkpoint, identity),
-    "scan_outside": (identity, scanned),
-    "scan_inside": (scanned, identity),
-    "cond_outside": (identity, chosen),
-    "cond_inside": (chosen, identity),
-}
+# What is put around the Function, or around the mapped function.
+AROUND = CONTEXTS | {"cond by w": chosen}
 
 
 def loss_of(f):
@@ -223,122 +190,115 @@ def agree(got, expected, message=""):
         np.testing.assert_allclose(ours, by_jax, rtol=2e-4, atol=atol, err_msg=str(message))
 
 
-def both_orders(name, f, context, pairs, num_second, has_forward, batch=BATCH, run=jax.jit):
-    """The derivatives for all these axes, of one compiled program; for some, the second ones too."""
-    inside, outside = CONTEXTS[context]
+def both_orders(name, f, inside, outside, pairs, has_forward, batch=BATCH):
+    """The derivatives for all these axes, of one compiled program; for the first axes, the second ones too."""
 
     def program():
         everything = []
         for i, (in_axis, out_axis) in enumerate(pairs):
             args = operands(name, in_axis, batch)
-            over = outside(mapped(name, inside(copied(f)), in_axis, out_axis, (1, 0)[i % 2]))
+            over = AROUND[outside](mapped(name, AROUND[inside](f), in_axis, out_axis, (1, 0)[i % 2]))
             everything.append(first_order(over, args, has_forward))
-            if i < num_second:
-                everything[-1] += second_order(over, args, has_forward)
+            if i == 0:
+                everything += second_order(over, args, has_forward)
         return everything
 
-    return jax.device_get(run(program)())
+    return jax.device_get(jax.jit(program)())
 
 
 @functools.cache
-def expected_of(name, kind, pairs, num_second, has_forward, batch):
-    """What is put round plain operations makes no difference."""
+def expected_of(name, kind, pairs, has_forward, batch):
+    """What is put around plain operations makes no difference."""
     reference = FUNCTIONS[name]("reverse", kind)[1]
-    return both_orders(name, reference, "none", pairs, num_second, has_forward, batch)
+    return both_orders(name, reference, "eager", "eager", pairs, has_forward, batch)
 
 
-def check(name, mode, save, context, pairs, num_second=1, batch=BATCH, run=jax.jit):
+def check(name, mode, save, inside, outside, pairs, batch=BATCH):
     f, _ = FUNCTIONS[name](mode, save)
-    has_forward = mode != "reverse"
-    got = both_orders(name, f, context, pairs, num_second, has_forward, batch, run)
+    got = both_orders(name, f, inside, outside, pairs, mode != "reverse", batch)
     kind = "output" if save == "output" else "input"  # which reference it has
-    expected = expected_of(name, kind, pairs, num_second, has_forward, batch)
-    for axes, ours, by_jax in zip(pairs, got, expected, strict=True):
-        agree(ours, by_jax, (name, mode, save, context, axes))
+    agree(got, expected_of(name, kind, pairs, mode != "reverse", batch))
 
 
-# Each has every axis of the argument or of the outputs, and together they have all pairs of them.
-SOME_PAIRS = (
-    ((1, 0), (2, 1), (0, -1)),
-    ((2, -1), (1, 1), (-1, 0)),
-    ((-1, 1), (0, 0), (1, -1)),
-    ((0, 1), (-1, -1), (2, 0)),
-)
-EVERY_FUNCTION = pytest.mark.parametrize("name", FUNCTIONS)
-EVERY_MODE = pytest.mark.parametrize("mode", MODES)
+# The axes of the mapped argument and of the output.
+FIRST_PAIRS, OTHER_PAIRS = ((1, 0), (2, 1), (0, -1)), ((2, -1), (-1, 0))
 
 
 @row("E1c")
-@sampled
-@EVERY_MODE
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_axes_inside_and_outside_of_other_transformations(context, mode):
-    """All pairs of axes in every context, some in each mode."""
-    turn = list(CONTEXTS).index(context) + MODES.index(mode)
-    check("sine", mode, SAVES[(turn + turn // 4) % 4], context, SOME_PAIRS[turn % 4])
-
-
-@row("E1c")
-@sampled
-@EVERY_MODE
-@pytest.mark.parametrize(
-    ("context", "name"),
+@cells(
+    "name, mode, save, inside, outside, pairs",
     [
-        pytest.param(context, ("pair", "product")[i % 2], marks=slow if context.endswith("_inside") else ())
-        for i, context in enumerate(CONTEXTS)
+        ("sine", "reverse", "input", "eager", "eager", ((1, 0), (2, 1))),
+        ("sine", "both", "output", "eager", "jit", ((-1, 1), (0, -1))),
+        ("sine", "generated", "intermediate", "jit", "eager", ((2, -1), (1, 1))),
+        ("hard_sine", "jvp", "attribute", "jit", "jit", ((-1, 0),)),
+        ("pair", "reverse", "output", "eager", "checkpoint", ((1, -1), (0, 1))),
+        ("product", "both", "input", "checkpoint", "eager", ((2, 0),)),
+        ("sine", "generated", "attribute", "eager", "scan", ((2, 1), (0, -1))),
+        ("pair", "jvp", "intermediate", "scan", "eager", ((-1, 1),)),
+        ("hard_sine", "reverse", "intermediate", "eager", "cond", ((-1, -1), (0, 1))),
+        ("product", "generated", "output", "cond by w", "eager", ((1, 1),)),
+        ("product", "jvp", "input", "eager", "jit", ((0, 0),)),
+    ],
+    ids=str,
+)
+def test_axes_inside_and_outside_of_other_transformations(name, mode, save, inside, outside, pairs):
+    check(name, mode, save, inside, outside, pairs)
+
+
+@row("E1c")
+@slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "inside", "outside"),
+    [
+        ("sine", "eager", "jit"),
+        ("sine", "jit", "jit"),
+        ("sine", "checkpoint", "eager"),
+        ("sine", "scan", "eager"),
+        ("pair", "cond", "eager"),
+        ("pair", "cond by w", "eager"),
+        ("product", "eager", "checkpoint"),
+        ("product", "eager", "scan"),
+        ("product", "eager", "cond by w"),
     ],
 )
-def test_axes_beside_an_unbatched_argument(context, name, mode):
-    turn = list(CONTEXTS).index(context) // 2 + MODES.index(mode)
-    check(name, mode, SAVES[(turn + turn // 4) % 4], context, SOME_PAIRS[turn % 4][:2])
+def test_axes_in_every_mode(name, inside, outside, mode):
+    check(name, mode, "intermediate", inside, outside, FIRST_PAIRS)
 
 
 @row("E1c")
 @slow
-@sampled
-@pytest.mark.parametrize("name", ["pair", "product"])
-@EVERY_MODE
-def test_axes_beside_an_unbatched_argument_under_jit(mode, name):
-    check(name, mode, SAVES[MODES.index(mode)], "jit_outside", PAIRS)
-
-
-@row("E1c")
-@sampled
 @pytest.mark.parametrize("name", ["sine", "product"])
-@EVERY_MODE
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("save", SAVES)
 def test_axes_whatever_is_saved(save, mode, name):
-    check(name, mode, save, "jit_outside", SOME_PAIRS[list(FUNCTIONS).index(name)][:1])
+    check(name, mode, save, "eager", "jit", OTHER_PAIRS)
 
 
 @row("E1c")
-@slow
-@sampled
-@EVERY_FUNCTION
-@EVERY_MODE
-def test_axes_where_nothing_is_compiled(mode, name):
-    turn = MODES.index(mode)
-    check(name, mode, SAVES[turn], "none", SOME_PAIRS[turn], run=identity)
+@cells(
+    "batch, name, mode",
+    [(0, "sine", "generated"), (1, "pair", "reverse"), (0, "product", "both"), (1, "hard_sine", "jvp")],
+    [0, 1],
+    FUNCTIONS,
+    MODES,
+)
+def test_axes_of_an_empty_batch_and_of_one_element(batch, name, mode):
+    check(name, mode, "input", "eager", "jit", ((1, 0),), batch=batch)
 
 
 @row("E1c")
-@sampled
-@EVERY_FUNCTION
-@EVERY_MODE
-@pytest.mark.parametrize("batch", [0, 1])
-def test_axes_of_an_empty_batch_and_of_one_example(batch, mode, name):
-    turn = MODES.index(mode)
-    check(name, mode, SAVES[turn], ("none", "jit_outside")[turn % 2], SOME_PAIRS[turn][:1], batch=batch)
-
-
-@row("E1c")
-@sampled
-@EVERY_FUNCTION
-@EVERY_MODE
-def test_whole_jacobians_and_hessians(mode, name):
+@cells(
+    "name, mode",
+    [("sine", "reverse"), ("hard_sine", "generated"), ("pair", "jvp"), ("product", "both")],
+    FUNCTIONS,
+    MODES,
+)
+def test_whole_jacobians_and_hessians(name, mode):
     def all_of(f):
         x, *others = operands(name, 2, 2)
-        over = jax.jit(mapped(name, copied(f), 2, -1))
+        over = jax.jit(mapped(name, f, 2, -1))
         results = [jax.jacrev(over)(x[:1], *others)]  # of one row
         if mode != "reverse":
             results += [jax.jacfwd(over)(x[:1], *others), jax.hessian(loss_of(over))(x[:1], *others)]
@@ -348,34 +308,30 @@ def test_whole_jacobians_and_hessians(mode, name):
     agree(*jax.device_get((jax.jit(lambda: all_of(f))(), jax.jit(lambda: all_of(reference))())))
 
 
-NESTED = (((0, 0), (1, 1)), ((2, 1), (0, -1)), ((-1, -1), (1, 0)), ((3, 2), (2, 0)))
-
-
 @row("E1c")
-@sampled
-@EVERY_MODE
-@pytest.mark.parametrize(
-    ("context", "name"),
-    [(context, "sine") for context in ("none", "checkpoint_outside", "scan_inside")]
-    + [pytest.param("jit_inside", "sine", marks=slow), pytest.param("jit_outside", "product", marks=slow)],
+@cells(
+    "name, mode, save, inside, outside, outer, inner",
+    [
+        ("sine", "reverse", "input", "eager", "checkpoint", (3, 2), (2, 0)),
+        ("sine", "both", "output", "scan", "eager", (2, 1), (0, -1)),
+        ("sine", "generated", "intermediate", "jit", "eager", (-1, -1), (1, 0)),
+        pytest.param("product", "jvp", "attribute", "eager", "jit", (0, 0), (1, 1), marks=slow),
+    ],
+    ids=str,
 )
-def test_vmap_of_vmap_along_different_axes(context, name, mode):
-    """The outer axes of the argument and of the output, then the inner ones."""
-    turn = MODES.index(mode) + list(CONTEXTS).index(context)
-    inside, outside = CONTEXTS[context]
+def test_vmap_of_vmap_along_different_axes(name, mode, save, inside, outside, outer, inner):
+    """Each with the axes of the argument and of the output."""
 
     def all_of(f):
-        everything = []
-        for (of_outer_x, of_outer_y), (of_inner_x, of_inner_y) in (NESTED[turn % 4], NESTED[(turn + 1) % 4]):
-            x, *others = operands(name, of_inner_x)
-            x = jnp.stack([x, 0.5 * x], of_outer_x)
-            nones = (None,) * len(others)
-            inner = jax.vmap(inside(copied(f)), in_axes=(of_inner_x, *nones), out_axes=of_inner_y)
-            over = outside(jax.vmap(inner, in_axes=(of_outer_x, *nones), out_axes=of_outer_y))
-            everything.append(first_order(over, (x, *others), mode != "reverse"))
-        return everything, second_order(over, (x, *others), False)
+        x, *others = operands(name, inner[0])
+        x = jnp.stack([x, 0.5 * x], outer[0])
+        nones = (None,) * len(others)
+        mapped_once = jax.vmap(AROUND[inside](f), in_axes=(inner[0], *nones), out_axes=inner[1])
+        over = AROUND[outside](jax.vmap(mapped_once, in_axes=(outer[0], *nones), out_axes=outer[1]))
+        args = (x, *others)
+        return first_order(over, args, mode != "reverse"), second_order(over, args, False)
 
-    f, reference = FUNCTIONS[name](mode, SAVES[turn % 4])
+    f, reference = FUNCTIONS[name](mode, save)
     agree(*jax.device_get((jax.jit(lambda: all_of(f))(), jax.jit(lambda: all_of(reference))())))
 
 
@@ -401,135 +357,119 @@ def computing_otherwise(has_jvp):
 
 
 @row("E1c")
-@pytest.mark.parametrize(
-    ("context", "has_jvp"),
-    [pytest.param(context, False, marks=() if "outside" in context else slow) for context in CONTEXTS]
-    + [pytest.param(context, True, marks=slow) for context in ("none", "jit_outside")]
-    + [("scan_inside", True)],
+@cells(
+    "has_jvp, inside, outside, in_axis, out_axis",
+    [
+        (False, "eager", "jit", 1, -1),
+        (False, "eager", "scan", -1, 0),
+        (True, "scan", "eager", 2, 1),
+        pytest.param(False, "checkpoint", "eager", 2, 0, marks=slow),
+        pytest.param(False, "eager", "cond", 0, 1, marks=slow),
+        pytest.param(True, "jit", "checkpoint", 1, 1, marks=slow),
+    ],
 )
-def test_a_forward_that_computes_otherwise_where_it_is_differentiated(context, has_jvp):
-    inside, outside = CONTEXTS[context]
-
+def test_a_forward_that_computes_otherwise_where_it_is_differentiated(has_jvp, inside, outside, in_axis, out_axis):
     def all_of(f):
-        everything = []
-        for in_axis, out_axis in SOME_PAIRS[list(CONTEXTS).index(context) % 4][:2]:
-            args = operands("pair", in_axis)
-            over = outside(jax.vmap(inside(copied(f)), in_axes=(in_axis, None), out_axes=(out_axis, 0)))
-            everything.append(first_order(over, args, has_jvp))
-        return everything, second_order(over, args, False)
+        args = operands("pair", in_axis)
+        over = AROUND[outside](jax.vmap(AROUND[inside](f), in_axes=(in_axis, None), out_axes=(out_axis, 0)))
+        return first_order(over, args, has_jvp), second_order(over, args, False)
 
     got = jax.jit(lambda: all_of(computing_otherwise(has_jvp)))()
     agree(*jax.device_get((got, jax.jit(lambda: all_of(lambda x, w: (jnp.sin(x), w)))())))
 
 
+# --- outputs that do not depend on the batch
+
+WEIGHTS = jnp.arange(1.0, ROWS + 1)
+
+
 class Constant(jaxfn.Function):
-    """A Function whose output does not depend on its input, though its rule gives that a derivative."""
+    """An output of w alone, though the rule gives x a derivative too."""
 
     @staticmethod
     def forward(ctx, x, w):
-        return jnp.zeros(ROWS) + w
+        ctx.save_for_backward(x)
+        return WEIGHTS * w
 
     @staticmethod
     def backward(ctx, g):
-        return jnp.broadcast_to(2 * g[:, None], (ROWS, COLUMNS)), g.sum()
+        (x,) = ctx.saved_tensors
+        return 2 * x * g[:, None], (WEIGHTS * g).sum()
 
 
 class ConstantWithJvp(Constant):
     @staticmethod
     def jvp(ctx, of_x, of_w):
-        return 2 * of_x.sum(1) + of_w
+        (x,) = ctx.saved_tensors
+        return 2 * (x * of_x).sum(1) + WEIGHTS * of_w
 
 
 class ConstantWithGeneratedJvp(Constant):
     generate_jvp_rule = True
 
 
-@row("E1c")
-@pytest.mark.parametrize("function", [Constant, ConstantWithJvp, ConstantWithGeneratedJvp])
-@pytest.mark.parametrize("in_axis", [0, 1, -1])
-def test_a_rule_that_gives_what_the_output_does_not_depend_on_a_gradient(function, in_axis):
-    (x,) = operands("sine", in_axis)
-    w = jnp.float32(0.3)
-    example = lambda x: function.apply(x, w)  # noqa: E731
-    per_example = jax.grad(lambda x: (function.apply(x, w) * jnp.arange(1.0, ROWS + 1)).sum())
-    expected = jnp.broadcast_to(2 * jnp.arange(1.0, ROWS + 1)[:, None], (ROWS, COLUMNS))
-    for wrap in (identity, jax.jit, jax.checkpoint):
-        got = jax.vmap(wrap(per_example), in_axis, in_axis)(x)
-        np.testing.assert_allclose(got, jnp.broadcast_to(jnp.expand_dims(expected, in_axis), x.shape))
-        of_mapped = jax.vmap(example, in_axis)
-        total = lambda x: (wrap(of_mapped)(x) * jnp.arange(1.0, ROWS + 1)).sum()  # noqa: E731
-        for derivative in (jax.grad(total), jax.jit(jax.grad(total))):
-            np.testing.assert_allclose(derivative(x), got)
-    np.testing.assert_allclose(jax.vmap(example, in_axis)(x), jnp.full((BATCH, ROWS), w), rtol=1e-6)
+def constant(x, w):
+    squares = (x * x).sum(1)
+    return WEIGHTS * w + squares - stop_gradient(squares)
 
 
-class Scaled(jaxfn.Function):
-    """A Function of which only the saved input is mapped; neither the output nor what is differentiated is."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(w)
-        return jnp.floor(3 * x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0], None
+def weighed(f):
+    """A number that tells the entries of `f(x, w)` from each other."""
+    return lambda x, w: jnp.sum(jnp.sin(f(x, w)) * WEIGHTS)
 
 
-def in_cond(f):
-    return lambda x: jax.lax.cond(x.sum() > -1, f, lambda x: jnp.sin(f(x)), x)
-
-
-def in_scan(f):
-    return lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0 * f(x), length=2)[0] / 2
-
-
-INSIDE = {"plain": identity, "jit": jax.jit, "checkpoint": jax.checkpoint, "cond": in_cond, "scan": in_scan}
+# Of the function of one element, of the mapped function, and of `(x, w)`.
+PER_ELEMENT = {
+    "grad": lambda f: jax.grad(weighed(f), (0, 1)),
+    "grad of grad": lambda f: jax.grad(lambda x, w: jnp.sum(jnp.cos(jax.grad(weighed(f))(x, w))), (0, 1)),
+    "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), (jnp.cos(x), 0.5 * w))[1],
+}
 
 
 @row("E1c")
-@sampled
-@pytest.mark.parametrize("nested", [False, True], ids=["vmap", "vmap-vmap"])
-@pytest.mark.parametrize("inside", INSIDE)
-def test_a_program_inside_of_vmap_with_an_output_that_does_not_depend_on_the_batch(inside, nested):
-    """Each example has its own gradient; for an output without the batch JAX would sum the cotangents first."""
-    wrap, w = INSIDE[inside], jnp.float32(0.3)
-    weights = jnp.arange(1.0, ROWS + 1)
-    example = wrap(lambda x: Constant.apply(x, w) * weights)
-    x = jnp.ones((2, BATCH, ROWS, COLUMNS) if nested else (BATCH, ROWS, COLUMNS))
-    over_examples = (lambda f: jax.vmap(jax.vmap(f))) if nested else jax.vmap
-    expected = jnp.broadcast_to(2 * weights[:, None], x.shape)
-    per_example = over_examples(jax.grad(lambda x: example(x).sum()))
-    of_all = jax.grad(lambda x: over_examples(example)(x).sum())
-    for wrapped in (identity, jax.jit):
-        np.testing.assert_allclose(wrapped(per_example)(x), expected)
-        np.testing.assert_allclose(wrapped(of_all)(x), expected)
-    np.testing.assert_allclose(per_example(x), expected)
+@cells(
+    "function, context, derivative, in_axes",
+    [
+        (Constant, "eager", "grad", (1,)),
+        (Constant, "checkpoint", "grad of grad", (-1,)),
+        (Constant, "scan", "grad", (0, 2)),
+        (Constant, "cond", "grad", (2,)),
+        (ConstantWithJvp, "jit", "jvp", (2,)),
+        (ConstantWithJvp, "checkpoint", "grad", (1, 0)),
+        (ConstantWithGeneratedJvp, "scan", "jvp", (-1,)),
+        (ConstantWithGeneratedJvp, "cond", "grad of grad", (1,)),
+        pytest.param(Constant, "jit", "grad of grad", (0, 1), marks=slow),
+        pytest.param(ConstantWithJvp, "cond", "jvp", (1, 2), marks=slow),
+        pytest.param(ConstantWithJvp, "scan", "grad of grad", (2,), marks=slow),
+        pytest.param(ConstantWithGeneratedJvp, "checkpoint", "jvp", (0,), marks=slow),
+    ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else None,
+)
+def test_a_rule_that_gives_a_mapped_input_a_derivative_of_an_output_without_the_batch(
+    function, context, derivative, in_axes
+):
+    """That of each element, under one vmap or two; by hand JAX adds the cotangents up, or raises."""
+    x, w = jnp.sin(jnp.arange(ROWS * COLUMNS * 2.0 ** len(in_axes))), jnp.float32(0.3)
+    sizes = [ROWS, COLUMNS]
+    for axis in reversed(in_axes):
+        sizes.insert(axis if axis >= 0 else len(sizes), 2)
+    x = x.reshape(sizes)
 
+    def over(f):
+        for axis in reversed(in_axes):
+            f = jax.vmap(f, (axis, None))
+        return f
 
-@row("E1c")
-@sampled
-@pytest.mark.parametrize("function", [ConstantWithJvp, ConstantWithGeneratedJvp])
-@pytest.mark.parametrize("inside", INSIDE)
-def test_such_an_output_with_forward_mode(inside, function):
-    """By hand JAX 0.10.0 to 0.12.0 gives a tangent of another shape than its primal, or the sum, or a bare error.
+    def all_of(f):
+        f = AROUND[context](f)
+        return [
+            over(PER_ELEMENT[derivative](f))(x, w),  # of each element
+            PER_ELEMENT[derivative](lambda x, w: over(f)(x, w))(x, w),
+        ]
 
-    Each program is right after each other one: JAX's coming implementations trace a call once for all of them.
-    """
-    jax.clear_caches()
-    weights = jnp.arange(1.0, ROWS + 1)
-    example = INSIDE[inside](lambda x: function.apply(x, jnp.float32(0.3)) * weights)
-    x = jnp.ones((BATCH, ROWS, COLUMNS))
-    expected = jnp.broadcast_to(2 * weights[:, None], x.shape)
-    programs = {
-        "grad of vmap": (jax.grad(lambda x: jax.vmap(example)(x).sum()), expected),
-        "jvp of vmap": (lambda x: jax.jvp(jax.vmap(example), (x,), (x,))[1], expected.sum(2)),
-        "vmap of grad": (jax.vmap(jax.grad(lambda x: example(x).sum())), expected),
-        "vmap of jvp": (jax.vmap(lambda x: jax.jvp(example, (x,), (x,))[1]), expected.sum(2)),
-    }
-    for name, (program, wanted) in programs.items():
-        for wrapped in (identity, jax.jit):
-            np.testing.assert_allclose(wrapped(program)(x), wanted, err_msg=name)
+    expected = jax.jit(lambda: all_of(constant))()
+    for run in (eager, jax.jit) if context == "eager" else (jax.jit,):
+        agree(run(lambda: all_of(function.apply))(), expected)
 
 
 class OneForAll(jaxfn.Function):
@@ -565,41 +505,8 @@ class OneForAllWithJvp(OneForAll):
     generate_jvp_rule = True
 
 
-@row("E1c")
-@sampled
-@pytest.mark.parametrize("function", lane_cases([OneForAll, OneForAllOrNone, OneForAllWithJvp], [OneForAll]))
-@pytest.mark.parametrize("inside", lane_cases(["plain", "jit", "checkpoint"], ["plain"]))
-@pytest.mark.parametrize("maps", lane_cases(["vmap", "vmap-vmap over x", "vmap-vmap over u"], ["vmap-vmap over x"]))
-def test_the_cotangent_of_an_output_that_does_not_depend_on_the_batch_counts_once(maps, inside, function):
-    """By hand it counts for each row on JAX 0.10.0, and 0.12.0 raises."""
-    xs = jnp.array([0.1, 0.2, 0.3])
-
-    def total(f, x, u):
-        rows = jax.vmap(INSIDE[inside](lambda both: f(*both)), ((0, None),))
-        if maps == "vmap":
-            y, z = rows((x, u))
-        elif maps == "vmap-vmap over x":
-            y, z = jax.vmap(lambda x: rows((x, u)))(jnp.stack([x, 2 * x]))
-        else:
-            y, z = jax.vmap(lambda u: rows((x, u)))(u * jnp.array([1.0, 2.0]))
-        return (y * y).sum() + jnp.sin(z).sum()
-
-    derivatives = [
-        lambda f: jax.grad(lambda u: total(f, xs, u)),
-        lambda f: jax.grad(lambda u: total(f, u * xs, u)),
-        lambda f: jax.jit(jax.grad(jax.jit(lambda u: total(f, xs, u)))),
-        lambda f: jax.grad(jax.grad(lambda u: total(f, xs, u))),
-        lambda f: lambda u: jax.vmap(jax.grad(lambda u: total(f, xs, u)))(u * jnp.ones(2)),
-        lambda f: lambda u: jax.grad(lambda x: jax.grad(lambda u: total(f, x, u))(u))(xs),
-    ]
-    for derivative in derivatives:
-        got = derivative(function.apply)(jnp.float32(0.7))
-        expected = derivative(lambda x, u: (jnp.sin(u), x * u))(jnp.float32(0.7))
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
-
-
 class OneForAllSaving(OneForAll):
-    """The same, with an intermediate saved."""
+    """Saves an intermediate too."""
 
     @staticmethod
     def forward(ctx, x, u):
@@ -613,7 +520,7 @@ class OneForAllSaving(OneForAll):
         return h * u, g * slope + h * x
 
 
-def of_shared(x, u):
+def one_for_all(x, u):
     return jnp.sin(u), x * u
 
 
@@ -650,67 +557,110 @@ def evaluated(loss):
     return function
 
 
-# In each, derivatives lie inside of vmap, or on both sides of it.
+# Derivatives inside of vmap, outside of it, or on both sides, of a loss f(x, u); the vmap is over x, u, or both.
 INTERLEAVED = {
+    "grad(vmap)": lambda f, x, u: jax.grad(total_of(f, x))(u),
+    "grad(vmap) with x of u": lambda f, x, u: jax.grad(lambda u: total_of(f, u * x)(u))(u),
+    "grad3(vmap)": lambda f, x, u: jax.grad(jax.grad(jax.grad(total_of(f, x))))(u),
     "vmap(grad grad)": lambda f, x, u: jax.vmap(jax.grad(jax.grad(f, 1), 1), (0, None))(x, u),
-    "vmap(grad3)": lambda f, x, u: jax.vmap(jax.grad(jax.grad(jax.grad(f, 1), 1), 1), (0, None))(x, u),
     "vmap(jacrev2)": lambda f, x, u: jax.vmap(jax.jacrev(jax.jacrev(f, (0, 1)), (0, 1)), (0, None))(x, u),
+    "grad(vmap(vmap))": lambda f, x, u: jax.grad(
+        lambda u: jax.vmap(lambda x: total_of(f, x)(u))(jnp.stack([x, 2 * x])).sum()
+    )(u),
+    "grad(vmap(vmap) over u)": lambda f, x, u: jax.grad(
+        lambda u: jax.vmap(total_of(f, x))(u * jnp.array([1.0, 2.0])).sum()
+    )(u),
     "vmap(vmap(grad grad))": lambda f, x, u: jax.vmap(jax.vmap(jax.grad(jax.grad(f, 1), 1), (0, None)), (None, 0))(
         x, u * jnp.arange(1.0, 6)
     ),
     "vmap(grad grad vmap)": lambda f, x, u: jax.vmap(jax.grad(jax.grad(total_of(f, x))))(u * jnp.arange(1.0, 6)),
     "grad(vmap(grad))": lambda f, x, u: jax.grad(total_of(jax.grad(f, 1), x))(u),
     "grad(vmap(grad grad))": lambda f, x, u: jax.grad(lambda x: total_of(jax.grad(jax.grad(f, 1), 1), x)(u))(x),
-    "grad3(vmap)": lambda f, x, u: jax.grad(jax.grad(jax.grad(total_of(f, x))))(u),
     "vmap(jitted pullback)": lambda f, x, u: jax.vmap(jitted_pullback(f), (0, None))(x, u),
     "grad(vmap(jitted pullback))": lambda f, x, u: jax.grad(total_of(jitted_pullback(f), x))(u),
-    "vmap(grad(jaxpr))": lambda f, x, u: jax.vmap(jax.grad(evaluated(f), 1), (0, None))(x, u),
     "grad(vmap(jaxpr))": lambda f, x, u: jax.grad(total_of(evaluated(f), x))(u),
 }
 
 
 @row("E1c")
-@sampled
-@pytest.mark.parametrize("function", [OneForAll, OneForAllSaving])
-@pytest.mark.parametrize("inside", ["plain", "jit", "checkpoint"])
-@pytest.mark.parametrize("derivative", lane_cases(INTERLEAVED, [d for d in INTERLEAVED if d.startswith("grad(vmap")]))
-def test_derivatives_on_both_sides_of_vmap_where_an_output_does_not_depend_on_the_batch(derivative, inside, function):
+@cells(
+    "function, derivative, context",
+    [
+        (OneForAll, "grad(vmap)", "eager"),
+        (OneForAll, "grad(vmap(vmap))", "checkpoint"),
+        (OneForAll, "grad(vmap(grad))", "jit"),
+        (OneForAll, "grad(vmap(jitted pullback))", "eager"),
+        (OneForAllOrNone, "grad(vmap) with x of u", "jit"),
+        (OneForAllOrNone, "grad(vmap(vmap) over u)", "eager"),
+        (OneForAllWithJvp, "grad3(vmap)", "eager"),
+        (OneForAllWithJvp, "grad(vmap(grad grad))", "checkpoint"),
+        (OneForAllSaving, "vmap(grad grad vmap)", "eager"),
+        (OneForAllSaving, "grad(vmap(jaxpr))", "jit"),
+        *[
+            pytest.param(function, derivative, context, marks=slow)
+            for function, context in [
+                (OneForAllOrNone, "checkpoint"),
+                (OneForAllWithJvp, "jit"),
+                (OneForAllSaving, "checkpoint"),
+            ]
+            for derivative in INTERLEAVED
+        ],
+    ],
+)
+def test_the_cotangent_of_an_output_without_the_batch_counts_once(function, derivative, context):
+    """By hand it counts for each element on JAX 0.10.0, and 0.12.0 raises."""
     xs, u = jnp.array([0.1, 0.2, 0.3, 0.5]), jnp.float32(0.7)
 
-    def wrapped(f):
-        return INSIDE[inside](lambda both: coupled(f)(*both))
-
     def of(f):
-        return INTERLEAVED[derivative](lambda x, u: wrapped(f)((x, u)), xs, u)
+        wrapped = AROUND[context](lambda both: coupled(f)(*both))
+        return INTERLEAVED[derivative](lambda x, u: wrapped((x, u)), xs, u)
 
-    expected = of(of_shared)
-    for got in (of(function.apply), jax.jit(lambda: of(function.apply))()):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, expected)
+    expected = jax.jit(lambda: of(one_for_all))()
+    for run in (eager, jax.jit) if context == "eager" else (jax.jit,):
+        agree(run(lambda: of(function.apply))(), expected)
+
+
+class Scaled(jaxfn.Function):
+    """A Function of which only the saved input is mapped; neither the output nor what is differentiated is."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return jnp.floor(3 * x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0], None
 
 
 @row("E1c")
-@pytest.mark.parametrize("inside", INSIDE)
-def test_a_mapped_array_that_was_saved_and_nothing_else_mapped(inside):
+@cells("context", ["eager", "checkpoint", "scan"], AROUND)
+def test_a_mapped_array_that_was_saved_and_nothing_else_mapped(context):
     x, ws = jnp.float32(0.7), jnp.arange(1.0, BATCH + 1)
 
-    def example(x, w):
-        return INSIDE[inside](lambda w: Scaled.apply(x, w) * w)(w)
+    def one(x, w):
+        return AROUND[context](lambda w: Scaled.apply(x, w) * w)(w)
 
-    per_example = jax.vmap(jax.grad(example), (None, 0))
-    of_all = jax.grad(lambda x: jax.vmap(example, (None, 0))(x, ws).sum())
-    for wrapped in (identity, jax.jit):
-        np.testing.assert_allclose(wrapped(per_example)(x, ws), ws**2)
-        np.testing.assert_allclose(wrapped(of_all)(x), (ws**2).sum())
-    np.testing.assert_allclose(per_example(x, ws), ws**2)
+    of_each = jax.vmap(jax.grad(one), (None, 0))
+    of_all = jax.grad(lambda x: jax.vmap(one, (None, 0))(x, ws).sum())
+    for run in (eager, jax.jit):
+        np.testing.assert_allclose(run(of_each)(x, ws), ws**2)
+        np.testing.assert_allclose(run(of_all)(x), (ws**2).sum())
 
 
 @row("E1c")
-@pytest.mark.parametrize("function", [Constant, ConstantWithJvp, ConstantWithGeneratedJvp])
-@pytest.mark.parametrize("wrap", [identity, jax.jit], ids=["eager", "jit"])
-def test_only_what_is_not_mapped_is_differentiated(function, wrap):
-    """The output depends on the weight, and neither has a batch."""
-    (x,) = operands("sine", 0)
-    total = lambda w: wrap(jax.vmap(lambda x: function.apply(x, w)))(x).sum()  # noqa: E731
-    of_argument = lambda w: wrap(jax.vmap(function.apply, (0, None)))(x, w).sum()  # noqa: E731
-    np.testing.assert_allclose(jax.grad(of_argument)(0.3), BATCH * ROWS)
-    assert total(0.3).shape == ()
+def test_a_scan_whose_carry_alone_is_batched():
+    @jaxfn.function
+    def scale(ctx, x, factor):
+        ctx.save_for_backward(x, factor)
+        return x * factor
+
+    scale.backward(lambda ctx, g: (g * ctx.saved_tensors[1], (g * ctx.saved_tensors[0]).sum()))
+    x, factor = jnp.array([2.0, 6.75]), jnp.float32(2.0)
+
+    def of(f):
+        steps = jax.vmap(lambda x, u: jax.lax.scan(lambda x, _: (f(x, u), None), x, length=3)[0], (0, None))
+        first = jax.grad(lambda x, u: jnp.sin(steps(x, u)).sum(), (0, 1))
+        return steps(x, factor), first(x, factor), jax.grad(lambda u: first(x, u)[0].sum())(factor)
+
+    agree(of(scale), of(jnp.multiply))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.marks import lane_cases, row
+from tests.support.cases import Pair
+from tests.support.contexts import CONTEXTS, eager, jit
+from tests.support.marks import row
 
 ROWS = jnp.arange(6.0).reshape(3, 2) / 4 - 0.6
 
@@ -70,8 +72,9 @@ def recording(log: list[Any], returned: Any = None, forward: Any = lambda *args:
 
 
 @row("E3")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
-def test_is_used_in_place_of_automatic_batching(wrap):
+@pytest.mark.parametrize("context", ["eager", "jit", "checkpoint"])
+def test_is_used_in_place_of_automatic_batching(context):
+    wrap = CONTEXTS[context]
     np.testing.assert_allclose(wrap(jax.vmap(Other.apply))(ROWS), 2 * jnp.sin(ROWS), rtol=1e-6)
     np.testing.assert_allclose(jax.vmap(wrap(Other.apply))(ROWS), 2 * jnp.sin(ROWS), rtol=1e-6)
     np.testing.assert_allclose(wrap(Other.apply)(ROWS), jnp.sin(ROWS), rtol=1e-6)
@@ -81,9 +84,10 @@ def test_is_used_in_place_of_automatic_batching(wrap):
 @row("E3")
 def test_nested_vmaps():
     """Each level asks the rule, which applies the Function again."""
-    x = jnp.ones((2, 3, 4))
+    x = jnp.arange(24.0).reshape(2, 3, 4)
     np.testing.assert_allclose(jax.vmap(jax.vmap(Other.apply))(x), 4 * jnp.sin(x), rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(jax.vmap(Other.apply), in_axes=2, out_axes=1)(x).shape, (2, 4, 3))
+    got = jax.vmap(jax.vmap(Other.apply), in_axes=2, out_axes=1)(x)
+    np.testing.assert_allclose(got, 4 * jnp.sin(x.transpose(0, 2, 1)), rtol=1e-6)
 
 
 @row("E3")
@@ -110,17 +114,12 @@ def test_unbatched_calls_do_not_ask():
 
 
 @row("E3")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("wrap", [eager, jit])
 def test_info(wrap):
     log: list[Any] = []
     wrap(jax.vmap(recording(log).apply))(ROWS)
     ((info, in_dims),) = log
     assert info.batch_size == 3 and info.randomness == "error" and in_dims == (0,)
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 @row("E3")
@@ -247,9 +246,9 @@ WRONG = {
     "out_dims of another structure": (lambda x: (x, (0, 0)), "out_dims .* do not have the output's structure"),
     "too few out_dims": (lambda x: ((x, x), (0,)), "out_dims .* do not have the output's structure"),
     "size": (lambda x: (x[:2], 0), "size 2 along its out_dims axis 0: expected the batch size 3"),
-    "no such axis": (lambda x: (x, 2), "Recording.vmap"),
-    "no integer": (lambda x: (x, "0"), "Recording.vmap"),
-    "a flag": (lambda x: (x, True), "Recording.vmap"),
+    "no such axis": (lambda x: (x, 2), r"2 is not an axis of its output \(array 0\) of shape \(3, 2\)"),
+    "no integer": (lambda x: (x, "0"), "'0' is not an axis of its output"),
+    "a flag": (lambda x: (x, True), "True is not an axis of its output"),
 }
 
 
@@ -257,7 +256,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_vmap_may_not_return(what):
     returned, message = WRONG[what]
-    with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
+    with pytest.raises(RuntimeError, match=r"Recording\.vmap .*" + message):
         jax.vmap(recording([], returned).apply)(ROWS)
 
 
@@ -265,49 +264,14 @@ def test_what_vmap_may_not_return(what):
 
 
 class Weighted(jaxfn.Function):
-    """A matrix product with a rule that makes one product of a batch; three outputs, one without derivative."""
+    """A matrix product that saves an intermediate, and whose vmap makes one product of a batch; three outputs."""
 
-    rules = 0
+    calls_of_vmap = 0
 
     @staticmethod
     def forward(x, w):
         return {"out": jnp.tanh(x @ w), "norm": (x * x).sum(-1)}, (x > 0).sum(-1)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grads, _):
-        x, w = ctx.saved_tensors
-        inner = grads["out"] * (1 - jnp.tanh(x @ w) ** 2)
-        return inner @ w.T + 2 * x * grads["norm"][..., None], x.reshape(-1, 2).T @ inner.reshape(-1, 2)
-
-    @staticmethod
-    def vmap(info, in_dims, x, w):
-        Weighted.rules += 1
-        if in_dims == (0, None):
-            return Weighted.apply(x, w), 0
-        results = [
-            Weighted.apply(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip((x, w), in_dims, strict=True)))
-            for i in range(info.batch_size)
-        ]
-        return jax.tree.map(lambda *ys: jnp.stack(ys), *results), 0
-
-
-class WeightedForward(Weighted):
-    generate_jvp_rule = True
-
-    @staticmethod
-    def vmap(info, in_dims, x, w):
-        batched = [jnp.moveaxis(a, d, 0) if d is not None else jnp.stack([a] * info.batch_size)
-                   for a, d in zip((x, w), in_dims, strict=True)]  # fmt: skip
-        return jax.tree.map(
-            lambda *y: jnp.stack(y), *[WeightedForward.apply(*a) for a in zip(*batched, strict=True)]
-        ), 0
-
-
-class _SavesAnIntermediate:
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs, jnp.tanh(inputs[0] @ inputs[1]))
@@ -318,13 +282,20 @@ class _SavesAnIntermediate:
         inner = grads["out"] * (1 - out**2)
         return inner @ w.T + 2 * x * grads["norm"][..., None], x.reshape(-1, 2).T @ inner.reshape(-1, 2)
 
+    @classmethod
+    def vmap(cls, info, in_dims, x, w):
+        Weighted.calls_of_vmap += 1
+        if in_dims == (0, None):
+            return cls.apply(x, w), 0
+        rows = [
+            [a if d is None else jnp.take(a, i, axis=d) for a, d in zip((x, w), in_dims, strict=True)]
+            for i in range(info.batch_size)
+        ]
+        return jax.tree.map(lambda *ys: jnp.stack(ys), *(cls.apply(*row) for row in rows)), 0
 
-class Keeping(_SavesAnIntermediate, Weighted):
-    pass
 
-
-class KeepingForward(_SavesAnIntermediate, WeightedForward):
-    pass
+class WeightedForward(Weighted):
+    generate_jvp_rule = True
 
 
 def weighted(x, w):
@@ -363,21 +334,18 @@ def losses(f: Any) -> dict[str, Any]:
 
 
 @row("E3")
-@pytest.mark.parametrize(
-    "function", lane_cases([Weighted, WeightedForward, Keeping, KeepingForward], [Keeping, KeepingForward])
-)
+@pytest.mark.parametrize("function", [Weighted, WeightedForward])
 def test_composes_with_grad_at_every_order(function):
-    Weighted.rules = 0
+    Weighted.calls_of_vmap = 0
     got, expected = jax.jit(lambda: losses(function.apply))(), jax.jit(lambda: losses(weighted))()
     for name, values in got.items():
         for ours, plain in zip(jax.tree.leaves(values), jax.tree.leaves(expected[name]), strict=True):
             np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5, err_msg=name)
-    assert (Weighted.rules > 5) == (function in (Weighted, Keeping))
+    assert Weighted.calls_of_vmap > 5
 
 
 @row("E3")
-@pytest.mark.parametrize("function", [WeightedForward, KeepingForward])
-def test_composes_with_forward_mode(function):
+def test_composes_with_forward_mode():
     def tangents(f):
         def batched(x, w):
             return jax.vmap(f, (0, None))(x, w)[0]
@@ -390,13 +358,13 @@ def test_composes_with_forward_mode(function):
             jax.vmap(jax.hessian(lambda x: jnp.sin(f(x, W)[0]["out"]).sum()))(ROWS),
         )
 
-    ours = jax.jit(lambda: tangents(function.apply))()
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.jit(lambda: tangents(weighted))()), strict=True):
+    ours, plain = (jax.jit(lambda f=f: tangents(f))() for f in (WeightedForward.apply, weighted))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @row("E3")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [eager, jit])
 def test_the_derivative_is_that_of_the_Function_and_not_of_vmap(wrap):
     """vmap says how to compute a batch: what is differentiated is the Function, as in automatic batching."""
     for f in (
@@ -445,23 +413,21 @@ def test_needs_the_separate_style():
 
 
 @row("E4")
-def test_generate_vmap_rule_and_a_vmap():
+def test_generate_vmap_rule_alone_is_automatic_batching_and_beside_a_vmap_an_error():
+    class Generated(Plain):
+        generate_vmap_rule = True
+
+    np.testing.assert_allclose(jax.vmap(Generated.apply)(ROWS), jnp.sin(ROWS), rtol=1e-6)
+
     class Both(Other):
         generate_vmap_rule = True
 
     x = jnp.float32(0)
     assert Both.apply(x) == 0 and jax.grad(Both.apply)(x) == 1
-    for f in (jax.vmap(Both.apply), jax.vmap(jax.grad(Both.apply)), jax.grad(lambda x: jax.vmap(Both.apply)(x).sum())):
+    mapped = jax.vmap(Both.apply)
+    for f in (mapped, jax.vmap(jax.grad(Both.apply)), jax.grad(lambda x: mapped(x).sum())):
         with pytest.raises(RuntimeError, match="vmap over Both, .*both generate_vmap_rule=True and a vmap"):
             f(ROWS[:, 0])
-
-
-@row("E4")
-def test_generate_vmap_rule_alone_is_automatic_batching():
-    class Generated(Plain):
-        generate_vmap_rule = True
-
-    np.testing.assert_allclose(jax.vmap(Generated.apply)(ROWS), jnp.sin(ROWS), rtol=1e-6)
 
 
 # --- beside torch

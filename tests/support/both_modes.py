@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from jax.lax import stop_gradient
 
 import jaxfn
+from tests.support import cases
 
 FORWARD, REVERSE = "forward", "reverse"
 Modes = tuple[str, ...]
@@ -82,80 +83,46 @@ def _function(modes: Modes, plain: Any, push: Any, pull: Any) -> Callable[..., A
     return forward
 
 
-class Cube(jaxfn.Function):
-    """Saves its input."""
+def in_both_modes(function: type[jaxfn.Function], true_jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a subclass whose jvp is twice `true_jvp` and whose backward is three times the function's."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
+    class InBothModes(function):
+        @staticmethod
+        def jvp(ctx, *tangents):
+            return scaled(2, true_jvp(ctx, *tangents))
 
-    @staticmethod
-    def jvp(ctx, tangent):
-        (x,) = ctx.saved_tensors
-        return 6 * x**2 * tangent
+        @staticmethod
+        def backward(ctx, *grad_outputs):
+            return scaled(3, function.backward(ctx, *grad_outputs))
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        (x,) = ctx.saved_tensors
-        return 9 * x**2 * grad_output
+    return InBothModes.apply
 
 
-class Exp(jaxfn.Function):
-    """Saves its output, which differentiates by the rules themselves."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.exp(0.3 * x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return 0.6 * ctx.saved_tensors[0] * tangent
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 0.9 * ctx.saved_tensors[0] * grad_output
+def _gelu_jvp(ctx, tangent):
+    x, s = ctx.saved_tensors
+    return (s + 1.702 * x * s * (1 - s)) * tangent
 
 
-class Round(jaxfn.Function):
-    """Saves nothing; neither rule is the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return jnp.round(x)
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return 2 * tangent
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 3 * grad_output
+def _rotate_jvp(ctx, of_x, of_y):
+    x, y = ctx.saved_variables.x, ctx.saved_variables.y
+    return jnp.cos(x) * y * of_x + jnp.sin(x) * of_y, 2 * y * of_y - jnp.sin(x) * of_x
 
 
-class Gelu(jaxfn.Function):
-    """Saves an intermediate beside its input."""
+def _dense_jvp(ctx, of_params, of_x):
+    out = ctx.x @ of_params["w"] + of_x @ ctx.params["w"] + of_params["b"]
+    return {"norm": 2 * jnp.sum(ctx.x * of_x), "out": out}
 
-    @staticmethod
-    def forward(ctx, x):
-        s = jax.nn.sigmoid(1.7 * x)
-        ctx.save_for_backward(x, s)
-        return x * s
 
-    @staticmethod
-    def _slope(ctx):
-        x, s = ctx.saved_tensors
-        return s + 1.7 * x * s * (1 - s)
+def _normalize_jvp(ctx, of_x, of_gain, of_eps):
+    assert of_eps is None
+    x, gain = ctx.saved_tensors
+    r = 1 / jnp.sqrt((x * x).mean(-1, keepdims=True) + ctx.eps)
+    return of_gain * x * r + gain * (r * of_x - x * r**3 * (x * of_x).mean(-1, keepdims=True))
 
-    @staticmethod
-    def jvp(ctx, tangent):
-        return 2 * Gelu._slope(ctx) * tangent
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 3 * Gelu._slope(ctx) * grad_output
+def _swap_jvp(ctx, of_a, of_b):
+    a, b = ctx.saved_tensors
+    return of_b, of_a * b + a * of_b
 
 
 class Sine(jaxfn.Function):
@@ -201,72 +168,6 @@ class Multiply(jaxfn.Function):
         return 3 * grad_output * w if needs_x else None, 3 * grad_output * x if needs_w else None
 
 
-class Rotate(jaxfn.Function):
-    """Two outputs; saved by name, and gradients by name."""
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x=x, y=y)
-        return jnp.sin(x) * y, jnp.cos(x) + y * y
-
-    @staticmethod
-    def jvp(ctx, of_x, of_y):
-        x, y = ctx.saved_variables.x, ctx.saved_variables.y
-        return 2 * (jnp.cos(x) * y * of_x + jnp.sin(x) * of_y), 2 * (2 * y * of_y - jnp.sin(x) * of_x)
-
-    @staticmethod
-    def backward(ctx, first, second):
-        x, y = ctx.saved_variables.x, ctx.saved_variables.y
-        return {
-            "x": 3 * (first * jnp.cos(x) * y - second * jnp.sin(x)),
-            "y": 3 * (first * jnp.sin(x) + second * 2 * y),
-        }
-
-
-class Affine(jaxfn.Function):
-    """Pytrees in and out; keeps everything as attributes."""
-
-    @staticmethod
-    def forward(ctx, params, x):
-        ctx.kept = {"params": params, "x": x}
-        return {"out": params["w"] * x + params["b"], "norm": jnp.sum(x * x)}
-
-    @staticmethod
-    def jvp(ctx, of_params, of_x):
-        params, x = ctx.kept["params"], ctx.kept["x"]
-        out = of_params["w"] * x + params["w"] * of_x + of_params["b"]
-        return {"norm": 4 * jnp.sum(x * of_x), "out": 2 * out}
-
-    @staticmethod
-    def backward(ctx, grads):
-        params, x = ctx.kept["params"], ctx.kept["x"]
-        of_params = {"w": 3 * grads["out"] * x, "b": 3 * grads["out"].sum()}
-        return of_params, 3 * (params["w"] * grads["out"] + 2 * x * grads["norm"])
-
-
-class Scale(jaxfn.Function):
-    """Separate style, with static arguments: one positional, one by keyword with a default."""
-
-    @staticmethod
-    def forward(x, factor, *, offset=0.5):
-        return factor * x**2 + offset
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, ctx.factor, ctx.offset = inputs
-        ctx.save_for_forward(x)
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    def jvp(ctx, tangent, of_factor, of_offset):
-        assert of_factor is None and of_offset is None
-        return 4 * ctx.factor * ctx.saved_tensors[0] * tangent
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 6 * ctx.factor * ctx.saved_tensors[0] * grad_output, None, None
-
-
 class Take(jaxfn.Function):
     """An integer input, and an integer output."""
 
@@ -308,55 +209,6 @@ class Swish(jaxfn.Function):
         return 3 * (s + x * s * (1 - s)) * grad_output
 
 
-class Stretch(jaxfn.Function):
-    """Its derivative is a full matrix; a gradient that is summed to the weight's shape."""
-
-    @staticmethod
-    def forward(ctx, x, gain):
-        ctx.save_for_backward(x, gain)
-        return gain * x * jnp.sum(x * x)
-
-    @staticmethod
-    def jvp(ctx, of_x, of_gain):
-        x, gain = ctx.saved_tensors
-        return 2 * ((gain * of_x + of_gain * x) * jnp.sum(x * x) + 2 * gain * x * jnp.sum(x * of_x))
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, gain = ctx.saved_tensors
-        squares = jnp.sum(x * x)
-        return 3 * gain * (grad_output * squares + 2 * x * jnp.sum(grad_output * x)), 3 * grad_output * x * squares
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-class Swap(jaxfn.Function):
-    """Any number of arrays; returns an input unchanged, in a namedtuple."""
-
-    @staticmethod
-    def forward(ctx, *arrays):
-        a, b = arrays
-        ctx.save_for_backward(a, b)
-        return Pair(b, a * b)
-
-    @staticmethod
-    def jvp(ctx, of_a, of_b):
-        a, b = ctx.saved_tensors
-        return 2 * of_b, 2 * (of_a * b + a * of_b)
-
-    @staticmethod
-    def backward(ctx, of_first, of_second):
-        a, b = ctx.saved_tensors
-        return 3 * of_second * b, 3 * (of_first + of_second * a)
-
-
-def _affine(params, x):
-    return {"out": params["w"] * x + params["b"], "norm": jnp.sum(x * x)}
-
-
 def _swish_slope(x):
     s = stop_gradient(jax.nn.sigmoid(x))  # the saved output has no derivative
     return s + x * s * (1 - s)
@@ -370,18 +222,27 @@ INDEX = np.array([1, 1, 0])
 _X, _Y = _vector(0.3, -1.2), _vector(0.7, 0.4)
 
 CASES = [
-    Case("input", Cube.apply, lambda x: x**3, (_X,)),
     Case(
-        "output", Exp.apply, lambda x: jnp.exp(0.3 * x), (_X,),
-        lambda args, y, t: 0.6 * y * t[0], lambda args, y, g: (0.9 * y * g,),
+        "input", in_both_modes(cases.Square, lambda ctx, t: 2 * ctx.saved_tensors[0] * t), lambda x: x * x, (_X,)
     ),
-    Case("nothing", Round.apply, jnp.round, (_X,), lambda args, y, t: 2 * t[0], lambda args, y, g: (3 * g,)),
-    Case("intermediate", Gelu.apply, lambda x: x * jax.nn.sigmoid(1.7 * x), (_X,)),
+    Case(
+        "output", in_both_modes(cases.Exp, lambda ctx, t: 0.3 * ctx.saved_tensors[0] * t), lambda x: jnp.exp(0.3 * x),
+        (_X,), lambda args, y, t: 0.6 * y * t[0], lambda args, y, g: (0.9 * y * g,),
+    ),
+    Case(
+        "nothing", in_both_modes(cases.StraightThrough, lambda ctx, t: t), jnp.round,
+        (_X,), lambda args, y, t: 2 * t[0], lambda args, y, g: (3 * g,),
+    ),
+    Case("intermediate", in_both_modes(cases.Gelu, _gelu_jvp), lambda x: x * jax.nn.sigmoid(1.702 * x), (_X,)),
     Case("save_for_forward", Sine.apply, jnp.sin, (_X,)),
     Case("two_inputs", Multiply.apply, jnp.multiply, (_X, _Y)),
-    Case("two_outputs", Rotate.apply, lambda x, y: (jnp.sin(x) * y, jnp.cos(x) + y * y), (_X, _Y)),
-    Case("pytrees", Affine.apply, _affine, ({"w": _Y, "b": jnp.float32(0.2)}, _X)),
-    Case("static", lambda x: Scale.apply(x, 1.5, offset=2.0), lambda x: 1.5 * x**2 + 2.0, (_X,)),
+    Case("two_outputs", in_both_modes(cases.Rotate, _rotate_jvp), cases.rotate, (_X, _Y)),
+    Case(
+        "pytrees", in_both_modes(cases.Dense, _dense_jvp), cases.dense,
+        ({"w": _Y[:, None], "b": _vector(0.2)}, _X[None]),
+    ),
+    # A full matrix, beside a static argument.
+    Case("static", in_both_modes(cases.Normalize, _normalize_jvp), cases.normalize_reference, (_X, jnp.float32(0.7))),
     Case(
         "integers", lambda x: Take.apply(x, INDEX), lambda x: x[INDEX] * 2, (_X,),
         others=lambda x: (jnp.asarray(INDEX + 1),),
@@ -391,6 +252,5 @@ CASES = [
         lambda args, y, t: 2 * _swish_slope(*args) * t[0], lambda args, y, g: (3 * _swish_slope(*args) * g,),
         lambda x: (jax.nn.sigmoid(x),),
     ),
-    Case("matrix", Stretch.apply, lambda x, w: w * x * jnp.sum(x * x), (_X, jnp.float32(0.7))),
-    Case("namedtuple", Swap.apply, lambda a, b: Pair(b, a * b), (_X, _Y)),
+    Case("namedtuple", in_both_modes(cases.Swap, _swap_jvp), lambda a, b: cases.Pair(b, a * b), (_X, _Y)),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a function may be put through, each as a way from (function, arguments) to comparable numbers."""
+"""What a function may be put through, each as a way from (case, function) to comparable numbers."""
 
 from __future__ import annotations
 
@@ -12,130 +12,67 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.cases import Case, loss_of, make_args
+from tests.support.contexts import cond
+from tests.support.derivatives import every, grad
 
-Transformation = Callable[[Case, Callable[..., Any]], Any]
+Function = Callable[..., Any]
+Transformation = Callable[[Case, Function], Any]
 BATCH = 8
-TRANSFORMATIONS: dict[str, Transformation] = {}
 
 
-def transformation(run: Transformation) -> Transformation:
-    TRANSFORMATIONS[run.__name__] = run
-    return run
+def value_and_grad(f: Function) -> Function:
+    return lambda *args: jax.value_and_grad(f, every(args))(*args)
 
 
-def grad(f: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    return jax.grad(f, argnums=tuple(range(len(args))))
+def grad_of_loss(f: Function) -> Function:
+    return grad(loss_of(f))
 
 
-def over_batch(case: Case, f: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.vmap(f, in_axes=tuple(0 if batched else None for batched in case.batched))
+def jacrev(f: Function) -> Function:
+    def real(*args: Any) -> list[jax.Array]:
+        return [x for x in jax.tree.leaves(f(*args)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    return lambda *args: jax.jacrev(real, every(args))(*args)
 
 
-@transformation
-def eager(case, f):
-    return f(*make_args(case))
+def carried_scan(f: Function) -> Function:
+    """The loss after three steps, each of which goes along the gradient by the first argument, in a scan's carry."""
 
-
-@transformation
-def jit(case, f):
-    return jax.jit(f)(*make_args(case))
-
-
-@transformation
-def grad_eager(case, f):
-    args = make_args(case)
-    return grad(loss_of(f), args)(*args)
-
-
-@transformation
-def jit_of_grad(case, f):
-    args = make_args(case)
-    return jax.jit(grad(loss_of(f), args))(*args)
-
-
-@transformation
-def grad_of_jit(case, f):
-    args = make_args(case)
-    return grad(loss_of(jax.jit(f)), args)(*args)
-
-
-@transformation
-def value_and_grad(case, f):
-    args = make_args(case)
-    return jax.value_and_grad(loss_of(f), argnums=tuple(range(len(args))))(*args)
-
-
-@transformation
-def vmap_of_grad(case, f):
-    args = make_args(case, BATCH)
-    return over_batch(case, grad(loss_of(f), args))(*args)
-
-
-@transformation
-def grad_of_vmap(case, f):
-    args = make_args(case, BATCH)
-    return grad(loss_of(over_batch(case, f)), args)(*args)
-
-
-def _scanned(case, f, args):
-    xs = [x for x, batched in zip(args, case.batched, strict=True) if batched]
-
-    def step(total, rows):
-        rows = iter(rows)
-        full = [next(rows) if batched else x for x, batched in zip(args, case.batched, strict=True)]
-        return total + loss_of(f)(*full), None
-
-    return jax.lax.scan(step, jnp.float32(0), xs)[0]
-
-
-@transformation
-def scan(case, f):
-    args = make_args(case, BATCH)
-    return jax.jit(grad(lambda *a: _scanned(case, f, a), args))(*args)
-
-
-@transformation
-def second_order_of_scan(case, f):
-    args = make_args(case, 2)
-    first = grad(lambda *a: _scanned(case, f, a), args)
-    return jax.jit(grad(loss_of(first), args))(*args)
-
-
-@transformation
-def carried_scan(case, f):
-    args = make_args(case)
-
-    def loss(*args):
-        def step(first, _):
-            return jax.tree.map(
-                lambda x, d: x + 0.01 * jnp.cos(d), first, grad(loss_of(f), args)(first, *args[1:])[0]
-            ), None
+    def loss(*args: Any) -> Any:
+        def step(first: Any, _: Any) -> Any:
+            gradient = grad_of_loss(f)(first, *args[1:])[0]
+            return jax.tree.map(lambda x, d: x + 0.01 * jnp.cos(d), first, gradient), None
 
         return loss_of(f)(jax.lax.scan(step, args[0], None, length=3)[0], *args[1:])
 
-    return loss(*args)
+    return loss
 
 
-@transformation
-def while_loop(case, f):
-    args = make_args(case)
+def while_loop(f: Function) -> Function:
+    def summed(*args: Any) -> Any:
+        def body(state: Any) -> Any:
+            i, total = state
+            return i + 1, total + loss_of(f)(*args)
 
-    def body(state):
-        i, total = state
-        return i + 1, total + loss_of(f)(*args)
+        return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, jnp.float32(0)))
 
-    return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, jnp.float32(0)))
+    return summed
 
 
-@transformation
-def cond(case, f):
-    args = make_args(case)
+def eval_shape(f: Function) -> Function:
+    def shapes(*args: Any) -> Any:
+        found = jax.eval_shape(lambda *a: (f(*a), grad_of_loss(f)(*a)), *args)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
 
-    def loss(*args):
-        first = jax.tree.leaves(args)[0]
-        return jax.lax.cond(first.sum() > -1e9, loss_of(f), lambda *a: jnp.float32(0), *args)
+    return shapes
 
-    return jax.jit(grad(loss, args))(*args)
+
+def export_and_reload(f: Function) -> Function:
+    def reloaded(*args: Any) -> Any:
+        exported = jax.export.export(jax.jit(value_and_grad(loss_of(f))))(*args)
+        return jax.export.deserialize(exported.serialize()).call(*args)
+
+    return reloaded
 
 
 POLICIES = {
@@ -145,73 +82,76 @@ POLICIES = {
 }
 
 
-def _checkpoint(policy, case, f):
-    args = make_args(case)
+def _checkpoint(policy: Any, f: Function) -> Function:
     loss = jax.checkpoint(loss_of(f), policy=policy)
-    return jax.jit(grad(loss, args))(*args), jax.jit(grad(loss_of(grad(loss, args)), args))(*args)
+    return jax.jit(lambda *args: (grad(loss)(*args), grad_of_loss(grad(loss))(*args)))
 
 
-for _name, _policy in POLICIES.items():
-    TRANSFORMATIONS[f"checkpoint_{_name}"] = partial(_checkpoint, _policy)
+# Of the function of one element.
+_SINGLE: dict[str, Callable[[Function], Function]] = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "grad_eager": grad_of_loss,
+    "jit_of_grad": lambda f: jax.jit(grad_of_loss(f)),
+    "grad_of_jit": lambda f: grad_of_loss(jax.jit(f)),
+    "value_and_grad": lambda f: value_and_grad(loss_of(f)),
+    "carried_scan": carried_scan,
+    "while_loop": while_loop,
+    "cond": lambda f: jax.jit(grad_of_loss(cond(f))),
+    **{f"checkpoint_{name}": partial(_checkpoint, policy) for name, policy in POLICIES.items()},
+    "second_order": lambda f: grad_of_loss(grad_of_loss(f)),
+    "second_order_of_jit": lambda f: jax.jit(grad_of_loss(jax.jit(grad_of_loss(jax.jit(f))))),
+    "third_order": lambda f: jax.jit(grad_of_loss(grad_of_loss(grad_of_loss(f)))),
+    "third_order_of_checkpoint": lambda f: jax.jit(grad_of_loss(grad_of_loss(grad(jax.checkpoint(loss_of(f)))))),
+    "jacrev": jacrev,
+    "eval_shape": eval_shape,
+    "export_and_reload": export_and_reload,
+}
 
 
-@transformation
-def second_order(case, f):
-    args = make_args(case)
-    return grad(loss_of(grad(loss_of(f), args)), args)(*args)
+def over_batch(case: Case, f: Function) -> Function:
+    return jax.vmap(f, in_axes=tuple(0 if batched else None for batched in case.batched))
 
 
-@transformation
-def second_order_of_jit(case, f):
-    args = make_args(case)
-    return jax.jit(grad(loss_of(jax.jit(grad(loss_of(jax.jit(f)), args))), args))(*args)
+def over_steps(case: Case, f: Function) -> Function:
+    """The sum of the losses of all elements of a batch, by a scan; unbatched arguments are constants of it."""
+
+    def total(*args: Any) -> jax.Array:
+        def step(total: Any, batched: Any) -> Any:
+            rest = iter(batched)
+            full = [next(rest) if batched else x for x, batched in zip(args, case.batched, strict=True)]
+            return total + loss_of(f)(*full), None
+
+        xs = [x for x, batched in zip(args, case.batched, strict=True) if batched]
+        return jax.lax.scan(step, jnp.float32(0), xs)[0]
+
+    return total
 
 
-@transformation
-def third_order(case, f):
-    args = make_args(case)
-    return jax.jit(grad(loss_of(grad(loss_of(grad(loss_of(f), args)), args)), args))(*args)
+# Of the function of one element too, for a batch of arguments.
+_BATCHED: dict[str, Callable[[Case, Function], Function]] = {
+    "vmap_of_grad": lambda case, f: over_batch(case, grad_of_loss(f)),
+    "grad_of_vmap": lambda case, f: grad_of_loss(over_batch(case, f)),
+    "vmap_of_second_order": lambda case, f: jax.jit(over_batch(case, grad_of_loss(grad_of_loss(f)))),
+    "second_order_of_vmap": lambda case, f: jax.jit(grad_of_loss(grad_of_loss(over_batch(case, f)))),
+    "grad_of_vmap_of_grad": lambda case, f: jax.jit(grad_of_loss(over_batch(case, grad_of_loss(f)))),
+    "scan": lambda case, f: jax.jit(grad(over_steps(case, f))),
+    "second_order_of_scan": lambda case, f: jax.jit(grad_of_loss(grad(over_steps(case, f)))),
+}
 
 
-@transformation
-def vmap_of_second_order(case, f):
-    args = make_args(case, BATCH)
-    return jax.jit(over_batch(case, grad(loss_of(grad(loss_of(f), args)), args)))(*args)
+def _single(derived: Callable[[Function], Function], case: Case, f: Function) -> Any:
+    return derived(f)(*make_args(case))
 
 
-@transformation
-def second_order_of_vmap(case, f):
-    args = make_args(case, BATCH)
-    return jax.jit(grad(loss_of(grad(loss_of(over_batch(case, f)), args)), args))(*args)
+def _batched(derived: Callable[[Case, Function], Function], case: Case, f: Function) -> Any:
+    return derived(case, f)(*make_args(case, BATCH))
 
 
-@transformation
-def grad_of_vmap_of_grad(case, f):
-    args = make_args(case, BATCH)
-    return jax.jit(grad(loss_of(over_batch(case, grad(loss_of(f), args))), args))(*args)
-
-
-@transformation
-def jacrev(case, f):
-    args = make_args(case)
-    real = lambda *a: [x for x in jax.tree.leaves(f(*a)) if jnp.issubdtype(x.dtype, jnp.inexact)]  # noqa: E731
-    return jax.jacrev(real, argnums=tuple(range(len(args))))(*args)
-
-
-@transformation
-def eval_shape(case, f):
-    args = make_args(case)
-    shapes = jax.eval_shape(lambda *a: (f(*a), grad(loss_of(f), args)(*a)), *args)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-
-@transformation
-def export_and_reload(case, f):
-    args = make_args(case)
-    loss = loss_of(f)
-    exported = jax.export.export(jax.jit(lambda *a: (loss(*a), grad(loss, args)(*a))))(*args)
-    reloaded = jax.export.deserialize(exported.serialize())
-    return reloaded.call(*args)
+TRANSFORMATIONS: dict[str, Transformation] = {
+    **{name: partial(_single, derived) for name, derived in _SINGLE.items()},
+    **{name: partial(_batched, derived) for name, derived in _BATCHED.items()},
+}
 
 
 def _sharded_args(case, axis_type):
@@ -225,7 +165,7 @@ def _sharded_jit(axis_type, case, f):
     mesh, _, args = _sharded_args(case, axis_type)
     with jax.set_mesh(mesh):
         loss = loss_of(over_batch(case, f))
-        return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(args)))))(*args))
+        return jax.device_get(jax.jit(value_and_grad(loss))(*args))
 
 
 TRANSFORMATIONS["sharded_jit_auto"] = partial(_sharded_jit, AxisType.Auto)
@@ -240,8 +180,8 @@ def _shard_map(check_vma, second, case, f):
 
     loss = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
     if second:
-        return jax.device_get(jax.jit(grad(loss_of(grad(loss, args)), args))(*args))
-    return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(args)))))(*args))
+        return jax.device_get(jax.jit(grad_of_loss(grad(loss)))(*args))
+    return jax.device_get(jax.jit(value_and_grad(loss))(*args))
 
 
 def _grad_inside_shard_map(case, f):
@@ -249,7 +189,7 @@ def _grad_inside_shard_map(case, f):
 
     def local(*args):
         # With check_vma, the gradient of a replicated weight is already summed over the axis.
-        return grad(loss_of(over_batch(case, f)), args)(*args)
+        return grad_of_loss(over_batch(case, f))(*args)
 
     return jax.device_get(jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs))(*args))
 
