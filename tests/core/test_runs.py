@@ -101,136 +101,75 @@ class World:
         return {name: count - before[name] for name, count in self.counts.items()}
 
 
-Draw = Callable[[Any], Any]
-STYLES: dict[str, Callable[[Draw], tuple[Any, Any]]] = {}
-
-
-def style(make):
-    """Registers what makes, for a way of drawing, a Function of (x, keys), and a custom_vjp's fwd and bwd."""
-    STYLES[make.__name__] = make
-    return make
-
-
-@style
-def saves_nothing(draw):
-    def forward(ctx, x, keys):
-        return x + draw(keys)
-
-    def backward(ctx, g):
-        return g, None
-
-    return _function(forward, backward), (lambda x, keys: (x + draw(keys), None), lambda _, g: g)
-
-
-@style
-def saves_input(draw):
-    def forward(ctx, x, keys):
-        ctx.save_for_backward(x)
-        return jnp.sin(x) + draw(keys)
-
-    def backward(ctx, g):
-        return g * jnp.cos(ctx.saved_tensors[0]), None
-
-    return _function(forward, backward), (
-        lambda x, keys: (jnp.sin(x) + draw(keys), x),
-        lambda x, g: g * jnp.cos(x),
-    )
-
-
-@style
-def saves_output(draw):
-    def forward(ctx, x, keys):
-        y = draw(keys) * jnp.exp(x)
-        ctx.save_for_backward(y)
-        return y
-
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0], None
-
-    return _function(forward, backward), (
-        lambda x, keys: (draw(keys) * jnp.exp(x),) * 2,
-        lambda y, g: g * y,
-    )
-
-
-def _sine(x, m):
+def sine(x, m):
     return m * jnp.sin(x), m * jnp.cos(x)
 
 
-def _sine_by_hand(draw):
-    return lambda x, keys: _sine(x, draw(keys)), lambda c, g: g * c
+def masked(x, m):
+    return jnp.where(m > 0.9, jnp.sin(x), 0.0), (m > 0.9, x)
 
 
-def _forward_of_intermediate(draw):
+# The output by x and a draw, with what is saved of it; and the slope by what is saved.
+COMPUTES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "saves_nothing": (lambda x, m: (x + m, None), lambda _: jnp.float32(1)),
+    "saves_input": (lambda x, m: (jnp.sin(x) + m, x), jnp.cos),
+    "saves_output": (lambda x, m: (m * jnp.exp(x),) * 2, lambda y: y),
+    "saves_intermediate": (sine, lambda c: c),
+    "saves_mask": (masked, lambda saved: jnp.where(saved[0], jnp.cos(saved[1]), 0.0)),
+}
+# These save an intermediate too.
+OF_INTERMEDIATE = (
+    "keeps_attribute", "keeps_closure", "sets_up_context", "has_jvp_too", "generates_jvp_rule", "reads_flags",
+)  # fmt: skip
+STYLES = [*COMPUTES, *OF_INTERMEDIATE]
+
+
+def computes(name):
+    return COMPUTES.get(name, COMPUTES["saves_intermediate"])
+
+
+def by_function(name, draw):
+    """A Function of (x, keys), or a function that applies one."""
+    compute, slope_of = computes(name)
+
     def forward(ctx, x, keys):
-        y, c = _sine(x, draw(keys))
-        ctx.save_for_backward(c)
+        if name == "reads_flags":
+            ctx.read = ctx.needs_input_grad.x
+        y, saved = compute(x, draw(keys))
+        if name == "keeps_closure":
+            ctx.pull = lambda g: g * saved
+        elif name == "keeps_attribute":
+            ctx.kept = {"slope": [saved]}
+        else:
+            ctx.save_for_backward(*jax.tree.leaves(saved))
         return y
 
-    return forward
+    def rule(ctx, moving):
+        if name == "keeps_closure":
+            return ctx.pull(moving)
+        if name == "keeps_attribute":
+            return moving * ctx.kept["slope"][0]
+        saved = ctx.saved_tensors
+        return moving * slope_of(saved[0] if len(saved) == 1 else saved)
+
+    class Drawn(jaxfn.Function):
+        generate_jvp_rule = name == "generates_jvp_rule"
+
+    if name == "sets_up_context":
+        return separately(draw)
+    Drawn.forward, Drawn.backward = staticmethod(forward), staticmethod(lambda ctx, g: (rule(ctx, g), None))
+    if name == "has_jvp_too":
+        Drawn.jvp = staticmethod(lambda ctx, tangent, _: rule(ctx, tangent))
+    return Drawn.apply
 
 
-def _backward_of_intermediate(ctx, g):
-    return g * ctx.saved_tensors[0], None
-
-
-@style
-def saves_intermediate(draw):
-    return _function(_forward_of_intermediate(draw), _backward_of_intermediate), _sine_by_hand(draw)
-
-
-@style
-def saves_mask(draw):
-    def forward(ctx, x, keys):
-        mask = draw(keys) > 0.9
-        ctx.save_for_backward(mask, x)
-        return jnp.where(mask, jnp.sin(x), 0.0)
-
-    def backward(ctx, g):
-        mask, x = ctx.saved_tensors
-        return jnp.where(mask, g * jnp.cos(x), 0.0), None
-
-    def fwd(x, keys):
-        mask = draw(keys) > 0.9
-        return jnp.where(mask, jnp.sin(x), 0.0), (mask, x)
-
-    return _function(forward, backward), (fwd, lambda r, g: jnp.where(r[0], g * jnp.cos(r[1]), 0.0))
-
-
-@style
-def keeps_attribute(draw):
-    def forward(ctx, x, keys):
-        y, c = _sine(x, draw(keys))
-        ctx.kept = {"slope": [c]}
-        return y
-
-    def backward(ctx, g):
-        return g * ctx.kept["slope"][0], None
-
-    return _function(forward, backward), _sine_by_hand(draw)
-
-
-@style
-def keeps_closure(draw):
-    def forward(ctx, x, keys):
-        y, c = _sine(x, draw(keys))
-        ctx.pull = lambda g: g * c
-        return y
-
-    def backward(ctx, g):
-        return ctx.pull(g), None
-
-    return _function(forward, backward), _sine_by_hand(draw)
-
-
-@style
-def sets_up_context(draw):
-    """Its slope is a second output, which differentiates by the Function's own rule."""
+def separately(draw):
+    """In the separate style. Its slope is a second output, which differentiates by the Function's own rule."""
 
     class Drawn(jaxfn.Function):
         @staticmethod
         def forward(x, keys):
-            return _sine(x, draw(keys))
+            return sine(x, draw(keys))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -241,52 +180,16 @@ def sets_up_context(draw):
             y, c = ctx.saved_tensors
             return g * c - of_slope * y, None
 
-    return (lambda x, keys: Drawn.apply(x, keys)[0]), _sine_by_hand(draw)
-
-
-@style
-def has_jvp_too(draw):
-    def jvp(ctx, tangent, _):
-        return tangent * ctx.saved_tensors[0]
-
-    return _function(_forward_of_intermediate(draw), _backward_of_intermediate, jvp=jvp), _sine_by_hand(draw)
-
-
-@style
-def generates_jvp_rule(draw):
-    made = _function(_forward_of_intermediate(draw), _backward_of_intermediate, generate_jvp_rule=True)
-    return made, _sine_by_hand(draw)
-
-
-@style
-def reads_flags(draw):
-    forward = _forward_of_intermediate(draw)
-
-    def reading(ctx, x, keys):
-        ctx.read = ctx.needs_input_grad.x
-        return forward(ctx, x, keys)
-
-    return _function(reading, _backward_of_intermediate), _sine_by_hand(draw)
-
-
-def _function(forward, backward, *, jvp=None, **attributes):
-    attributes |= {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    if jvp is not None:
-        attributes["jvp"] = staticmethod(jvp)
-    return type("Drawn", (jaxfn.Function,), attributes).apply
-
-
-def by_function(name, draw):
-    return STYLES[name](draw)[0]
+    return lambda x, keys: Drawn.apply(x, keys)[0]
 
 
 def by_hand(name, draw):
     """As a JAX user would write it; an object is no argument of a custom_vjp, so it is closed over."""
-    fwd, bwd = STYLES[name](draw)[1]
+    compute, slope_of = computes(name)
 
     def call(x, keys):
-        made = jax.custom_vjp(lambda x: fwd(x, keys)[0])
-        made.defvjp(lambda x: fwd(x, keys), lambda residuals, g: (bwd(residuals, g),))
+        made = jax.custom_vjp(lambda x: compute(x, draw(keys))[0])
+        made.defvjp(lambda x: compute(x, draw(keys)), lambda saved, g: (g * slope_of(saved),))
         return made(x)
 
     return call
@@ -294,8 +197,7 @@ def by_hand(name, draw):
 
 def plainly(name, draw):
     """Without a rule: JAX differentiates the function itself."""
-    fwd = STYLES[name](draw)[1][0]
-    return lambda x, keys: fwd(x, keys)[0]
+    return lambda x, keys: computes(name)[0](x, draw(keys))[0]
 
 
 def check_one_draw(name, x, y, slope, curvature=None, calls=2):
@@ -490,7 +392,7 @@ def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):
 def test_a_single_call_under_jit_runs_once(name):
     """By hand it works, once: what the source has become is lost, and its next draw raises."""
     world = World()
-    f = STYLES[name](world.drawing("keys"))[0]
+    f = by_function(name, world.drawing("keys"))
     plain = plainly(name, World().drawing("keys"))
     for _ in range(2):
         before = dict(world.counts)
