@@ -120,19 +120,6 @@ def test_a_value_that_is_differentiated_is_refused(program, argnums, mode, is_fa
 
 
 @row("A9")
-@pytest.mark.parametrize("save", ["input", "intermediate"])
-@pytest.mark.parametrize("program", ["eager", "jit", "checkpoint"])
-def test_differentiated_further_out(program, save):
-    """The gradient by x is a function of w like any other."""
-
-    def mixed(f):
-        return jax.grad(CONTEXTS[program](lambda w, x: jax.grad(lambda x: f(w, x))(x) * x), (0, 1))
-
-    got = mixed(lambda w, x: scaled(w, save=save)(x))(1.3, 0.7)
-    np.testing.assert_allclose(got, mixed(plain)(1.3, 0.7), rtol=1e-5)
-
-
-@row("A9")
 def test_a_global_and_an_array_that_is_not_needed():
     """What the outputs do not depend on may be differentiated."""
 
@@ -283,15 +270,12 @@ def test_a_mapped_value_that_rules_close_over_alone(program):
 
 @row("A9")
 def test_a_list_that_backward_appends_to_is_the_callers():
+    """It may hold tracers of programs long gone."""
     seen = []
-
-    @jax.jit
-    def gradient(x):
-        f = jaxfn.autograd_function(lambda ctx, x: jnp.round(x), lambda ctx, g: seen.append(g) or 2 * g)
-        return jax.grad(lambda x: f(f(f(x))))(x)
-
-    assert gradient(0.6) == 8.0
-    assert len(seen) == 3
+    f = jaxfn.autograd_function(lambda ctx, x: jnp.round(x), lambda ctx, g: seen.append(g) or 2 * g)
+    for calls in (3, 6):
+        assert jax.jit(jax.grad(lambda x: f(f(f(x)))))(0.6) == 8.0
+        assert len(seen) == calls
 
 
 @row("A9")
@@ -310,46 +294,6 @@ def test_a_variable_that_backward_changes_is_still_the_functions_own():
 
     assert gradient(3.0, 0.6) == 3.0
     assert calls == 1
-
-
-@row("A9")
-def test_what_a_backward_only_keeps_is_no_matter():
-    """A list that backward appends to, say, may hold tracers of programs long gone."""
-    seen = []
-    f = jaxfn.autograd_function(lambda ctx, x: x * 2, lambda ctx, g: seen.append(g) or 2 * g)
-    for _ in range(2):
-        assert jax.jit(jax.grad(lambda x: f(x)))(1.0) == 2.0
-
-
-@row("A8", "A9")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_mapped_forward_whose_state_is_traced(wrap):
-    """Its second run, for a second derivative, draws another scale."""
-
-    class Keys:
-        def __init__(self, key):
-            self.key = key
-
-        def __call__(self):
-            self.key, key = jax.random.split(self.key)
-            return key
-
-    def loss(x):
-        keys = Keys(jax.random.key(0))
-
-        def forward(ctx, x):
-            scale = jax.random.uniform(keys(), (), x.dtype, 0.5, 1.5)
-            ctx.save_for_backward(scale)
-            return x * scale
-
-        drop = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.saved_tensors[0])
-        return drop(x) ** 2 + drop(x) ** 2
-
-    first = wrap(jax.vmap(jax.value_and_grad(loss)))
-    value, gradient = first(jnp.full(3, 2.0))
-    np.testing.assert_allclose(gradient, value, rtol=1e-6)  # each of both terms is 4m² at 2, and so is its gradient
-    with pytest.raises(NotImplementedError, match=r"forward.forward was run again .* changed between the runs"):
-        wrap(jax.vmap(jax.grad(jax.grad(loss))))(jnp.full(3, 2.0))
 
 
 class Everywhere:

@@ -348,6 +348,12 @@ def log_of_tracers_by_a_handler():
     return sine(lambda x: logger.debug("forward %s", x), lambda g: logger.debug("backward %s", g) or g)
 
 
+def mask():
+    """It has no derivative that could be lost."""
+    kept: dict[str, Any] = {}
+    return sine(lambda x: kept.update(mask=x > 0), lambda g: jnp.where(kept["mask"], g, 0))
+
+
 def bounded_log():
     recent: collections.deque[Any] = collections.deque(maxlen=2)
     return sine(lambda x: recent.append(jnp.cos(x)))
@@ -359,6 +365,7 @@ HARMLESS: dict[str, Callable[[], Any]] = {
     "bounded log": bounded_log,
     "running mean": lambda: sine(update_mean),
     "running mean beside a scale": lambda: sine(update_mean, lambda g: g * Statistics.scale),
+    "mask": mask,
     "counter": lambda: sine(counting, lambda g: counting(g) or g),
     "shape": lambda: sine(keep_shape, lambda g: g.reshape(Statistics.shape[0]).astype(Statistics.shape[1])),
     "cache of constants": lambda: sine(lambda x: table(), lambda g: g * table()[1]),
@@ -380,6 +387,9 @@ HARMLESS: dict[str, Callable[[], Any]] = {
         ("running mean", "grad of jit of grad"),
         ("running mean beside a scale", "grad of grad"),
         ("running mean beside a scale", "grad of checkpoint"),
+        ("mask", "jit of grad"),
+        ("mask", "grad of jit of grad"),
+        ("mask", "jit of grad of grad"),
         ("counter", "scan of grad"),
         ("counter", "vmap of grad of grad"),
         ("shape", "jit of vmap of grad"),
@@ -401,26 +411,6 @@ def test_what_backward_does_not_depend_on_may_be_kept_outside(kind, program):
 def test_statistics_are_of_use_after_an_eager_derivative(program):
     EVERY[program](HARMLESS["running mean"]())(X)
     np.testing.assert_allclose(Statistics.mean + 1, 1.05, rtol=1e-6)
-
-
-@row("B14")
-@pytest.mark.parametrize(
-    "program", ["grad", "jit of grad", "grad of grad", "grad of jit of grad", "jit of grad of grad"]
-)
-def test_an_array_without_a_derivative_may_be_kept_outside(program):
-    """A mask has none that could be lost."""
-    kept: dict[str, Any] = {}
-
-    def forward(ctx, x):
-        kept["mask"] = x > 0
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    def backward(ctx, g):
-        return jnp.where(kept["mask"], g * jnp.cos(ctx.saved_tensors[0]), 0)
-
-    f = jaxfn.autograd_function(forward, backward)
-    np.testing.assert_allclose(EVERY[program](f)(X), jnp.cos(X) if program in GRADIENTS else -jnp.sin(X), rtol=1e-6)
 
 
 @row("B14")

@@ -77,10 +77,6 @@ class World:
         self.counts["host"] += 1
         return np.float32(self.on_host.uniform(0.5, 1.5))
 
-    def of_debug_callback(self, _):
-        jax.debug.callback(self._draw_on_host)
-        return jnp.float32(0.7)
-
     def of_unchanged_key(self, keys):
         return jax.random.uniform(keys.key, (), jnp.float32, 0.5, 1.5)
 
@@ -274,7 +270,6 @@ SOURCES = {
     "numpy": ("numpy", False),
     "counter": ("counter", False),
     "io_callback": ("io_callback", False),
-    "debug_callback": ("debug_callback", False),
     "nothing": ("nothing", False),
 }
 
@@ -351,9 +346,8 @@ def at(transform):
         ("numpy", "reads_flags", "cond", "half more"),
         ("io_callback", "saves_output", "grad_of_jit", "half"),
         ("io_callback", "has_jvp_too", "vmap_of_grad", "as by hand"),
-        ("debug_callback", "saves_output", "checkpoint", "half"),
-        ("debug_callback", "has_jvp_too", "scan", "half"),
-        ("debug_callback", "keeps_closure", "cond", "refused"),
+        ("io_callback", "saves_input", "scan", "half"),
+        ("io_callback", "keeps_closure", "cond", "refused"),
     ],
 )
 def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):

@@ -309,51 +309,7 @@ def test_a_real_input_of_a_complex_output(wrap):
     np.testing.assert_allclose(got, jax.linear_transpose(lambda x: x * (1 + 2j), X)(y)[0], rtol=1e-5)
 
 
-# --- Functions in Functions
-
-
-class Inner(jaxfn.Function):
-    """a @ x on the host."""
-
-    generate_jvp_rule = True
-
-    @staticmethod
-    def forward(ctx, a, x):
-        ctx.save_for_backward(a, x)
-        return on_host(np.matmul, jax.ShapeDtypeStruct(a.shape[:1], x.dtype), a, x)
-
-    @staticmethod
-    def backward(ctx, g):
-        a, x = ctx.saved_tensors
-        return jnp.outer(g, x), Inner.apply(a.T, g)
-
-
-class Outer(jaxfn.Function):
-    """a @ x by `Inner`, in both directions."""
-
-    generate_jvp_rule = True
-
-    @staticmethod
-    def forward(ctx, a, x):
-        ctx.save_for_backward(a)
-        return Inner.apply(a, x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return None, Inner.apply(ctx.saved_tensors[0].T, g)
-
-
-@row("D5", "D7")
-@pytest.mark.parametrize("function", [Inner, Outer])
-@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@JIT
-def test_functions_that_apply_linear_functions(wrap, within, function):
-    f = within(partial(function.apply, A))
-    np.testing.assert_allclose(wrap(lambda y: jax.linear_transpose(f, X)(y)[0])(Y), A.T @ Y, rtol=1e-5)
-    np.testing.assert_allclose(wrap(lambda x: jax.jvp(f, (x,), (2 * x,))[1])(X), 2 * A @ X, rtol=1e-5)
-    # Of the gradient by x, forward mode evaluates the transpose of backward again.
-    tangent = wrap(lambda x: jax.jvp(jax.grad(lambda x: jnp.sum(f(x) ** 2)), (x,), (x,))[1])(X)
-    np.testing.assert_allclose(tangent, 2 * A.T @ A @ X, rtol=1e-4)
+# --- what forward captures, and packs
 
 
 @row("A9", "D7")
