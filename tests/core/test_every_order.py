@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.cases import with_rules
 from tests.support.contexts import CONTEXTS, SECOND_DERIVATIVES, checkpoint, gradient, jit, scan, vmap
 from tests.support.marks import cells, row
 
@@ -124,107 +125,75 @@ def test_the_second_derivative_of_a_rule_that_is_not_linear(program, rules, save
 # --- a pullback is a function of its residuals
 
 
-def cubes(save):
-    """x³ with the slope 5x², from what is saved."""
-
-    def forward(ctx, x):
-        y = x**3
-        ctx.save_for_backward({"input": x, "output": y, "intermediate": 5 * x * x}[save])
-        return y
-
-    def backward(ctx, g):
-        (kept,) = ctx.saved_tensors
-        return g * {"input": 5 * kept**2, "output": 5 * jnp.cbrt(kept) ** 2, "intermediate": kept}[save]
-
-    return jaxfn.autograd_function(forward, backward)
-
-
-def cubes_by_hand(save):
-    f = jax.custom_vjp(lambda x: x**3)
-
-    def fwd(x):
-        y = f(x)  # which has the rule at the second order, too
-        return y, {"input": x, "output": y, "intermediate": 5 * x * x}[save]
-
-    def bwd(kept, g):
-        return (g * {"input": 5 * kept**2, "output": 5 * jnp.cbrt(kept) ** 2, "intermediate": kept}[save],)
-
-    f.defvjp(fwd, bwd)
-    return f
+# What is saved of sin(x * w), and the slopes by x and by w from that.
+SAVED = {
+    "inputs": (lambda x, w, y: (x, w), lambda x, w: (w * jnp.cos(x * w), x * jnp.cos(x * w))),
+    "output": (lambda x, w, y: (x, w, y), lambda x, w, y: (w * jnp.sqrt(1 - y * y), x * jnp.sqrt(1 - y * y))),
+    "intermediates": (lambda x, w, y: (w * jnp.cos(x * w), x * jnp.cos(x * w)), lambda of_x, of_w: (of_x, of_w)),
+}
 
 
 def product(save, rules):
-    """sin(x * w), with gradients 5 and 7 times too large, in ways of saving several arrays."""
+    """sin(x * w), with gradients 5 and 7 times too large."""
+    saved, slopes = SAVED.get(save, SAVED["inputs"])
 
     def forward(ctx, x, w):
+        y = jnp.sin(x * w)
         if save == "flags":
             ctx.read = any(ctx.needs_input_grad)
         if save == "attribute":
             ctx.kept = {"deep": [x, w]}
-        elif save == "many":
-            ctx.save_for_backward(*(i * x for i in range(18)), x, w)
         else:
-            ctx.save_for_backward(x, w)
-        return jnp.sin(x * w)
+            ctx.save_for_backward(*(i * x for i in range(18 if save == "many" else 0)), *saved(x, w, y))
+        return y
 
     def backward(ctx, g):
-        x, w = ctx.kept["deep"] if save == "attribute" else ctx.saved_tensors[-2:]
-        return 5 * g * w * jnp.cos(x * w), 7 * g * x * jnp.cos(x * w)
+        kept = ctx.kept["deep"] if save == "attribute" else ctx.saved_tensors
+        of_x, of_w = slopes(*(kept[-2:] if save == "many" else kept))
+        return 5 * g * of_x, 7 * g * of_w
 
-    f = jaxfn.autograd_function(forward, backward)
-    if rules == "jvp":
-        f.jvp(lambda ctx, t, u: t + u)
+    return with_rules(rules, forward, backward, lambda ctx, t, u: t + u)
+
+
+def product_by_hand(save):
+    saved, slopes = SAVED.get(save, SAVED["inputs"])
+    f = jax.custom_vjp(lambda x, w: jnp.sin(x * w))
+
+    def fwd(x, w):
+        y = f(x, w)  # which has the rule at the second order, too
+        return y, saved(x, w, y)
+
+    def bwd(kept, g):
+        of_x, of_w = slopes(*kept)
+        return 5 * g * of_x, 7 * g * of_w
+
+    f.defvjp(fwd, bwd)
     return f
-
-
-@jax.custom_vjp
-def product_by_hand(x, w):
-    return jnp.sin(x * w)
-
-
-def _product_bwd(kept, g):
-    x, w = kept
-    return 5 * g * w * jnp.cos(x * w), 7 * g * x * jnp.cos(x * w)
-
-
-product_by_hand.defvjp(lambda x, w: (product_by_hand(x, w), (x, w)), _product_bwd)
-
-
-CUBES = ["input", "output", "intermediate"]
 
 
 @row("D2", "E1")
 @cells(
     "save,program,rules,argument",
     [
-        ("input", "eager", "backward", "x"),
-        ("input", "vmap", "jvp", "x"),
-        ("output", "jit", "jvp", "x"),
-        ("output", "scan", "backward", "x"),
-        ("intermediate", "checkpoint", "backward", "x"),
-        ("intermediate", "eager", "jvp", "x"),
         ("inputs", "jit", "backward", "both"),
-        ("inputs", "vmap", "jvp", "w"),
-        ("attribute", "scan", "jvp", "both"),
+        ("inputs", "vmap", "both", "w"),
+        ("output", "jit", "both", "x"),
+        ("output", "scan", "backward", "both"),
+        ("intermediates", "checkpoint", "backward", "x"),
+        ("intermediates", "eager", "both", "both"),
+        ("attribute", "scan", "both", "both"),
         ("attribute", "checkpoint", "backward", "w"),
-        ("flags", "eager", "jvp", "w"),
+        ("flags", "eager", "both", "w"),
         ("flags", "jit", "backward", "x"),
         ("many", "vmap", "backward", "both"),
-        ("many", "checkpoint", "jvp", "x"),
+        ("many", "checkpoint", "both", "x"),
     ],
 )
 def test_a_pullback_is_an_argument_of_grad(save, program, rules, argument):
     """As one of a hand-written custom_vjp, whose leaves are all floating: a boolean one would need `allow_int`."""
     g, w = jnp.cos(X), jnp.sin(X)
-    if save in CUBES:
-        cube, cube_by_hand = cubes(save), cubes_by_hand(save)
-        if rules == "jvp":
-            cube.jvp(lambda ctx, t: 7 * t)
-        functions = [lambda x, w: cube(x), lambda x, w: cube_by_hand(x)]
-    else:
-        functions = [product(save, rules), product_by_hand]
     results = []
-    for f in functions:
+    for f in (product(save, rules), product_by_hand(save)):
         around = CONTEXTS[program](f)
         call, args = {
             "x": (lambda x, around=around: around(x, w), (X,)),

@@ -47,51 +47,31 @@ SOURCES: dict[str, Callable[[], Callable[[], Any]]] = {
 }
 
 
-def drawing(source, how="plain", reads_flags=False):
-    """m * sin(x) with the slope m * cos(x), of one draw m."""
+def drawing(source, how="plain", flags="not read"):
+    """m * sin(x * w), of one draw m. Its slopes are saved, those that the flags ask for."""
     draw = SOURCES[source]()
 
-    def forward(ctx, x):
-        if reads_flags:
-            ctx.read = ctx.needs_input_grad[0]
-        m = draw()
-
-        def sine(x):
-            y, slope = m * jnp.sin(x), m * jnp.cos(x)
-            # A large entry hides a difference of the others, where differences are measured by the largest.
-            return (jnp.append(y, LARGE), jnp.append(slope, LARGE)) if how == "large" else (y, slope)
-
-        # In an inner jit, arrays are constants of another jaxpr.
-        y, slope = jax.jit(sine)(x) if how == "inner jit" else sine(x)
-        ctx.save_for_backward(slope)
-        return y
-
-    f = jaxfn.autograd_function(forward, lambda ctx, g: (g * ctx.saved_tensors[0])[:3], name="Drawing")
-    return lambda x: f(x)[:3]
-
-
-def drawing_of_two(source, how):
-    """m * sin(x * w), which saves what its flags ask for."""
-    draw = SOURCES[source]()
-
-    def forward(ctx, x, w):
-        of_x, of_w = ctx.needs_input_grad
+    def forward(ctx, x, w=1.0):
+        of_x, of_w = (True, True) if flags == "not read" else ctx.needs_input_grad
         m = draw()
 
         def sine(x, w):
             y, c = m * jnp.sin(x * w), m * jnp.cos(x * w)
+            # A large entry hides a difference of the others, where differences are measured by the largest.
             return jnp.append(y, LARGE) if how == "large" else y, w * c, x * c
 
+        # In an inner jit, arrays are constants of another jaxpr.
         y, x_slope, w_slope = (jax.jit(sine) if how == "inner jit" else sine)(x, w)
-        ctx.save_for_backward(x_slope if of_x else None, w_slope if of_w else None)
+        ctx.save_for_backward(x_slope if of_x or flags == "read" else None, w_slope if of_w else None)
         return y
 
     def backward(ctx, g):
-        of_x, of_w = ctx.saved_tensors
-        return None if of_x is None else g[:3] * of_x, None if of_w is None else g[:3] * of_w
+        x_slope, w_slope = ctx.saved_tensors
+        by_w = ctx.needs_input_grad.w and w_slope is not None
+        return None if x_slope is None else g[:3] * x_slope, g[:3] * w_slope if by_w else None
 
     f = jaxfn.autograd_function(forward, backward, name="Drawing")
-    return lambda x, w: f(x, w)[:3]
+    return lambda *args: f(*args)[:3]
 
 
 def all_orders(f, inside=eager):
@@ -168,7 +148,7 @@ def test_a_second_run_that_draws_again_is_refused(program, source):
     ],
 )
 def test_a_second_run_is_compared_entry_by_entry_and_in_inner_programs(program, source, how, reads_flags):
-    f = drawing(source, how, reads_flags)
+    f = drawing(source, how, "read" if reads_flags else "not read")
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="^Drawing"):
             PROGRAMS[program](f)(X)
@@ -189,7 +169,7 @@ def test_a_second_run_is_compared_entry_by_entry_and_in_inner_programs(program, 
 )
 def test_a_second_run_for_a_mixed_derivative_that_draws_again_is_refused(program, source, how, outside):
     """The flags of the mixed derivative are wider, so that forward runs again."""
-    f = drawing_of_two(source, how)
+    f = drawing(source, how, "saved by")
 
     def mixed(x, w):
         slope = jax.grad(lambda x, w: jnp.sum(CONTEXTS[program](f)(x, w)))
@@ -242,7 +222,7 @@ def test_a_forward_that_counts_its_runs_alone_is_right(around, reads_flags):
 def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, source):
     """JAX stages the call without a derivative, and `forward` runs again with other flags."""
     programs = CONTEXTS | {"jit of vmap": lambda f: jit(vmap(f))}
-    y, pull = jax.vjp(programs[program](drawing(source, reads_flags=True)), X)
+    y, pull = jax.vjp(programs[program](drawing(source, flags="read")), X)
     check_first(y, pull(jnp.ones_like(y))[0])
 
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import logging
-import threading
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +28,6 @@ X = jnp.float32(0.5)
 # --- where an array may be kept: each makes a function that keeps it and one that finds it again
 
 GLOBAL: Any = None
-LOCAL = threading.local()
 
 
 class SomeClass:
@@ -65,23 +61,6 @@ def mutable_default():
     return (lambda x, kept=kept: kept.append(x)), lambda kept=kept: kept[-1]
 
 
-def lru_cache():
-    new: list[Any] = []
-    count = itertools.count()
-    key = [0]
-
-    @functools.cache
-    def cached(key):
-        return new.pop()
-
-    def put(x):
-        key[0] = next(count)
-        new.append(x)
-        cached(key[0])
-
-    return put, lambda: cached(key[0])
-
-
 def bound_method():
     class Owner:
         def put(self, x):
@@ -92,18 +71,6 @@ def bound_method():
 
     owner = Owner()
     return owner.put, owner.get
-
-
-def generator():
-    def keeping():
-        x = None
-        while True:
-            new = yield x
-            x = x if new is None else new
-
-    made = keeping()
-    next(made)
-    return made.send, lambda: made.send(None)
 
 
 def array_of_objects():
@@ -120,10 +87,6 @@ def weak_reference():
     return put, lambda: alive[1]()
 
 
-def thread_local():
-    return (lambda x: setattr(LOCAL, "x", x)), lambda: LOCAL.x
-
-
 def function_attribute():
     def get():
         return get.x
@@ -131,17 +94,9 @@ def function_attribute():
     return (lambda x: setattr(get, "x", x)), get
 
 
-def helper_module():
-    """A function that backward calls reads a global of a module of its own."""
-    module = types.ModuleType("helper")
-    source = "kept = None\ndef put(x):\n    global kept\n    kept = x\ndef get():\n    return kept\n"
-    exec(source, module.__dict__)
-    return module.put, module.get
-
-
 HOLDERS = [
-    global_variable, class_attribute, nonlocal_variable, mutable_default, lru_cache, bound_method, generator,
-    array_of_objects, weak_reference, thread_local, function_attribute, helper_module,
+    global_variable, class_attribute, nonlocal_variable, mutable_default, bound_method, array_of_objects,
+    weak_reference, function_attribute,
 ]  # fmt: skip
 SLOPES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "input": (lambda x, y: x, jnp.cos),
