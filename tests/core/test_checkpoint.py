@@ -123,9 +123,6 @@ FORWARD_MODES: dict[str, dict[str, Any]] = {
         ("increased in a loop", "backward", "jit"),
         ("Function", "jvp", "eager"),
     ],
-    RULES,
-    FORWARD_MODES,
-    ["eager", "jit"],
 )
 def test_the_output_is_kept_if_the_rule_is_not_linear_and_else_computed_again(rule, attributes, program):
     change, is_linear = RULES[rule]
