@@ -13,15 +13,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.cases import residual_bytes
-from tests.support.marks import COMING, row, sampled
+from tests.support.cases import on_host, residual_bytes
+from tests.support.contexts import CONTEXTS
+from tests.support.marks import COMING, cells, row
 
 X = np.linspace(-0.9, 1.1, 4, dtype=np.float32)
-KEEPS_NOTHING = pytest.mark.xfail(COMING, reason="JAX_REMAT3 has no public rule for what a primitive keeps")
-
-
-def on_host(g: Any) -> Any:
-    return jax.pure_callback(lambda g: 1 * np.asarray(g), g, g, vmap_method="expand_dims")
 
 
 class OnHost(jaxfn.Function):
@@ -29,30 +25,34 @@ class OnHost(jaxfn.Function):
 
     @staticmethod
     def forward(ctx, x):
-        return on_host(x)
+        return on_host(lambda x: 1 * x, x, x)
 
     @staticmethod
     def backward(ctx, g):
         return OnHost.apply(g)
 
 
-LINEAR: dict[str, Callable[[Any], Any]] = {
-    "linear": lambda g: 2 * g,
-    "selected": lambda g: jnp.where(jnp.arange(g.size).reshape(g.shape) < 3, g, 0),
-    "in a loop": lambda g: lax.scan(lambda c, s: (c * s, None), g, jnp.arange(1.0, 4.0))[0],
-    "solve": lambda g: jnp.linalg.solve(jnp.eye(g.size) * 2 + 1, g.ravel()).reshape(g.shape),
-    "host": lambda g: OnHost.apply(3 * g),
+# A change of the gradient, and whether it is linear.
+RULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "linear": (lambda g: 2 * g, True),
+    "selected": (lambda g: jnp.where(jnp.arange(g.size).reshape(g.shape) < 3, g, 0), True),
+    "scaled in a loop": (lambda g: lax.scan(lambda c, s: (c * s, None), g, jnp.arange(1.0, 4.0))[0], True),
+    "solve": (lambda g: jnp.linalg.solve(jnp.eye(g.size) * 2 + 1, g.ravel()).reshape(g.shape), True),
+    "host": (lambda g: OnHost.apply(3 * g), True),
+    "clipped": (lambda g: jnp.clip(g, -0.5, 0.5), False),
+    "clipped in jit": (jax.jit(lambda g: jnp.clip(g, -0.5, 0.5)), False),
+    "affine": (lambda g: 2 * g + 1, False),
+    "normalized": (lambda g: g / (1 + jnp.sum(g * g)), False),
+    "rounded": (lambda g: g + jnp.round(8 * g) / 8, False),
+    "branches": (lambda g: lax.cond(jnp.sum(g) > 0.1, lambda g: g, lambda g: 3 * g, g), False),
+    "increased in a loop": (lambda g: lax.scan(lambda c, _: (c + 0.1, None), g, None, length=2)[0], False),
+    "Function": (lambda g: squashed(g), False),
 }
-NOT_LINEAR: dict[str, Callable[[Any], Any]] = {
-    "clipped": lambda g: jnp.clip(g, -0.5, 0.5),
-    "clipped in jit": jax.jit(lambda g: jnp.clip(g, -0.5, 0.5)),
-    "affine": lambda g: 2 * g + 1,
-    "normalized": lambda g: g / (1 + jnp.sum(g * g)),
-    "rounded": lambda g: g + jnp.round(8 * g) / 8,
-    "branches": lambda g: lax.cond(jnp.sum(g) > 0.1, lambda g: g, lambda g: 3 * g, g),
-    "in a loop": lambda g: lax.scan(lambda c, _: (c + 0.1, None), g, None, length=2)[0],
-    "Function": lambda g: squashed(g),
-}
+
+
+def expect_nothing_kept(is_linear: bool) -> None:
+    if COMING and not is_linear:
+        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive keeps")
 
 
 def tanh_with(change: Callable[[Any], Any], **attributes: Any) -> Any:
@@ -98,33 +98,41 @@ def second(loss: Any, x: Any) -> Any:
     return jax.grad(lambda x: jnp.sum(jnp.cos(jax.grad(loss)(x))))(x)
 
 
+FORWARD_MODES: dict[str, dict[str, Any]] = {
+    "backward": {},
+    "generated": {"generate_jvp_rule": True},
+    "jvp": {"jvp": staticmethod(lambda ctx, t: 7 * t)},
+}
+
+
 @row("D9", "E1b")
-@pytest.mark.parametrize("rule", LINEAR)
-@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["", "jit"])
-def test_of_a_linear_rule_the_output_is_computed_again(within, rule):
-    ours, theirs = (within(f(LINEAR[rule])) for f in (tanh_with, by_hand))
-    nbytes = [residual_bytes(chain(f, jax.checkpoint), (jnp.ones(100),)) for f in (ours, theirs)]
-    assert nbytes == [400, 400]
-    got, expected = second(chain(ours, jax.checkpoint), X), second(chain(theirs, lambda f: f), X)
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
-
-
-@row("D9")
-@KEEPS_NOTHING
-@pytest.mark.parametrize("rule", NOT_LINEAR)
-@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["", "jit"])
-@pytest.mark.parametrize(
-    "attributes",
-    [{}, {"generate_jvp_rule": True}, {"jvp": staticmethod(lambda ctx, t: 7 * t)}],
-    ids=["no forward mode", "generated", "jvp"],
+@cells(
+    "rule,attributes,program",
+    [
+        ("linear", "backward", "eager"),
+        ("selected", "backward", "jit"),
+        ("scaled in a loop", "backward", "eager"),
+        ("solve", "generated", "jit"),
+        ("host", "backward", "jit"),
+        ("clipped", "backward", "eager"),
+        ("clipped in jit", "jvp", "jit"),
+        ("affine", "generated", "eager"),
+        ("normalized", "backward", "jit"),
+        ("rounded", "jvp", "eager"),
+        ("branches", "generated", "jit"),
+        ("increased in a loop", "backward", "jit"),
+        ("Function", "jvp", "eager"),
+    ],
 )
-def test_of_a_rule_that_is_not_linear_the_output_is_kept(attributes, within, rule):
-    ours = within(tanh_with(NOT_LINEAR[rule], **attributes))
-    assert residual_bytes(chain(ours, jax.checkpoint), (jnp.ones(100),)) == 800
-    for wrap in (lambda f: f, jax.checkpoint):
-        np.testing.assert_allclose(
-            second(chain(ours, wrap), X), second(chain(by_hand(NOT_LINEAR[rule]), lambda f: f), X), rtol=1e-4, atol=1e-6
-        )
+def test_the_output_is_kept_if_the_rule_is_not_linear_and_else_computed_again(rule, attributes, program):
+    change, is_linear = RULES[rule]
+    expect_nothing_kept(is_linear)
+    ours, theirs = CONTEXTS[program](tanh_with(change, **FORWARD_MODES[attributes])), CONTEXTS[program](by_hand(change))
+    nbytes = [residual_bytes(chain(f, jax.checkpoint), (jnp.ones(100),)) for f in (ours, theirs)]
+    assert nbytes == [400 if is_linear else 800, 400]
+    expected = second(chain(theirs, lambda f: f), X)
+    for checkpoint in (lambda f: f, jax.checkpoint):
+        np.testing.assert_allclose(second(chain(ours, checkpoint), X), expected, rtol=1e-4, atol=1e-6)
 
 
 # --- names of axes
@@ -133,7 +141,6 @@ def test_of_a_rule_that_is_not_linear_the_output_is_kept(attributes, within, rul
 NAMED: dict[str, Callable[..., Any]] = {
     "vmap in checkpoint": lambda f, c: c(jax.vmap(f, axis_name="i")),
     "checkpoint in vmap": lambda f, c: jax.vmap(c(f), axis_name="i"),
-    "checkpoint in vmap in jit": lambda f, c: jax.jit(jax.vmap(c(f), axis_name="i")),
     "jit of vmap in checkpoint": lambda f, c: c(jax.jit(jax.vmap(f, axis_name="i"))),
     "scan in vmap": lambda f, c: jax.vmap(
         lambda x: lax.scan(lambda x, _: (c(f)(x), None), x, None, length=2)[0], axis_name="i"
@@ -143,36 +150,50 @@ NAMED: dict[str, Callable[..., Any]] = {
     ),
     "two vmaps": lambda f, c: lambda x: jax.vmap(c(jax.vmap(f, axis_name="i")), 1, 1)(jnp.stack([x, 2 * x], 1)).sum(1),
 }
-COLLECTIVE: dict[str, Callable[[Any], Any]] = {
-    "sum": lambda g: lax.psum(g, "i"),
-    "mean": lambda g: g - lax.psum(g, "i") / len(X),  # JAX does not bind the name for pmean in a bwd
-    "moved": lambda g: lax.ppermute(g, "i", [(i, (i + 1) % len(X)) for i in range(len(X))]),
-    "index": lambda g: g * lax.axis_index("i"),
-    "clipped sum": lambda g: jnp.clip(lax.psum(g, "i"), -0.5, 0.5),
-    "largest": lambda g: g + 0.1 * lax.pmax(lax.stop_gradient(g), "i"),
+COLLECTIVE: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "sum": (lambda g: lax.psum(g, "i"), True),
+    "mean": (lambda g: g - lax.psum(g, "i") / len(X), True),  # JAX does not bind the name for pmean in a bwd
+    "moved": (lambda g: lax.ppermute(g, "i", [(i, (i + 1) % len(X)) for i in range(len(X))]), True),
+    "index": (lambda g: g * lax.axis_index("i"), True),
+    "clipped sum": (lambda g: jnp.clip(lax.psum(g, "i"), -0.5, 0.5), False),
+    "largest": (lambda g: g + 0.1 * lax.pmax(lax.stop_gradient(g), "i"), False),
 }
-IS_LINEAR = {"sum": True, "mean": True, "moved": True, "index": True, "clipped sum": False, "largest": False}
+
+
+def check(loss: Callable[..., Any], change: Callable[[Any], Any], is_linear: bool) -> None:
+    """The second derivative of a loss of (tanh, a checkpoint), and that it keeps as much as by hand."""
+    ours, theirs = tanh_with(change), by_hand(change)
+    expected = second(loss(theirs, lambda f: f), X)
+    for checkpoint in (lambda f: f, jax.checkpoint):
+        np.testing.assert_allclose(second(loss(ours, checkpoint), X), expected, rtol=1e-4, atol=1e-5)
+    if is_linear:
+        nbytes = [residual_bytes(loss(f, jax.checkpoint), (X,)) for f in (ours, theirs)]
+        assert nbytes[0] == nbytes[1]
 
 
 @row("D9", "E1", "E1b")
-@sampled
-@pytest.mark.parametrize("rule", COLLECTIVE)
-@pytest.mark.parametrize("program", NAMED)
+@cells(
+    "program,rule",
+    [
+        ("vmap in checkpoint", "sum"),
+        ("checkpoint in vmap", "clipped sum"),
+        ("jit of vmap in checkpoint", "moved"),
+        ("scan in vmap", "mean"),
+        ("checkpoint of scan in vmap", "largest"),
+        ("two vmaps", "index"),
+    ],
+    NAMED,
+    COLLECTIVE,
+)
 def test_rules_that_use_the_name_of_a_vmapped_axis(program, rule):
-    if COMING and not IS_LINEAR[rule]:
-        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive keeps")
-    ours, theirs = tanh_with(COLLECTIVE[rule]), by_hand(COLLECTIVE[rule])
+    change, is_linear = COLLECTIVE[rule]
+    expect_nothing_kept(is_linear)
 
     def loss(f, c):
         mapped = NAMED[program](f, c)
         return lambda x: jnp.sum(jnp.sin(mapped(x)))
 
-    expected = second(loss(theirs, lambda f: f), X)
-    for checkpoint in (lambda f: f, jax.checkpoint):
-        np.testing.assert_allclose(second(loss(ours, checkpoint), X), expected, rtol=1e-4, atol=1e-5)
-    if IS_LINEAR[rule]:
-        nbytes = [residual_bytes(loss(f, jax.checkpoint), (X,)) for f in (ours, theirs)]
-        assert nbytes[0] == nbytes[1]
+    check(loss, change, is_linear)
 
 
 SHARDED: dict[str, Callable[..., Any]] = {
@@ -184,15 +205,24 @@ SHARDED: dict[str, Callable[..., Any]] = {
 
 
 @row("D9", "E1b", "E2")
-@sampled
-@pytest.mark.parametrize("rule", [*COLLECTIVE, "linear", "clipped"])
-@pytest.mark.parametrize("program", SHARDED)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_rules_that_use_the_name_of_a_mesh_axis(check_vma, program, rule):
-    change = (COLLECTIVE | LINEAR | NOT_LINEAR)[rule]
-    is_linear = IS_LINEAR.get(rule, rule == "linear")
-    if COMING and not is_linear:
-        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive keeps")
+@cells(
+    "program,rule,check_vma",
+    [
+        ("shard_map in checkpoint", "sum", True),
+        ("checkpoint in shard_map", "moved", False),
+        ("checkpoint in shard_map", "clipped", True),
+        ("checkpoint in shard_map in jit", "index", False),
+        ("checkpoint in shard_map in jit", "largest", True),
+        ("scan in shard_map", "clipped sum", False),
+        ("scan in shard_map", "mean", True),
+    ],
+    SHARDED,
+    [*COLLECTIVE, "linear", "clipped"],
+    [True, False],
+)
+def test_rules_that_use_the_name_of_a_mesh_axis(program, rule, check_vma):
+    change, is_linear = (RULES | COLLECTIVE)[rule]
+    expect_nothing_kept(is_linear)
     mesh = jax.make_mesh((len(X),), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def sharded(f):
@@ -204,19 +234,12 @@ def test_rules_that_use_the_name_of_a_mesh_axis(check_vma, program, rule):
         varies = not check_vma or "i" in jax.typeof(changed).manual_axis_type.varying
         return changed if varies else lax.pcast(changed, "i", to="varying")
 
-    ours, theirs = tanh_with(varying), by_hand(varying)
-
     def loss(f, c):
         mapped = SHARDED[program](f, c, sharded)
         return lambda x: jnp.sum(jnp.sin(mapped(x)))
 
     with jax.set_mesh(mesh):
-        expected = second(loss(theirs, lambda f: f), X)
-        for checkpoint in (lambda f: f, jax.checkpoint):
-            np.testing.assert_allclose(second(loss(ours, checkpoint), X), expected, rtol=1e-4, atol=1e-5)
-        if is_linear:
-            nbytes = [residual_bytes(loss(f, jax.checkpoint), (X,)) for f in (ours, theirs)]
-            assert nbytes[0] == nbytes[1]
+        check(loss, varying, is_linear)
 
 
 # --- what backward does besides

@@ -1,7 +1,10 @@
-"""Row A8: a forward that draws or counts, saves an intermediate and is differentiated twice."""
+"""Row A8: a forward that draws or counts, and runs again because of its flags or for a second derivative."""
+
+from __future__ import annotations
 
 import random
-import types
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,89 +12,181 @@ import numpy as np
 import pytest
 
 import jaxfn
-from tests.support.marks import TWO_TRACES, row
+from tests.support.contexts import CONTEXTS, checkpoint, cond, eager, jit, scan, vmap
+from tests.support.marks import TWO_TRACES, cells, row
 
 X = jnp.array([0.3, 1.4, -0.7], jnp.float32)
+LARGE = 1e8
 COUNT = {"draws": 0}
 RNG = np.random.default_rng(0)
-PYTHON_RNG = random.Random(0)
 
 
-def drawing(kind, runs):
-    """m * sin(x) with the slope m * cos(x), of one draw m."""
-    holder = types.SimpleNamespace(value=0)
-    counter = 0
+def counting() -> Callable[[], Any]:
+    count = 0
 
-    def forward(ctx, x):
-        runs.append(1)
-        if kind == "global numpy":
-            m = np.random.uniform(0.5, 1.5, size=3).astype(np.float32)
-        elif kind == "generator":
-            m = RNG.uniform(0.5, 1.5, size=3).astype(np.float32)
-        elif kind == "python":
-            m = 0.5 + random.random()
-        elif kind == "python object":
-            m = 0.5 + PYTHON_RNG.random()
-        elif kind == "dict":
-            COUNT["draws"] += 1
-            m = 1 + 0.1 * COUNT["draws"]
-        elif kind == "attribute":
-            holder.value += 1
-            m = 1 + 0.1 * holder.value
-        else:
-            nonlocal counter
-            counter += 1
-            m = 1 + 0.1 * counter
-        ctx.c = m * jnp.cos(x)
-        return m * jnp.sin(x)
+    def draw():
+        nonlocal count
+        count += 1
+        return 1 + 0.1 * count
 
-    return jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
+    return draw
 
 
-KINDS = ["global numpy", "generator", "python", "python object", "dict", "attribute", "variable"]
+def counting_in_a_global() -> Any:
+    COUNT["draws"] += 1
+    return 1 + 0.1 * COUNT["draws"]
 
 
-def all_orders(f):
-    """Value, slope and curvature of one call."""
+# Sources of a factor, another one each time.
+SOURCES: dict[str, Callable[[], Callable[[], Any]]] = {
+    "global numpy": lambda: lambda: np.random.uniform(0.5, 1.5, size=3).astype(np.float32),
+    "generator": lambda: lambda: RNG.uniform(0.5, 1.5, size=3).astype(np.float32),
+    "python": lambda: lambda: 0.5 + random.random(),
+    "global": lambda: counting_in_a_global,
+    "variable": counting,
+}
+
+
+def drawing(source, how="plain", flags="not read"):
+    """m * sin(x * w), of one draw m. Its slopes are saved, those that the flags ask for."""
+    draw = SOURCES[source]()
+
+    def forward(ctx, x, w=1.0):
+        of_x, of_w = (True, True) if flags == "not read" else ctx.needs_input_grad
+        m = draw()
+
+        def sine(x, w):
+            y, c = m * jnp.sin(x * w), m * jnp.cos(x * w)
+            # A large entry hides a difference of the others, where differences are measured by the largest.
+            return jnp.append(y, LARGE) if how == "large" else y, w * c, x * c
+
+        # In an inner jit, arrays are constants of another jaxpr.
+        y, x_slope, w_slope = (jax.jit(sine) if how == "inner jit" else sine)(x, w)
+        ctx.save_for_backward(x_slope if of_x or flags == "read" else None, w_slope if of_w else None)
+        return y
+
+    def backward(ctx, g):
+        x_slope, w_slope = ctx.saved_tensors
+        by_w = ctx.needs_input_grad.w and w_slope is not None
+        return None if x_slope is None else g[:3] * x_slope, g[:3] * w_slope if by_w else None
+
+    f = jaxfn.autograd_function(forward, backward, name="Drawing")
+    return lambda *args: f(*args)[:3]
+
+
+def all_orders(f, inside=eager):
+    """A function that returns value, slope and curvature of one call."""
 
     def slope(x):
         y, pull = jax.vjp(f, x)
         return pull(jnp.ones_like(y))[0], y
 
     def all_three(x):
-        first, pull, y = jax.vjp(slope, x, has_aux=True)
+        first, pull, y = jax.vjp(inside(slope), x, has_aux=True)
         return y, first, pull(jnp.ones_like(first))[0]
 
     return all_three
 
 
-def check(y, slope, curvature, x=X):
-    np.testing.assert_allclose(slope * jnp.sin(x), y * jnp.cos(x), rtol=1e-4)
-    np.testing.assert_allclose(curvature, -y, rtol=1e-4)
-
-
 PROGRAMS = {
     "eager": all_orders,
-    "vmap": lambda f: lambda x: jax.vmap(all_orders(f))(x[None]),
-    "jit of all": lambda f: jax.jit(all_orders(f)),
-    "jit of the function": lambda f: all_orders(jax.jit(f)),
-    "checkpoint": lambda f: all_orders(jax.checkpoint(lambda x: f(x))),
-    "cond": lambda f: all_orders(lambda x: jax.lax.cond(x[0] > 0, f, lambda x: x, x)),
-    "vmap of jit": lambda f: lambda x: jax.vmap(jax.jit(all_orders(f)))(x[None]),
-    "jit of vmap": lambda f: jax.jit(lambda x: jax.vmap(all_orders(f))(x[None])),
+    "jit of all": lambda f: jit(all_orders(f)),
+    "jit of the gradient": lambda f: all_orders(f, inside=jit),
+    "jit of the function": lambda f: all_orders(jit(f)),
+    "jit of all and of the function": lambda f: jit(all_orders(jit(f))),
+    "checkpoint": lambda f: all_orders(checkpoint(f)),
+    "cond": lambda f: all_orders(cond(f)),
+    "scan": lambda f: all_orders(scan(f)),
+    "scan of all": lambda f: scan(all_orders(f)),
+    "vmap": lambda f: vmap(all_orders(f)),
+    "vmap of jit": lambda f: vmap(jit(all_orders(f))),
+    "jit of vmap": lambda f: jit(vmap(all_orders(f))),
 }
+SECOND_RUN = r"^Drawing[\s\S]*returned different values"
 
 
 @row("A8")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_second_run_that_draws_again_is_refused(program, kind):
-    with pytest.raises(NotImplementedError, match="returned different values"):
-        PROGRAMS[program](drawing(kind, []))(X)
+@cells(
+    "source,program",
+    [
+        ("global numpy", "eager"),
+        ("generator", "jit of all"),
+        ("python", "jit of the gradient"),
+        ("python", "jit of the function"),
+        ("global", "jit of all and of the function"),
+        ("variable", "checkpoint"),
+        ("variable", "cond"),
+        ("global numpy", "scan"),
+        ("generator", "scan of all"),
+        ("python", "vmap"),
+        ("global", "vmap of jit"),
+        ("variable", "jit of vmap"),
+        ("variable", "eager"),
+    ],
+    SOURCES,
+    PROGRAMS,
+)
+def test_a_second_run_that_draws_again_is_refused(program, source):
+    """For a second derivative forward runs again, and draws something else: that is noticed."""
+    with pytest.raises(NotImplementedError, match=SECOND_RUN):
+        PROGRAMS[program](drawing(source))(X)
 
 
 @row("A8")
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@cells(
+    "source,program,how,reads_flags",
+    [
+        ("generator", "eager", "large", False),
+        ("variable", "eager", "plain", True),
+        ("generator", "jit of all", "inner jit", True),
+        ("variable", "jit of the gradient", "large", True),
+        ("global numpy", "jit of the function", "inner jit", False),
+        ("variable", "checkpoint", "inner jit", False),
+        ("generator", "scan", "plain", True),
+        ("global numpy", "vmap", "large", False),
+        ("generator", "vmap of jit", "inner jit", True),
+    ],
+)
+def test_a_second_run_is_compared_entry_by_entry_and_in_inner_programs(program, source, how, reads_flags):
+    f = drawing(source, how, "read" if reads_flags else "not read")
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="^Drawing"):
+            PROGRAMS[program](f)(X)
+
+
+@row("A8", "D8")
+@cells(
+    "source,how,program,outside",
+    [
+        ("generator", "plain", "eager", "eager"),
+        ("variable", "large", "eager", "vmap"),
+        ("generator", "inner jit", "jit", "jit"),
+        ("variable", "plain", "checkpoint", "jit of vmap"),
+        ("generator", "large", "scan", "eager"),
+        ("variable", "inner jit", "cond", "vmap"),
+        ("generator", "plain", "vmap", "vmap"),
+    ],
+)
+def test_a_second_run_for_a_mixed_derivative_that_draws_again_is_refused(program, source, how, outside):
+    """The flags of the mixed derivative are wider, so that forward runs again."""
+    f = drawing(source, how, "saved by")
+
+    def mixed(x, w):
+        slope = jax.grad(lambda x, w: jnp.sum(CONTEXTS[program](f)(x, w)))
+        return jax.grad(lambda w: jnp.sum(slope(x, w)))(w)
+
+    outsides = CONTEXTS | {"jit of vmap": lambda f: jit(vmap(f))}
+    with pytest.raises(NotImplementedError, match="^Drawing"):
+        outsides[outside](mixed)(X, jnp.full(3, 1.5))
+
+
+def check_first(y, slope):
+    """Value and slope are of one draw."""
+    np.testing.assert_allclose(slope * jnp.sin(X), y * jnp.cos(X), rtol=1e-4)
+
+
+@row("A8")
+@pytest.mark.parametrize("around", ["eager", "jit"])
 @pytest.mark.parametrize("reads_flags", [False, True])
 def test_a_forward_that_counts_its_runs_alone_is_right(around, reads_flags):
     runs = []
@@ -104,8 +199,31 @@ def test_a_forward_that_counts_its_runs_alone_is_right(around, reads_flags):
         return jnp.sin(x)
 
     f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
-    check(*around(all_orders(f))(X))
-    check(*all_orders(around(f))(X))
+    around = CONTEXTS[around]
+    for program in (around(all_orders(f)), all_orders(around(f))):
+        for got, expected in zip(program(X), (jnp.sin(X), jnp.cos(X), -jnp.sin(X)), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@row("A8")
+@cells(
+    "source,program",
+    [
+        ("global numpy", "jit"),
+        ("python", "jit"),
+        pytest.param("generator", "checkpoint", marks=TWO_TRACES),
+        pytest.param("global", "checkpoint", marks=TWO_TRACES),
+        ("variable", "scan"),
+        ("python", "scan"),
+        ("variable", "jit of vmap"),
+        ("generator", "jit of vmap"),
+    ],
+)
+def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, source):
+    """JAX stages the call without a derivative, and `forward` runs again with other flags."""
+    programs = CONTEXTS | {"jit of vmap": lambda f: jit(vmap(f))}
+    y, pull = jax.vjp(programs[program](drawing(source, flags="read")), X)
+    check_first(y, pull(jnp.ones_like(y))[0])
 
 
 @row("A8")
@@ -127,7 +245,7 @@ def test_what_forward_captures_has_its_part_in_the_third_derivative():
 
 
 @row("A8")
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("around", ["eager", "jit"])
 def test_effects_and_references_inside_forward(around, capfd):
     def forward(ctx, x):
         total = jax.new_ref(jnp.zeros_like(x))
@@ -137,53 +255,27 @@ def test_effects_and_references_inside_forward(around, capfd):
         return jnp.sin(x)
 
     f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
-    second = around(jax.grad(lambda x: jax.grad(f)(x)))(0.5)
+    second = CONTEXTS[around](jax.grad(lambda x: jax.grad(f)(x)))(0.5)
     jax.effects_barrier()
     np.testing.assert_allclose(second, jax.grad(lambda x: x**2 * jnp.cos(x))(0.5), rtol=1e-5)
     assert capfd.readouterr().out.count("forward") in (1, 2)
 
 
 @row("A8")
-@pytest.mark.parametrize("around", [lambda f: f, jax.vmap], ids=["alone", "vmap"])
-def test_a_forward_that_branches_on_values_has_a_second_derivative_where_it_has_them(around):
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["alone", "vmap"])
+def test_a_forward_that_branches_on_values_has_a_second_derivative_where_it_has_them(is_mapped):
     """Eagerly a second run sees values, as the first did."""
 
     def forward(ctx, x):
-        is_positive = around is jax.vmap or x > 0  # under vmap there is no value
+        is_positive = is_mapped or x > 0  # under vmap there is no value
         ctx.c = jnp.cos(x) if is_positive else -jnp.cos(x)
         return jnp.sin(x) if is_positive else -jnp.sin(x)
 
-    f = jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)
-    for x, sign in ((0.5, 1.0), (-0.5, 1.0 if around is jax.vmap else -1.0)):
-        second = around(jax.grad(jax.grad(f)))(jnp.full(2, x) if around is jax.vmap else x)
-        np.testing.assert_allclose(second, np.full(np.shape(second), -sign * np.sin(x)), rtol=1e-5)
-
-
-STAGED_FIRST = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, length=1)[1][0],
-    "jit of vmap": lambda f: jax.jit(lambda x: jax.vmap(f)(x[None])[0]),
-}
-
-
-@row("A8")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=TWO_TRACES if name == "checkpoint" else ()) for name in STAGED_FIRST]
-)
-def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, kind):
-    """JAX stages the call without a derivative, and `forward` runs again with other flags."""
-    plain = drawing(kind, []).Function
-
-    class ReadsFlags(plain):
-        @staticmethod
-        def forward(ctx, x):
-            y = plain.forward(ctx, x)
-            return y if ctx.needs_input_grad[0] else y + 0
-
-    y, pull = jax.vjp(STAGED_FIRST[program](ReadsFlags.apply), X)
-    np.testing.assert_allclose(pull(jnp.ones_like(y))[0] * jnp.sin(X), y * jnp.cos(X), rtol=1e-4)
+    second = jax.grad(jax.grad(jaxfn.autograd_function(forward, lambda ctx, g: g * ctx.c)))
+    if is_mapped:
+        np.testing.assert_allclose(jax.vmap(second)(jnp.array([0.5, -0.5])), -np.sin([0.5, -0.5]), rtol=1e-5)
+    else:
+        np.testing.assert_allclose([second(0.5), second(-0.5)], [-np.sin(0.5), np.sin(-0.5)], rtol=1e-5)
 
 
 @row("D3")

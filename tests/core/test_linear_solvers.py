@@ -1,4 +1,4 @@
-"""Linear maps and solvers of JAX through Functions: linear_transpose, gmres, custom_linear_solve, custom_root."""
+"""Solvers of JAX through Functions: gmres, cg, bicgstab, custom_linear_solve and custom_root."""
 
 from __future__ import annotations
 
@@ -13,32 +13,15 @@ from jax import lax
 from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 
 import jaxfn
-from tests.support.contexts import CONTEXTS
-from tests.support.marks import row, sampled
+from tests.support.cases import on_host, with_rules
+from tests.support.contexts import CONTEXTS, jit
+from tests.support.marks import cells, row
 
-N, K = 5, 3
+N = 5
 rng = np.random.default_rng(0)
 A = (np.eye(N) * 4 + rng.normal(size=(N, N)) * 0.5).astype(np.float32)  # not symmetric
-WIDE = rng.normal(size=(K, N)).astype(np.float32)
 B = rng.normal(size=N).astype(np.float32)
 G = rng.normal(size=N).astype(np.float32)
-
-
-def matvec_rules(rules: str) -> dict[str, Any]:
-    methods: dict[str, Any] = {}
-    if rules != "jvp":
-        methods["backward"] = staticmethod(lambda ctx, g: _pull(*ctx.saved_tensors, g))
-    if rules in ("both", "jvp"):
-        methods["jvp"] = staticmethod(lambda ctx, ta, tx: _push(*ctx.saved_tensors, ta, tx))
-    return methods | {"generate_jvp_rule": rules == "generated"}
-
-
-def _pull(a, x, g):
-    return jnp.outer(g, x), a.T @ g
-
-
-def _push(a, x, ta, tx):
-    return ta @ x + a @ tx
 
 
 def matvec(rules: str) -> Callable[..., Any]:
@@ -46,86 +29,22 @@ def matvec(rules: str) -> Callable[..., Any]:
 
     def forward(ctx, a, x):
         ctx.save_for_backward(a, x)
-        return jax.pure_callback(
-            lambda a, x: np.asarray(a) @ np.asarray(x),
-            jax.ShapeDtypeStruct(a.shape[:1], x.dtype),
-            a,
-            x,
-            vmap_method="sequential",
-        )
+        return on_host(np.matmul, jax.ShapeDtypeStruct(a.shape[:1], x.dtype), a, x)
 
-    return type("MatVec", (jaxfn.Function,), {"forward": staticmethod(forward)} | matvec_rules(rules)).apply
+    def backward(ctx, g):
+        a, x = ctx.saved_tensors
+        return jnp.outer(g, x), a.T @ g
 
+    def jvp(ctx, ta, tx):
+        a, x = ctx.saved_tensors
+        return ta @ x + a @ tx
 
-RULES = ("both", "generated", "jvp")
-EVERY_RULES = pytest.mark.parametrize("rules", RULES)
-JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
+    return with_rules(rules, forward, backward, jvp, "MatVec")
 
 
 def close(got, expected, rtol=2e-3):
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol)
-
-
-# --- jax.linear_transpose
-
-# Linear functions of x, of (a matrix product, a, x).
-LINEAR: dict[str, Callable[..., Any]] = {
-    "alone": lambda f, a, x: f(a, x),
-    "among others": lambda f, a, x: 2 * f(a, x + jnp.flip(x)) - jnp.cumsum(f(a, 3 * x)),
-    "jit": lambda f, a, x: jax.jit(f)(a, x),
-    "jit of linear": lambda f, a, x: jax.jit(lambda x: f(a, x) + f(a, jnp.flip(x)))(x),
-    "vmap": lambda f, a, x: jax.vmap(f, (None, 1), 1)(a, jnp.stack([x, jnp.flip(x)], 1)).sum(1),
-    "scan": lambda f, a, x: lax.scan(lambda c, s: (c + s * f(a, x), None), jnp.zeros(len(a)), jnp.arange(1.0, 4))[0],
-    "cond": lambda f, a, x: lax.cond(jnp.sum(a) < 1e9, lambda x: f(a, x), lambda x: 0 * f(a, x), x),
-}
-
-
-@row("D7", "E1")
-@EVERY_RULES
-@pytest.mark.parametrize("linear", LINEAR)
-@pytest.mark.parametrize("matrix", [A, WIDE], ids=["square", "wide"])
-@JIT
-def test_linear_transpose_goes_through_a_function_with_forward_mode(wrap, matrix, linear, rules):
-    """Before: "Transpose rule for 'settle' not implemented"."""
-
-    def transposed(f):
-        y = jnp.cos(jnp.arange(len(matrix), dtype=jnp.float32))
-        return wrap(lambda y: jax.linear_transpose(lambda x: LINEAR[linear](f, matrix, x), B)(y))(y)
-
-    close(transposed(matvec(rules)), transposed(jnp.matmul))
-
-
-@row("D7", "E1")
-@EVERY_RULES
-@JIT
-def test_linear_transpose_of_a_batch_and_of_its_derivative(wrap, rules):
-    """The transpose is mapped, and differentiated with respect to the matrix."""
-
-    def both(f):
-        def transposed(a, y):
-            return jax.linear_transpose(lambda x: f(a, x), B)(y)[0]
-
-        ys = jnp.stack([G, 2 * G, -G], 1)
-        mapped = jax.vmap(transposed, (None, 1), 1)(A, ys)
-        return mapped, jax.grad(lambda a, y: jnp.sum(jnp.sin(transposed(a, y))), (0, 1))(A, G)
-
-    close(wrap(lambda: both(matvec(rules)))(), both(jnp.matmul))
-
-
-@row("D7", "L1")
-@pytest.mark.parametrize("linear", LINEAR)
-@JIT
-def test_linear_transpose_of_a_function_without_forward_mode_is_right_or_names_it(wrap, linear):
-    def transposed(f):
-        return wrap(lambda y: jax.linear_transpose(lambda x: LINEAR[linear](f, A, x), B)(y))(G)
-
-    try:
-        got = transposed(matvec("backward"))
-    except (TypeError, NotImplementedError) as error:
-        assert "MatVec" in str(error) and "generate_jvp_rule" in str(error), error
-    else:
-        close(got, transposed(jnp.matmul))
 
 
 # --- iterative solvers
@@ -178,37 +97,41 @@ DERIVATIVES: dict[str, Callable[..., Any]] = {
 
 
 @row("D7", "E1")
-@sampled
-@EVERY_RULES
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_solvers_through_a_function_with_forward_mode(derivative, solver, rules):
-    f = solved(solver, matvec(rules))
-    got = jax.jit(lambda: DERIVATIVES[derivative](f))()
+@cells(
+    "solver,derivative,rules,program",
+    [
+        ("gmres", "jvp", "both", "eager"),
+        ("gmres", "grad", "both", "scan"),
+        ("gmres", "grad of grad", "generated", "jit"),
+        ("gmres batched", "grad of vmap", "jvp", "jit"),
+        ("bicgstab", "grad", "generated", "jit"),
+        ("cg", "value", "jvp", "jit"),
+        ("cg", "vmap of grad", "both", "jit"),
+        ("custom_linear_solve", "grad", "jvp", "checkpoint"),
+        ("custom_linear_solve", "grad of vmap", "both", "jit"),
+    ],
+)
+def test_solvers_through_a_function_with_forward_mode(solver, derivative, rules, program):
+    f = CONTEXTS[program](solved(solver, matvec(rules)))
+    got = CONTEXTS["eager" if program == "eager" else "jit"](lambda: DERIVATIVES[derivative](f))()
     close(got, DERIVATIVES[derivative](plain_solution(solver)), 5e-3)
 
 
-@row("D7", "E1")
-@pytest.mark.parametrize("solver", ["gmres", "custom_linear_solve"])
-@pytest.mark.parametrize("derivative", ["grad", "jvp"])
-@pytest.mark.parametrize("program", ["eager", "checkpoint", "scan"])
-def test_solvers_through_a_function_in_every_program(program, derivative, solver):
-    f = CONTEXTS[program](solved(solver, matvec("both")))
-    close(DERIVATIVES[derivative](f), DERIVATIVES[derivative](plain_solution(solver)), 5e-3)
-
-
 @row("D6", "D7", "L1")
-@pytest.mark.parametrize("solver", [s for s in SOLVERS if s != "cg"])
-@pytest.mark.parametrize("derivative", ["grad", "jvp", "grad of vmap"])
-@JIT
-def test_solvers_through_a_function_without_forward_mode_are_right_or_name_it(wrap, derivative, solver):
+@cells(
+    "solver,derivative,program",
+    [
+        ("gmres", "grad", "eager"),
+        ("gmres batched", "jvp", "jit"),
+        ("bicgstab", "grad of vmap", "jit"),
+        ("custom_linear_solve", "jvp", "eager"),
+        ("custom_linear_solve", "grad", "jit"),
+    ],
+)
+def test_solvers_name_a_function_without_forward_mode(solver, derivative, program):
     f = solved(solver, matvec("backward"))
-    try:
-        got = wrap(lambda: DERIVATIVES[derivative](f))()
-    except (TypeError, NotImplementedError) as error:
-        assert "MatVec" in str(error) and "generate_jvp_rule" in str(error), error
-    else:
-        close(got, DERIVATIVES[derivative](plain_solution(solver)), 5e-3)
+    with pytest.raises(TypeError, match=r"MatVec[\s\S]*generate_jvp_rule"):
+        CONTEXTS[program](lambda: DERIVATIVES[derivative](f))()
 
 
 # --- custom_root
@@ -219,16 +142,12 @@ def curve(rules: str) -> Callable[..., Any]:
 
     def forward(ctx, y):
         ctx.save_for_backward(y)
-        return jax.pure_callback(
-            lambda y: np.sinh(y) + y, jax.ShapeDtypeStruct(y.shape, y.dtype), y, vmap_method="expand_dims"
-        )
+        return on_host(lambda y: np.sinh(y) + y, y, y)
 
-    methods: dict[str, Any] = {"forward": staticmethod(forward)}
-    if rules != "jvp":
-        methods["backward"] = staticmethod(lambda ctx, g: g * (jnp.cosh(ctx.saved_tensors[0]) + 1))
-    if rules in ("both", "jvp"):
-        methods["jvp"] = staticmethod(lambda ctx, t: t * (jnp.cosh(ctx.saved_tensors[0]) + 1))
-    return type("Curve", (jaxfn.Function,), methods | {"generate_jvp_rule": rules == "generated"}).apply
+    def rule(ctx, moving):
+        return moving * (jnp.cosh(ctx.saved_tensors[0]) + 1)
+
+    return with_rules(rules, forward, rule, rule, "Curve")
 
 
 def root_of(f, how):
@@ -276,35 +195,41 @@ ROOTS: dict[str, Callable[..., Any]] = {
 }
 
 
-# JAX cannot transpose a custom_linear_solve in a tangent solve, whatever the function is.
-WAYS = [
-    (how, derivative)
-    for how in ("ones", "gmres", "jacobian")
-    for derivative in ROOTS
-    if how != "gmres" or derivative in ("value", "jvp", "jacfwd")
-]
-
-
 @row("D7", "E1")
-@EVERY_RULES
-@pytest.mark.parametrize(("how", "derivative"), WAYS)
-@JIT
-def test_roots_of_a_function_with_forward_mode(wrap, derivative, how, rules):
+@cells(
+    "how,derivative,rules,program",
+    [
+        ("ones", "value", "generated", "jit"),
+        ("ones", "grad", "jvp", "eager"),
+        ("ones", "grad of vmap", "both", "jit"),
+        # JAX cannot transpose a custom_linear_solve in a tangent solve, whatever the function is.
+        ("gmres", "jvp", "jvp", "jit"),
+        ("gmres", "jacfwd", "generated", "jit"),
+        ("jacobian", "grad", "generated", "jit"),
+        ("jacobian", "jvp", "both", "eager"),
+        ("jacobian", "jacrev", "jvp", "jit"),
+    ],
+)
+def test_roots_of_a_function_with_forward_mode(how, derivative, rules, program):
     f = root_of(curve(rules), how)
-    close(wrap(lambda: ROOTS[derivative](f))(), ROOTS[derivative](inverse))
+    close(CONTEXTS[program](lambda: ROOTS[derivative](f))(), ROOTS[derivative](inverse))
 
 
 @row("D6", "L1")
-@pytest.mark.parametrize(("how", "derivative"), [way for way in WAYS if way[1] != "value"])
-@JIT
-def test_roots_of_a_function_without_forward_mode_are_right_or_name_it(wrap, derivative, how):
+@cells(
+    "how,derivative,program",
+    [
+        ("ones", "grad", "jit"),
+        ("ones", "jvp", "eager"),
+        ("gmres", "jacfwd", "jit"),
+        ("jacobian", "jacrev", "eager"),
+        ("jacobian", "grad of vmap", "jit"),
+    ],
+)
+def test_roots_name_a_function_without_forward_mode(how, derivative, program):
     f = root_of(curve("backward"), how)
-    try:
-        got = wrap(lambda: ROOTS[derivative](f))()
-    except (TypeError, NotImplementedError) as error:
-        assert "Curve" in str(error) and "generate_jvp_rule" in str(error), error
-    else:
-        close(got, ROOTS[derivative](inverse))
+    with pytest.raises(TypeError, match=r"Curve[\s\S]*generate_jvp_rule"):
+        CONTEXTS[program](lambda: ROOTS[derivative](f))()
 
 
 # --- a backward that applies a linear Function
@@ -317,13 +242,7 @@ class HostSolve(jaxfn.Function):
 
     @staticmethod
     def forward(ctx, a, b):
-        x = jax.pure_callback(
-            lambda a, b: np.linalg.solve(a, b[..., None])[..., 0].astype(np.float32),
-            jax.ShapeDtypeStruct(b.shape, b.dtype),
-            a,
-            b,
-            vmap_method="broadcast_all",
-        )
+        x = on_host(lambda a, b: np.linalg.solve(a, b[..., None])[..., 0], b, a, b, vmap_method="broadcast_all")
         ctx.save_for_backward(a, x)
         return x
 
@@ -344,97 +263,76 @@ class HostSolveInReverse(HostSolve):
         return -jnp.outer(of_b, x), of_b
 
 
-class SolvesInBackward(jaxfn.Function):
-    """A solve whose backward applies another Function, which is linear in the gradient; none for the matrix."""
-
-    generate_jvp_rule = True
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a)
-        return jnp.linalg.solve(a, b)
-
-    @staticmethod
-    def backward(ctx, g):
-        (a,) = ctx.saved_tensors
-        return None, HostSolve.apply(a.T, g)
-
-
-@jax.custom_jvp
-def solve_with_tangent_of_b(a, b):
-    return jnp.linalg.solve(a, b)
-
-
-@solve_with_tangent_of_b.defjvp
-def _(primals, tangents):
-    a, _ = primals
-    return solve_with_tangent_of_b(*primals), jnp.linalg.solve(a, tangents[1])
-
-
 SOLVES: dict[str, tuple[Any, Any]] = {
     "itself": (HostSolve.apply, jnp.linalg.solve),
     "itself, in reverse mode alone": (HostSolveInReverse.apply, jnp.linalg.solve),
-    "another": (SolvesInBackward.apply, solve_with_tangent_of_b),
 }
-REVERSE_OF_SOLVE: dict[str, Callable[..., Any]] = {
-    "grad": lambda f: jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b)) * G), (0, 1))(A, B),
-    "grad of vmap": lambda f: jax.grad(
-        lambda a, b: jnp.sum(jnp.sin(jax.vmap(f, (None, 1), 1)(a, b)) * G[:, None]), (0, 1)
-    )(A, np.stack([B, G], 1)),
-    "grad of vmap over the matrix": lambda f: jax.grad(
-        lambda a, b: jnp.sum(jnp.sin(jax.vmap(f, (2, None), 1)(a, b)) * G[:, None]), (0, 1)
-    )(np.stack([A, 2 * A], 2), B),
-    "vmap of grad": lambda f: jax.vmap(jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b)) * G), (0, 1)), (None, 1))(
-        A, np.stack([B, G], 1)
+BS = np.stack([B, G], 1)
+
+
+def solve_loss(f):
+    return lambda a, b: jnp.sum(jnp.sin(f(a, b)).T * G)
+
+
+def solve_slopes(f):
+    return jax.grad(solve_loss(f), (0, 1))
+
+
+def tangent(f, a, b):
+    return jax.jvp(f, (a, b), (jnp.sin(a), jnp.cos(b)))[1]
+
+
+DERIVATIVES_OF_SOLVE: dict[str, Callable[..., Any]] = {
+    "grad": lambda f: solve_slopes(f)(A, B),
+    "grad of vmap": lambda f: solve_slopes(jax.vmap(f, (None, 1), 1))(A, BS),
+    "grad of vmap over the matrix": lambda f: solve_slopes(jax.vmap(f, (2, None), 1))(np.stack([A, 2 * A], 2), B),
+    "vmap of grad": lambda f: jax.vmap(solve_slopes(f), (None, 1))(A, BS),
+    "grad of grad": lambda f: jax.grad(lambda a, b: sum(jnp.sum(jnp.cos(g)) for g in solve_slopes(f)(a, b)), (0, 1))(
+        A, B
     ),
-    "grad of grad": lambda f: jax.grad(
-        lambda a, b: sum(
-            jnp.sum(jnp.cos(g)) for g in jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b)) * G), (0, 1))(a, b)
-        ),
-        (0, 1),
-    )(A, B),
-}
-FORWARD_OF_SOLVE: dict[str, Callable[..., Any]] = {
-    "jvp": lambda f: jax.jvp(f, (A, B), (jnp.sin(A), jnp.cos(B)))[1],
+    "transpose": lambda f: jax.linear_transpose(lambda b: f(A, b), B)(G),
+    "jvp": lambda f: tangent(f, A, B),
     "jacfwd": lambda f: jax.jacfwd(f, 1)(A, B),
-    "jvp of vmap": lambda f: jax.jvp(
-        jax.vmap(f, (None, 1), 1), (A, np.stack([B, G], 1)), (jnp.sin(A), jnp.cos(np.stack([B, G], 1)))
-    )[1],
-    "jvp of grad": lambda f: jax.jvp(
-        jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b)) * G), (0, 1)), (A, B), (jnp.sin(A), jnp.cos(B))
-    )[1],
-    "jvp of jvp": lambda f: jax.jvp(
-        lambda a, b: jax.jvp(f, (a, b), (jnp.sin(a), jnp.cos(b)))[1], (A, B), (jnp.cos(A), jnp.sin(B))
-    )[1],
+    "jvp of vmap": lambda f: tangent(jax.vmap(f, (None, 1), 1), A, BS),
+    "jvp of grad": lambda f: tangent(solve_slopes(f), A, B),
+    "jvp of jvp": lambda f: tangent(lambda a, b: tangent(f, a, b), A, B),
 }
 
 
-@row("D5", "E1c")
-@pytest.mark.parametrize("solve", SOLVES)
-@pytest.mark.parametrize("derivative", REVERSE_OF_SOLVE)
-@pytest.mark.parametrize("program", ["eager", "jit", "checkpoint"])
-def test_a_backward_that_applies_a_linear_function_in_reverse_mode(program, derivative, solve):
+@row("D5", "D7", "E1c")
+@cells(
+    "solve,derivative,program",
+    [
+        ("itself", "grad", "checkpoint"),
+        ("itself", "grad of vmap", "eager"),
+        ("itself", "transpose", "eager"),
+        ("itself", "jvp", "jit"),
+        ("itself", "jvp of vmap", "eager"),
+        ("itself", "jvp of grad", "jit"),
+        ("itself, in reverse mode alone", "grad of vmap over the matrix", "jit"),
+        ("itself, in reverse mode alone", "vmap of grad", "checkpoint"),
+        ("itself", "grad of vmap over the matrix", "checkpoint"),
+        ("itself, in reverse mode alone", "grad", "jit"),
+        ("itself", "grad of grad", "jit"),
+        ("itself", "jacfwd", "eager"),
+        ("itself", "jvp of jvp", "jit"),
+    ],
+)
+def test_a_backward_that_applies_a_linear_function(solve, derivative, program):
     """Before, the batch was not seen to be linear: a Function in a backward, or mapped beside an unmapped argument."""
     f, plain = SOLVES[solve]
     f = CONTEXTS[program](f)
-    close(jax.jit(lambda: REVERSE_OF_SOLVE[derivative](f))(), REVERSE_OF_SOLVE[derivative](plain))
-
-
-@row("D5", "D7")
-@pytest.mark.parametrize("solve", ["itself", "another"])
-@pytest.mark.parametrize("derivative", FORWARD_OF_SOLVE)
-@JIT
-def test_a_backward_that_applies_a_linear_function_in_forward_mode(wrap, derivative, solve):
-    f, plain = SOLVES[solve]
-    close(wrap(lambda: FORWARD_OF_SOLVE[derivative](f))(), FORWARD_OF_SOLVE[derivative](plain))
+    close(jit(lambda: DERIVATIVES_OF_SOLVE[derivative](f))(), DERIVATIVES_OF_SOLVE[derivative](plain))
 
 
 # --- optimistix and lineax
 
 
 @row("D7", "E1")
-@EVERY_RULES
-@pytest.mark.parametrize("derivative", ROOTS)
+@cells(
+    "derivative,rules",
+    [("value", "jvp"), ("grad", "generated"), ("jvp", "both"), ("jacfwd", "jvp"), ("grad of vmap", "both")],
+)
 def test_roots_in_optimistix(derivative, rules):
     optx = pytest.importorskip("optimistix")
     f = curve(rules)
@@ -447,8 +345,7 @@ def test_roots_in_optimistix(derivative, rules):
 
 
 @row("D7", "E1")
-@EVERY_RULES
-@pytest.mark.parametrize("derivative", ["value", "grad", "jvp", "grad of vmap"])
+@cells("derivative,rules", [("value", "both"), ("grad", "jvp"), ("jvp", "generated"), ("grad of vmap", "generated")])
 def test_solves_in_lineax(derivative, rules):
     lineax = pytest.importorskip("lineax")
     f = matvec(rules)

@@ -1,16 +1,13 @@
 """Contract row A8: how often user code runs, draws and has effects, beside the same as a hand-written custom_vjp.
 
-No number is written down here: what is expected is what the hand-written function does, in the same program, or half of
-it where that runs its primal and its `fwd`. Where it raises (JAX loses a traced key that both of these change), the
-numbers must be right or the refusal must name the Function.
+What is expected is what the hand-written function does, in the same program, or half of it where that runs its primal
+and its `fwd`. Where that raises (JAX loses a traced key that both of these change), the table says what jaxfn does.
 
 Every draw `m` makes outputs and derivatives that tell it: `m * sin(x)` and `m * cos(x)`.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +19,7 @@ from jax.experimental import io_callback
 from jax.extend.random import define_prng_impl
 
 import jaxfn
-from tests.support.marks import COMING, row, sampled
+from tests.support.marks import COMING, cells, row
 
 
 def _mixed(key, numbers):
@@ -59,7 +56,6 @@ class World:
         self.counts = {"python": 0, "draws": 0, "host": 0}
         self.generator = np.random.default_rng(0)
         self.on_host = np.random.default_rng(0)
-        self.counter = 0
 
     def of_keys(self, keys):
         self.counts["draws"] += 1
@@ -69,20 +65,12 @@ class World:
         self.counts["draws"] += 1
         return jnp.float32(self.generator.uniform(0.5, 1.5))
 
-    def of_counter(self, _):
-        self.counter += 1
-        return jnp.float32(1 + 0.1 * self.counter)
-
     def of_io_callback(self, _):
         return io_callback(self._draw_on_host, jax.ShapeDtypeStruct((), jnp.float32), ordered=False)
 
     def _draw_on_host(self):
         self.counts["host"] += 1
         return np.float32(self.on_host.uniform(0.5, 1.5))
-
-    def of_debug_callback(self, _):
-        jax.debug.callback(self._draw_on_host)
-        return jnp.float32(0.7)
 
     def of_unchanged_key(self, keys):
         return jax.random.uniform(keys.key, (), jnp.float32, 0.5, 1.5)
@@ -104,136 +92,75 @@ class World:
         return {name: count - before[name] for name, count in self.counts.items()}
 
 
-Draw = Callable[[Any], Any]
-STYLES: dict[str, Callable[[Draw], tuple[Any, Any]]] = {}
-
-
-def style(make):
-    """Registers what makes, for a way of drawing, a Function of (x, keys), and a custom_vjp's fwd and bwd."""
-    STYLES[make.__name__] = make
-    return make
-
-
-@style
-def saves_nothing(draw):
-    def forward(ctx, x, keys):
-        return x + draw(keys)
-
-    def backward(ctx, g):
-        return g, None
-
-    return _function(forward, backward), (lambda x, keys: (x + draw(keys), None), lambda _, g: g)
-
-
-@style
-def saves_input(draw):
-    def forward(ctx, x, keys):
-        ctx.save_for_backward(x)
-        return jnp.sin(x) + draw(keys)
-
-    def backward(ctx, g):
-        return g * jnp.cos(ctx.saved_tensors[0]), None
-
-    return _function(forward, backward), (
-        lambda x, keys: (jnp.sin(x) + draw(keys), x),
-        lambda x, g: g * jnp.cos(x),
-    )
-
-
-@style
-def saves_output(draw):
-    def forward(ctx, x, keys):
-        y = draw(keys) * jnp.exp(x)
-        ctx.save_for_backward(y)
-        return y
-
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0], None
-
-    return _function(forward, backward), (
-        lambda x, keys: (draw(keys) * jnp.exp(x),) * 2,
-        lambda y, g: g * y,
-    )
-
-
-def _sine(x, m):
+def sine(x, m):
     return m * jnp.sin(x), m * jnp.cos(x)
 
 
-def _sine_by_hand(draw):
-    return lambda x, keys: _sine(x, draw(keys)), lambda c, g: g * c
+def masked(x, m):
+    return jnp.where(m > 0.9, jnp.sin(x), 0.0), (m > 0.9, x)
 
 
-def _forward_of_intermediate(draw):
+# The output by x and a draw, with what is saved of it; and the slope by what is saved.
+COMPUTES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "saves_nothing": (lambda x, m: (x + m, None), lambda _: jnp.float32(1)),
+    "saves_input": (lambda x, m: (jnp.sin(x) + m, x), jnp.cos),
+    "saves_output": (lambda x, m: (m * jnp.exp(x),) * 2, lambda y: y),
+    "saves_intermediate": (sine, lambda c: c),
+    "saves_mask": (masked, lambda saved: jnp.where(saved[0], jnp.cos(saved[1]), 0.0)),
+}
+# These save an intermediate too.
+OF_INTERMEDIATE = (
+    "keeps_attribute", "keeps_closure", "sets_up_context", "has_jvp_too", "generates_jvp_rule", "reads_flags",
+)  # fmt: skip
+STYLES = [*COMPUTES, *OF_INTERMEDIATE]
+
+
+def computes(name):
+    return COMPUTES.get(name, COMPUTES["saves_intermediate"])
+
+
+def by_function(name, draw):
+    """A Function of (x, keys), or a function that applies one."""
+    compute, slope_of = computes(name)
+
     def forward(ctx, x, keys):
-        y, c = _sine(x, draw(keys))
-        ctx.save_for_backward(c)
+        if name == "reads_flags":
+            ctx.read = ctx.needs_input_grad.x
+        y, saved = compute(x, draw(keys))
+        if name == "keeps_closure":
+            ctx.pull = lambda g: g * saved
+        elif name == "keeps_attribute":
+            ctx.kept = {"slope": [saved]}
+        else:
+            ctx.save_for_backward(*jax.tree.leaves(saved))
         return y
 
-    return forward
+    def rule(ctx, moving):
+        if name == "keeps_closure":
+            return ctx.pull(moving)
+        if name == "keeps_attribute":
+            return moving * ctx.kept["slope"][0]
+        saved = ctx.saved_tensors
+        return moving * slope_of(saved[0] if len(saved) == 1 else saved)
+
+    class Drawn(jaxfn.Function):
+        generate_jvp_rule = name == "generates_jvp_rule"
+
+    if name == "sets_up_context":
+        return separately(draw)
+    Drawn.forward, Drawn.backward = staticmethod(forward), staticmethod(lambda ctx, g: (rule(ctx, g), None))
+    if name == "has_jvp_too":
+        Drawn.jvp = staticmethod(lambda ctx, tangent, _: rule(ctx, tangent))
+    return Drawn.apply
 
 
-def _backward_of_intermediate(ctx, g):
-    return g * ctx.saved_tensors[0], None
-
-
-@style
-def saves_intermediate(draw):
-    return _function(_forward_of_intermediate(draw), _backward_of_intermediate), _sine_by_hand(draw)
-
-
-@style
-def saves_mask(draw):
-    def forward(ctx, x, keys):
-        mask = draw(keys) > 0.9
-        ctx.save_for_backward(mask, x)
-        return jnp.where(mask, jnp.sin(x), 0.0)
-
-    def backward(ctx, g):
-        mask, x = ctx.saved_tensors
-        return jnp.where(mask, g * jnp.cos(x), 0.0), None
-
-    def fwd(x, keys):
-        mask = draw(keys) > 0.9
-        return jnp.where(mask, jnp.sin(x), 0.0), (mask, x)
-
-    return _function(forward, backward), (fwd, lambda r, g: jnp.where(r[0], g * jnp.cos(r[1]), 0.0))
-
-
-@style
-def keeps_attribute(draw):
-    def forward(ctx, x, keys):
-        y, c = _sine(x, draw(keys))
-        ctx.kept = {"slope": [c]}
-        return y
-
-    def backward(ctx, g):
-        return g * ctx.kept["slope"][0], None
-
-    return _function(forward, backward), _sine_by_hand(draw)
-
-
-@style
-def keeps_closure(draw):
-    def forward(ctx, x, keys):
-        y, c = _sine(x, draw(keys))
-        ctx.pull = lambda g: g * c
-        return y
-
-    def backward(ctx, g):
-        return ctx.pull(g), None
-
-    return _function(forward, backward), _sine_by_hand(draw)
-
-
-@style
-def sets_up_context(draw):
-    """Its slope is a second output, which differentiates by the Function's own rule."""
+def separately(draw):
+    """In the separate style. Its slope is a second output, which differentiates by the Function's own rule."""
 
     class Drawn(jaxfn.Function):
         @staticmethod
         def forward(x, keys):
-            return _sine(x, draw(keys))
+            return sine(x, draw(keys))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -244,41 +171,16 @@ def sets_up_context(draw):
             y, c = ctx.saved_tensors
             return g * c - of_slope * y, None
 
-    return (lambda x, keys: Drawn.apply(x, keys)[0]), _sine_by_hand(draw)
-
-
-@style
-def has_jvp_too(draw):
-    def jvp(ctx, tangent, _):
-        return tangent * ctx.saved_tensors[0]
-
-    return _function(_forward_of_intermediate(draw), _backward_of_intermediate, jvp=jvp), _sine_by_hand(draw)
-
-
-@style
-def generates_jvp_rule(draw):
-    made = _function(_forward_of_intermediate(draw), _backward_of_intermediate, generate_jvp_rule=True)
-    return made, _sine_by_hand(draw)
-
-
-def _function(forward, backward, *, jvp=None, **attributes):
-    attributes |= {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    if jvp is not None:
-        attributes["jvp"] = staticmethod(jvp)
-    return type("Drawn", (jaxfn.Function,), attributes).apply
-
-
-def by_function(name, draw):
-    return STYLES[name](draw)[0]
+    return lambda x, keys: Drawn.apply(x, keys)[0]
 
 
 def by_hand(name, draw):
     """As a JAX user would write it; an object is no argument of a custom_vjp, so it is closed over."""
-    fwd, bwd = STYLES[name](draw)[1]
+    compute, slope_of = computes(name)
 
     def call(x, keys):
-        made = jax.custom_vjp(lambda x: fwd(x, keys)[0])
-        made.defvjp(lambda x: fwd(x, keys), lambda residuals, g: (bwd(residuals, g),))
+        made = jax.custom_vjp(lambda x: compute(x, draw(keys))[0])
+        made.defvjp(lambda x: compute(x, draw(keys)), lambda saved, g: (g * slope_of(saved),))
         return made(x)
 
     return call
@@ -286,8 +188,7 @@ def by_hand(name, draw):
 
 def plainly(name, draw):
     """Without a rule: JAX differentiates the function itself."""
-    fwd = STYLES[name](draw)[1][0]
-    return lambda x, keys: fwd(x, keys)[0]
+    return lambda x, keys: computes(name)[0](x, draw(keys))[0]
 
 
 def check_one_draw(name, x, y, slope, curvature=None, calls=2):
@@ -306,127 +207,84 @@ def check_one_draw(name, x, y, slope, curvature=None, calls=2):
             np.testing.assert_allclose(got, np.broadcast_to(expected, np.shape(got)), rtol=2e-5, atol=2e-6)
 
 
-# Each takes a function of (x, key), and makes one of (x, key) that returns values and derivatives as far as it has
-# them; made anew for each program, so that JAX traces again.
-TRANSFORMATIONS: dict[str, Callable[..., Any]] = {}
 X, BATCH = 0.6, 3
-
-
-def transformation(make):
-    TRANSFORMATIONS[make.__name__] = make
-    return make
 
 
 def over_batch(f):
     return lambda x, key: jax.vmap(f)(x + 0.1 * jnp.arange(BATCH), jax.random.split(key, BATCH))
 
 
-@transformation
-def eager(f):
-    return lambda x, key: (f(x, key), None)
-
-
-@transformation
-def jit(f):
-    return jax.jit(lambda x, key: (f(x, key), None))
-
-
-@transformation
-def grad(f):
-    slope = jax.grad(lambda x, key: f(x, key))
-    return lambda x, key: (None, slope(x, key))
-
-
-@transformation
-def value_and_grad(f):
-    return jax.value_and_grad(lambda x, key: f(x, key))
-
-
-@transformation
-def jit_of_grad(f):
-    return jax.jit(jax.value_and_grad(lambda x, key: f(x, key)))
-
-
-@transformation
-def grad_of_jit(f):
-    return jax.value_and_grad(jax.jit(lambda x, key: f(x, key)))
-
-
-@transformation
-def vjp(f):
+def value_and_slopes_of_batch(f):
     def both(x, key):
-        y, pull = jax.vjp(lambda x: f(x, key), x)
-        return y, pull(jnp.float32(1))[0]
-
-    return both
-
-
-@transformation
-def vmap_of_grad(f):
-    return over_batch(jax.value_and_grad(lambda x, key: f(x, key)))
-
-
-@transformation
-def grad_of_vmap(f):
-    def both(x, key):
-        xs = x + 0.1 * jnp.arange(BATCH)
-        y, pull = jax.vjp(lambda xs: jax.vmap(f)(xs, jax.random.split(key, BATCH)), xs)
+        y, pull = jax.vjp(lambda xs: jax.vmap(f)(xs, jax.random.split(key, BATCH)), x + 0.1 * jnp.arange(BATCH))
         return y, pull(jnp.ones(BATCH, jnp.float32))[0]
 
     return both
 
 
-@transformation
-def jit_of_vmap_of_grad(f):
-    return jax.jit(vmap_of_grad(f))
-
-
-@transformation
-def scan(f):
+def scanned(f):
     """The x of every step is the same, so that all steps together are as one."""
 
     def total(x, key):
         body = lambda total, key: (total + f(x, key), None)  # noqa: E731
         return jax.lax.scan(body, jnp.float32(0), jax.random.split(key, BATCH))[0]
 
-    return jax.jit(jax.value_and_grad(total))
+    return total
 
 
-@transformation
-def checkpoint(f):
-    return jax.jit(jax.value_and_grad(jax.checkpoint(lambda x, key: f(x, key))))
+def chosen(f):
+    return lambda x, key: jax.lax.cond(x > 0, f, lambda x, key: x, x, key)
 
 
-@transformation
-def cond(f):
-    chosen = lambda x, key: jax.lax.cond(x > 0, f, lambda x, key: x, x, key)  # noqa: E731
-    return jax.jit(jax.value_and_grad(chosen))
+# Of a function of (x, key): one of (x, key) that returns its value and its slope, as far as they are computed.
+TRANSFORMATIONS: dict[str, Callable[..., Any]] = {
+    "eager": lambda f: lambda x, key: (f(x, key), None),
+    "jit": lambda f: jax.jit(lambda x, key: (f(x, key), None)),
+    "grad": lambda f: lambda x, key: (None, jax.grad(f)(x, key)),
+    "value_and_grad": jax.value_and_grad,
+    "jit_of_grad": lambda f: jax.jit(jax.value_and_grad(f)),
+    "grad_of_jit": lambda f: jax.value_and_grad(jax.jit(f)),
+    "vmap_of_grad": lambda f: over_batch(jax.value_and_grad(f)),
+    "grad_of_vmap": value_and_slopes_of_batch,
+    "jit_of_vmap_of_grad": lambda f: jax.jit(over_batch(jax.value_and_grad(f))),
+    "scan": lambda f: jax.jit(jax.value_and_grad(scanned(f))),
+    "checkpoint": lambda f: jax.jit(jax.value_and_grad(jax.checkpoint(f))),
+    "cond": lambda f: jax.jit(jax.value_and_grad(chosen(f))),
+}
 
 
-# JAX stages the call before it differentiates it: both the primal and the `fwd` of a custom_vjp run, and forward once.
-STAGED_FIRST = ("grad_of_jit", "scan", "checkpoint", "cond")
-MAPPED = ("vmap_of_grad", "grad_of_vmap", "jit_of_vmap_of_grad")
 KEY = jax.random.key(7, impl=QUICK)
 
 
-def calling(f, times, has_keys=True):
-    """Calls, which have different draws, of one stateful source."""
+# What is drawn, and whether the code closes over the source or is passed it.
+SOURCES = {
+    "keys": ("keys", False),
+    "keys closed over": ("keys", True),
+    "unchanged key": ("unchanged_key", False),
+    "unchanged key closed over": ("unchanged_key", True),
+    "numpy": ("numpy", False),
+    "io_callback": ("io_callback", False),
+    "nothing": ("nothing", False),
+}
+
+
+def two_calls(make, name, source, world):
+    """Two calls, which have different draws, of one stateful source."""
+    source, closes_over = SOURCES[source]
+    draw = world.drawing(source)
 
     def program(x, key):
-        keys = Keys(key) if has_keys else None
-        return sum(f(x, keys) for _ in range(times))
+        keys = Keys(key) if "key" in source else None
+        f = (lambda x, keys: make(name, lambda _: draw(keys))(x, None)) if closes_over else make(name, draw)
+        return sum(f(x, keys) for _ in range(2))
 
     return program
 
 
-def history(make, name, source, transform, closes_over, times=2):
+def history(make, name, source, transform):
     """What two programs return, each called twice, and what had run after every call."""
     world = World()
-    draw = world.drawing(source)
-    if closes_over:
-        program = calling(lambda x, keys: make(name, lambda _: draw(keys))(x, None), times)
-    else:
-        program = calling(make(name, draw), times, source in ("keys", "unchanged_key"))
+    program = two_calls(make, name, source, world)
     results, counts = [], []
     for _ in range(2):
         transformed = TRANSFORMATIONS[transform](lambda x, key: program(x, key))
@@ -437,101 +295,97 @@ def history(make, name, source, transform, closes_over, times=2):
     return results, counts
 
 
-def runs(make, name, source, transform, closes_over=False):
-    """The same, or the error that it raised; as text, for it holds on to what JAX traced."""
-    try:
-        return history(make, name, source, transform, closes_over)
-    except Exception as error:
-        return type(error), str(error)
-
-
-@functools.cache
-def runs_by_hand(name, source, transform, closes_over):
-    return runs(by_hand, name, source, transform, closes_over)
-
-
-# Their functions by hand are one and the same.
-WITH_INTERMEDIATE = (
-    "saves_intermediate", "keeps_attribute", "keeps_closure", "sets_up_context", "has_jvp_too", "generates_jvp_rule",
-)  # fmt: skip
-FEWER = ("saves_output", "keeps_closure", "has_jvp_too")
-# Where they are, and for which styles (all of them take long).
-SOURCES = {
-    "keys": (False, STYLES),
-    "keys_closed_over": (True, ("saves_nothing", "sets_up_context")),
-    "numpy": (False, STYLES),
-    "io_callback": (False, FEWER),
-    "debug_callback": (False, FEWER),
-}
-CELLS = [
-    pytest.param(source, closes_over, name, transform, id=f"{source}-{name}-{transform}")
-    for source, (closes_over, names) in SOURCES.items()
-    for name in names
-    for transform in TRANSFORMATIONS
-]
-
-
-def is_refusal(kind, message):
-    return kind is NotImplementedError and message.startswith("Drawn")
-
-
 def expect_other_draws(name, source, transform):
     """JAX_REMAT3 runs the rule of a custom_jvp in a checkpoint again, one by hand too."""
     if COMING and transform == "checkpoint" and name in ("has_jvp_too", "generates_jvp_rule") and "key" not in source:
         pytest.xfail("JAX_REMAT3 runs a custom_jvp's rule more than once")
 
 
+def at(transform):
+    return np.asarray(X, np.float32) + (0.1 * np.arange(BATCH) if "vmap" in transform else 0)
+
+
 @row("A8")
-@sampled
-@pytest.mark.parametrize(("source", "closes_over", "name", "transform"), CELLS)
-def test_code_runs_as_often_as_by_hand(source, closes_over, name, transform):
+@cells(
+    "source,name,transform,outcome",
+    [
+        ("keys", "saves_nothing", "eager", "as by hand"),
+        ("keys", "saves_input", "jit", "right"),
+        ("keys", "saves_output", "grad", "as by hand"),
+        ("keys", "saves_intermediate", "scan", "right"),
+        ("keys", "saves_mask", "grad_of_jit", "right"),
+        ("keys", "keeps_closure", "jit_of_grad", "as by hand"),
+        ("keys", "keeps_closure", "grad_of_vmap", "refused"),
+        ("keys", "sets_up_context", "checkpoint", "right"),
+        ("keys", "has_jvp_too", "cond", "right"),
+        ("keys", "generates_jvp_rule", "jit_of_vmap_of_grad", "as by hand"),
+        ("keys closed over", "saves_nothing", "scan", "right"),
+        ("keys closed over", "sets_up_context", "value_and_grad", "as by hand"),
+        ("keys closed over", "sets_up_context", "cond", "right"),
+        ("numpy", "saves_nothing", "grad_of_jit", "half"),
+        ("numpy", "saves_input", "grad_of_vmap", "as by hand"),
+        ("numpy", "saves_output", "scan", "half"),
+        ("numpy", "saves_intermediate", "jit_of_grad", "as by hand"),
+        ("numpy", "saves_intermediate", "checkpoint", "half"),
+        ("numpy", "saves_mask", "cond", "half"),
+        ("numpy", "keeps_attribute", "jit", "as by hand"),
+        ("numpy", "keeps_closure", "checkpoint", "refused"),
+        ("numpy", "keeps_closure", "jit_of_vmap_of_grad", "as by hand"),
+        ("numpy", "sets_up_context", "value_and_grad", "as by hand"),
+        ("numpy", "has_jvp_too", "grad_of_jit", "half"),
+        ("numpy", "generates_jvp_rule", "grad", "as by hand"),
+        ("numpy", "reads_flags", "value_and_grad", "as by hand"),
+        ("numpy", "reads_flags", "grad_of_jit", "as by hand"),
+        ("numpy", "reads_flags", "checkpoint", "as by hand"),
+        ("numpy", "reads_flags", "cond", "half more"),
+        ("io_callback", "saves_output", "grad_of_jit", "half"),
+        ("io_callback", "has_jvp_too", "vmap_of_grad", "as by hand"),
+        ("io_callback", "saves_input", "scan", "half"),
+        ("io_callback", "keeps_closure", "cond", "refused"),
+    ],
+)
+def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):
+    """Or half as often, where JAX stages the call before it differentiates it, and a custom_vjp runs its primal and its
+    fwd. If forward reads its flags it runs again there, and a third time in `cond`, which JAX differentiates twice.
+
+    "right": by hand JAX raises, as a value of the staged program gets out of it.
+    """
     expect_other_draws(name, source, transform)
-    source = source.removesuffix("_closed_over")
-    results, counts = runs(by_function, name, source, transform, closes_over)
-    alike = "saves_intermediate" if name in WITH_INTERMEDIATE else name
-    expected, expected_counts = runs_by_hand(alike, source, transform, closes_over)
-    if isinstance(results, type):
-        # JAX by hand refuses too, or an array hidden in a closure stays behind in another program (row B6).
-        is_lost = COMING and transform == "checkpoint" and results is jax.errors.UnexpectedTracerError
-        is_hidden = name == "keeps_closure" and ("inside a closure" in counts or is_lost)
-        assert is_hidden or isinstance(expected, type), counts
-        assert is_refusal(results, counts) or is_lost or (results is expected and "checkpoint" in counts), counts
+    if outcome == "refused":
+        errors = (NotImplementedError, jax.errors.UnexpectedTracerError) if COMING else NotImplementedError
+        with pytest.raises(errors, match=None if COMING else "^Drawn"):
+            history(by_function, name, source, transform)
         return
-    first = np.asarray(X, np.float32) + (0.1 * np.arange(BATCH) if transform in MAPPED else 0)
+    results, counts = history(by_function, name, source, transform)
     calls = 2 * (BATCH if transform == "scan" else 1)
     for y, slope in results:
         if slope is not None:
-            check_one_draw(name, first, y, slope, calls=calls)
-    if isinstance(expected, type):
+            check_one_draw(name, at(transform), y, slope, calls=calls)
+    if outcome == "right":
         return
+    expected, expected_counts = history(by_hand, name, source, transform)
     if COMING:  # keeps traces, of what was made once
         for ours, by_jax in zip(counts, expected_counts, strict=True):
             assert all(ours[kind] <= by_jax[kind] for kind in ours)
         return
-    if transform in STAGED_FIRST:
-        assert counts == [{**c, "python": c["python"] // 2, "draws": c["draws"] // 2} for c in expected_counts]
-    else:
-        assert counts == expected_counts
-    if sum(c["draws"] for c in counts) == sum(c["draws"] for c in expected_counts):
+    times = {"as by hand": 1, "half": 0.5, "half more": 1.5}[outcome]
+    assert counts == [{**c, "python": times * c["python"], "draws": times * c["draws"]} for c in expected_counts]
+    if outcome == "as by hand" or "callback" in source:
         for ours, by_jax in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(ours, by_jax, rtol=2e-6)
 
 
 @row("A8")
 @pytest.mark.parametrize("name", STYLES)
-def test_a_single_call_under_jit_runs_once_or_is_refused(name):
+def test_a_single_call_under_jit_runs_once(name):
     """By hand it works, once: what the source has become is lost, and its next draw raises."""
     world = World()
-    f = STYLES[name](world.drawing("keys"))[0]
+    f = by_function(name, world.drawing("keys"))
     plain = plainly(name, World().drawing("keys"))
     for _ in range(2):
         before = dict(world.counts)
-        try:
-            y = jax.jit(lambda x, key: f(x, Keys(key)))(jnp.float32(X), KEY)
-        except NotImplementedError as error:
-            assert is_refusal(NotImplementedError, str(error))
-        else:
-            np.testing.assert_allclose(y, plain(jnp.float32(X), Keys(KEY)), rtol=1e-6)
+        y = jax.jit(lambda x, key: f(x, Keys(key)))(jnp.float32(X), KEY)
+        np.testing.assert_allclose(y, plain(jnp.float32(X), Keys(KEY)), rtol=1e-6)
         assert world.since(before)["draws"] == 1
 
 
@@ -565,54 +419,19 @@ def test_an_object_that_holds_a_traced_array_and_what_is_kept_of_it(kept):
             assert count == 1
 
 
-# Of a function of (x, key): one of (x, key) that returns its value, its first and its second derivative.
-SECOND_ORDER: dict[str, Callable[..., Any]] = {}
-
-
-def second_order(make):
-    SECOND_ORDER[make.__name__.removeprefix("second_")] = make
-    return make
-
-
-def derivatives(f, inner=lambda f: f, outer=lambda f: f):
+def derivatives(f, inner=lambda f: f):
     def slope_and_value(x, key):
-        y, slope = jax.value_and_grad(inner(lambda x, key: f(x, key)))(x, key)
+        y, slope = jax.value_and_grad(inner(f))(x, key)
         return slope, y
 
     def all_three(x, key):
-        (slope, y), curvature = jax.value_and_grad(outer(slope_and_value), has_aux=True)(x, key)
+        (slope, y), curvature = jax.value_and_grad(slope_and_value, has_aux=True)(x, key)
         return y, slope, curvature
 
     return all_three
 
 
-@second_order
-def second_eager(f):
-    return derivatives(f)
-
-
-@second_order
-def second_jit(f):
-    return jax.jit(derivatives(f))
-
-
-@second_order
-def second_jit_inside(f):
-    return derivatives(f, inner=jax.jit)
-
-
-@second_order
-def second_jit_everywhere(f):
-    return jax.jit(derivatives(f, inner=jax.jit, outer=jax.jit))
-
-
-@second_order
-def second_vmap(f):
-    return over_batch(derivatives(f))
-
-
-@second_order
-def second_vmap_inside(f):
+def derivatives_of_batch(f):
     """Of the mapped function: one cotangent for all of the batch is enough, for no example depends on another."""
 
     def all_three(x, key):
@@ -629,92 +448,103 @@ def second_vmap_inside(f):
     return all_three
 
 
-@second_order
-def second_jit_of_vmap(f):
-    return jax.jit(over_batch(derivatives(f)))
-
-
-@second_order
-def second_scan(f):
-    def total(x, key):
-        body = lambda total, key: (total + f(x, key), None)  # noqa: E731
-        return jax.lax.scan(body, jnp.float32(0), jax.random.split(key, BATCH))[0]
-
-    return jax.jit(derivatives(total))
-
-
-@second_order
-def second_checkpoint(f):
-    return derivatives(f, inner=jax.checkpoint)
-
-
-@second_order
-def second_cond(f):
-    return derivatives(lambda x, key: jax.lax.cond(x > 0, f, lambda x, key: x, x, key))
-
-
-def second_derivatives(make, name, source, transform, closes_over):
-    """Value, first and second derivative of two calls, in the first program and in a later one."""
-    world = World()
-    draw = world.drawing(source)
-    if closes_over:
-        program = calling(lambda x, keys: make(name, lambda _: draw(keys))(x, None), 2)
-    else:
-        program = calling(make(name, draw), 2, source in ("keys", "unchanged_key"))
-    for _ in range(2):
-        yield jax.device_get(SECOND_ORDER[transform](program)(jnp.float32(X), KEY))
-
-
-def at(transform):
-    return np.asarray(X, np.float32) + (0.1 * np.arange(BATCH) if "vmap" in transform else 0)
-
-
-SOME = ("saves_input", "saves_intermediate", "keeps_closure", "has_jvp_too")
-# What these save differentiates through forward, which runs again for it. An array in a closure has no derivative.
-RUNS_AGAIN = ("saves_intermediate", "keeps_attribute", "has_jvp_too", "generates_jvp_rule")
-# There a key in an object, which forward reads again, is a value of a program that has ended.
-ENDED = ("jit_inside", "jit_everywhere", "vmap_inside", "scan", "checkpoint", "cond")
-UNCHANGED = {"unchanged_key": STYLES, "unchanged_key_closed_over": SOME}
-CHANGED = {"keys": STYLES, "keys_closed_over": SOME, "numpy": STYLES, "counter": SOME}
-EVERY_SECOND = pytest.mark.parametrize("transform", SECOND_ORDER)
-
-
-def every_style(sources):
-    cells = [(source, name) for source, names in sources.items() for name in names]
-    return pytest.mark.parametrize(("source", "name"), cells, ids=["-".join(cell) for cell in cells])
+# Of a function of (x, key): one of (x, key) that returns its value, its first and its second derivative.
+SECOND_ORDER: dict[str, Callable[..., Any]] = {
+    "eager": derivatives,
+    "jit": lambda f: jax.jit(derivatives(f)),
+    "jit_inside": lambda f: derivatives(f, inner=jax.jit),
+    "jit_everywhere": lambda f: jax.jit(derivatives(f, inner=jax.jit)),
+    "vmap": lambda f: over_batch(derivatives(f)),
+    "vmap_inside": derivatives_of_batch,
+    "jit_of_vmap": lambda f: jax.jit(over_batch(derivatives(f))),
+    "scan": lambda f: jax.jit(derivatives(scanned(f))),
+    "checkpoint": lambda f: derivatives(f, inner=jax.checkpoint),
+    "cond": lambda f: derivatives(chosen(f)),
+}
 
 
 @row("A8")
-@sampled
-@EVERY_SECOND
-@every_style(UNCHANGED)
-def test_second_derivatives_where_what_is_closed_over_stays_as_it_is(source, name, transform):
-    args = name, source.removesuffix("_closed_over"), transform, source.endswith("_closed_over")
-    derivatives = second_derivatives(by_function, *args)
-    if name == "keeps_closure" or (name in RUNS_AGAIN and transform in ENDED):
-        with pytest.raises(NotImplementedError, match="^Drawn"):
-            next(derivatives)
-        return
-    (expected,) = itertools.islice(second_derivatives(plainly, *args), 1)
-    for got in derivatives:
-        for ours, by_jax in zip(got, expected, strict=True):
-            np.testing.assert_allclose(ours, by_jax, rtol=2e-5, atol=1e-6)
-
-
-@row("A8")
-@sampled
-@EVERY_SECOND
-@every_style(CHANGED)
-def test_second_derivatives_where_what_is_closed_over_changes(source, name, transform):
-    """Of the draws that gave the output, or refused; never of others."""
+@cells(
+    "source,name,transform,outcome",
+    [
+        ("unchanged key", "saves_nothing", "jit_everywhere", "right"),
+        ("unchanged key", "saves_input", "cond", "right"),
+        ("unchanged key", "saves_output", "vmap_inside", "right"),
+        ("unchanged key", "saves_intermediate", "eager", "right"),
+        ("unchanged key", "saves_intermediate", "vmap_inside", "refused"),
+        ("unchanged key", "keeps_closure", "eager", "refused"),
+        ("unchanged key", "sets_up_context", "scan", "right"),
+        ("unchanged key", "has_jvp_too", "jit", "right"),
+        ("unchanged key", "has_jvp_too", "scan", "refused"),
+        ("unchanged key", "generates_jvp_rule", "jit_inside", "refused"),
+        ("unchanged key closed over", "saves_input", "checkpoint", "right"),
+        ("unchanged key closed over", "saves_intermediate", "jit", "right"),
+        ("unchanged key closed over", "has_jvp_too", "cond", "refused"),
+        ("keys", "saves_nothing", "jit_inside", "right"),
+        ("keys", "saves_input", "vmap", "right"),
+        ("keys", "saves_output", "scan", "right"),
+        ("keys", "saves_intermediate", "jit", "refused"),
+        ("keys", "saves_mask", "checkpoint", "right"),
+        ("keys", "keeps_closure", "jit_of_vmap", "refused"),
+        ("keys", "sets_up_context", "cond", "right"),
+        ("keys", "has_jvp_too", "eager", "refused"),
+        ("keys", "generates_jvp_rule", "vmap", "refused"),
+        ("keys closed over", "saves_input", "jit_everywhere", "right"),
+        ("keys closed over", "saves_intermediate", "checkpoint", "refused"),
+        ("numpy", "saves_output", "eager", "right"),
+        ("numpy", "saves_mask", "vmap_inside", "right"),
+        ("numpy", "has_jvp_too", "cond", "refused"),
+        ("numpy", "saves_input", "scan", "right"),
+        ("numpy", "keeps_closure", "jit_everywhere", "refused"),
+    ],
+)
+def test_second_derivatives_are_of_the_draws_that_gave_the_output(source, name, transform, outcome):
+    """In the first program and in a later one. Refused is what differentiates through forward, which runs again for
+    it, where that draws something else or reads a key of a program that has ended."""
     expect_other_draws(name, source, transform)
-    derivatives = second_derivatives(
-        by_function, name, source.removesuffix("_closed_over"), transform, source.endswith("_closed_over")
-    )
-    if name == "keeps_closure" or name in RUNS_AGAIN:
+    world, x = World(), jnp.float32(X)
+    program = two_calls(by_function, name, source, world)
+    if outcome == "refused":
         with pytest.raises(NotImplementedError, match="^Drawn"):
-            next(derivatives)
+            SECOND_ORDER[transform](program)(x, KEY)
         return
-    for y, slope, curvature in derivatives:
-        calls = 2 * (BATCH if transform == "scan" else 1)
-        check_one_draw(name, at(transform), y, slope, curvature, calls)
+    for _ in range(2):
+        y, slope, curvature = SECOND_ORDER[transform](program)(x, KEY)
+        if source.startswith("unchanged"):
+            expected = SECOND_ORDER[transform](two_calls(plainly, name, source, world))(x, KEY)
+            for ours, by_jax in zip((y, slope, curvature), expected, strict=True):
+                np.testing.assert_allclose(ours, by_jax, rtol=2e-5, atol=1e-6)
+        else:
+            check_one_draw(name, at(transform), y, slope, curvature, 2 * (BATCH if transform == "scan" else 1))
+
+
+@row("A8")
+@cells(
+    "name,transform",
+    [
+        ("saves_intermediate", "eager"),
+        ("saves_intermediate", "jit_of_grad"),
+        ("reads_flags", "vmap_of_grad"),
+        ("keeps_attribute", "grad_of_jit"),
+        ("reads_flags", "checkpoint"),
+        ("saves_input", "grad_of_vmap"),
+        ("reads_flags", "second jit"),
+        ("keeps_attribute", "second jit_inside"),
+        ("saves_intermediate", "second vmap"),
+        ("saves_input", "second scan"),
+    ],
+)
+def test_how_often_forward_runs_does_not_depend_on_earlier_programs(name, transform):
+    programs = TRANSFORMATIONS | {f"second {transform}": make for transform, make in SECOND_ORDER.items()}
+    histories = [(), ("eager",), ("grad", "grad_of_jit"), ("second jit", "second jit_everywhere")]
+    counts = []
+    for earlier in histories:
+        world = World()
+        program = two_calls(by_function, name, "nothing", world)
+        for before in earlier:
+            programs[before](lambda x, key, f=program: f(x, key))(jnp.float32(X), KEY)
+        for _ in range(3):
+            before = dict(world.counts)
+            programs[transform](lambda x, key, f=program: f(x, key))(jnp.float32(X), KEY)
+            counts.append(world.since(before)["python"])
+    assert len(set(counts)) == 1, counts

@@ -13,32 +13,17 @@ import pytest
 from jax import lax
 
 import jaxfn
-from tests.support.marks import NO_REMAT_TRANSPOSE, row, sampled
+from tests.support.cases import on_host, with_rules
+from tests.support.contexts import CONTEXTS
+from tests.support.marks import NO_REMAT_TRANSPOSE, cells, row
 
 N, K = 4, 3
 rng = np.random.default_rng(0)
 A = rng.normal(size=(K, N)).astype(np.float32)
-B = rng.normal(size=(K, N)).astype(np.float32)
 X = rng.normal(size=N).astype(np.float32)
 Y = rng.normal(size=K).astype(np.float32)
-SQUARE = (3 * np.eye(N) + 0.3 * rng.normal(size=(N, N))).astype(np.float32)
 
 JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
-
-
-def on_host(function: Callable[..., Any], like: Any, *args: Any) -> Any:
-    return jax.pure_callback(lambda *args: function(*map(np.asarray, args)), like, *args, vmap_method="sequential")
-
-
-def with_rules(rules: str, forward: Any, backward: Any, jvp: Any) -> Any:
-    methods: dict[str, Any] = {"forward": staticmethod(forward), "generate_jvp_rule": rules == "generated"}
-    if rules != "jvp":
-        methods["backward"] = staticmethod(backward)
-    if rules in ("both", "jvp"):
-        methods["jvp"] = staticmethod(jvp)
-    return type("Linear", (jaxfn.Function,), methods).apply
-
-
 RULES = pytest.mark.parametrize("rules", ["both", "generated", "jvp"])
 
 
@@ -71,21 +56,24 @@ def product(save: str, where: str, rules: str) -> Any:
 
 
 @row("D7")
-@sampled
-@RULES
-@pytest.mark.parametrize("save", ["matrix", "both", "intermediate", "of both"])
-@pytest.mark.parametrize("where", ["here", "host", "nonlinear"])
-@pytest.mark.parametrize(
-    "within",
+@cells(
+    "save,where,program,rules",
     [
-        pytest.param(lambda f: f, id="eager"),
-        pytest.param(jax.jit, id="jit"),
-        pytest.param(jax.checkpoint, id="checkpoint", marks=NO_REMAT_TRANSPOSE),
+        ("matrix", "here", "eager", "jvp"),
+        ("matrix", "nonlinear", "jit", "generated"),
+        ("both", "host", "eager", "both"),
+        ("both", "nonlinear", "eager", "jvp"),
+        pytest.param("both", "here", "checkpoint", "generated", marks=NO_REMAT_TRANSPOSE),
+        ("intermediate", "host", "jit", "generated"),
+        ("intermediate", "nonlinear", "eager", "both"),
+        pytest.param("intermediate", "host", "checkpoint", "jvp", marks=NO_REMAT_TRANSPOSE),
+        ("of both", "here", "jit", "both"),
+        ("of both", "host", "eager", "generated"),
     ],
 )
 @JIT
-def test_the_transpose_is_that_of_the_rule(wrap, within, where, save, rules):
-    f = within(partial(product(save, where, rules), A))
+def test_the_transpose_is_that_of_the_rule(wrap, save, where, program, rules):
+    f = CONTEXTS[program](partial(product(save, where, rules), A))
     np.testing.assert_allclose(wrap(lambda y: jax.linear_transpose(f, X)(y)[0])(Y), A.T @ Y, rtol=1e-5)
 
 
@@ -133,24 +121,28 @@ def two_outputs(rules: str, materialize: bool) -> Any:
     def jvp(ctx, ta, tx):
         a, x = ctx.saved_tensors
         of_a = 0 if ta is None else ta @ x
-        of_x = (
-            Two(0, None, {"first": None, "rest": None})
-            if tx is None
-            else Two(a @ tx, None, {"first": tx.sum(), "rest": tx})
-        )
-        return Two(of_a + of_x.product, None, of_x.sums)
+        return Two(of_a + a @ tx, None, {"first": tx.sum(), "rest": tx})
 
     return with_rules(rules, forward, backward, jvp)
 
 
 @row("D7", "B3")
-@sampled
-@RULES
-@pytest.mark.parametrize("materialize", [True, False])
-@pytest.mark.parametrize("used", ["all", "product", "first", "rest"])
-@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@JIT
-def test_the_transpose_of_several_outputs(wrap, within, used, materialize, rules):
+@cells(
+    "used,materialize,rules,within",
+    [
+        ("all", True, "both", "eager"),
+        ("all", False, "generated", "jit"),
+        ("product", False, "both", "eager"),
+        ("first", False, "jvp", "jit"),
+        ("rest", False, "generated", "eager"),
+        ("rest", True, "jvp", "jit"),
+    ],
+    ["all", "product", "first", "rest"],
+    [True, False],
+    ["both", "generated", "jvp"],
+    ["eager", "jit"],
+)
+def test_the_transpose_of_several_outputs(used, materialize, rules, within):
     f = two_outputs(rules, materialize)
 
     def some(x):
@@ -162,13 +154,15 @@ def test_the_transpose_of_several_outputs(wrap, within, used, materialize, rules
         return {"all": (A @ x, x.sum(), x * 1), "product": A @ x, "first": x.sum(), "rest": x * 1}[used]
 
     cotangents = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) + 2, expected(X))
-    (got,) = wrap(lambda ct: jax.linear_transpose(within(some), X)(ct))(cotangents)
-    np.testing.assert_allclose(got, jax.linear_transpose(expected, X)(cotangents)[0], rtol=1e-5)
+    for wrap in (lambda f: f, jax.jit):
+        (got,) = wrap(lambda ct: jax.linear_transpose(CONTEXTS[within](some), X)(ct))(cotangents)
+        np.testing.assert_allclose(got, jax.linear_transpose(expected, X)(cotangents)[0], rtol=1e-5)
 
 
 # --- programs
 
 
+# Linear functions of x, of (a matrix product, a, x).
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "vmap, unmapped matrix": lambda f, a, x: jax.vmap(f, (None, 1), 1)(a, jnp.stack([x, 2 * x, -x], 1)),
     "vmap of the matrix": lambda f, a, x: jax.vmap(f, (2, None), 1)(jnp.stack([a, 2 * a], 2), x),
@@ -195,15 +189,29 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 
 
 @row("D7", "E1")
-@sampled
-@RULES
-@pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=NO_REMAT_TRANSPOSE if name == "checkpoint" else ()) for name in PROGRAMS]
+@cells(
+    "program,where,rules",
+    [
+        ("vmap, unmapped matrix", "host", "both"),
+        ("vmap of the matrix", "here", "generated"),
+        ("vmap of both", "host", "jvp"),
+        ("vmap by name", "here", "jvp"),
+        ("two vmaps", "host", "generated"),
+        ("jit of vmap", "here", "both"),
+        ("vmap of jit", "host", "jvp"),
+        ("carried", "host", "generated"),
+        ("scanned", "here", "both"),
+        ("cond", "host", "jvp"),
+        ("switch in scan", "here", "generated"),
+        ("nested jits", "host", "both"),
+        pytest.param("checkpoint", "here", "jvp", marks=NO_REMAT_TRANSPOSE),
+        ("twice", "host", "generated"),
+        ("nothing of x", "here", "both"),
+    ],
 )
-@pytest.mark.parametrize("where", ["here", "host"])
 @JIT
-def test_the_transpose_of_programs(wrap, where, program, rules):
-    f = product("both", where, rules)
+def test_the_transpose_of_programs(wrap, program, where, rules):
+    """Before: "Transpose rule for 'settle' not implemented"."""
 
     def transposed(f):
         linear = partial(PROGRAMS[program], f, A)
@@ -211,20 +219,16 @@ def test_the_transpose_of_programs(wrap, where, program, rules):
         cotangents = jax.tree.map(lambda x: jnp.sin(1.0 + jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), like)
         return jax.linear_transpose(linear, X)(cotangents)[0]
 
-    np.testing.assert_allclose(
-        wrap(transposed)(f) if wrap is not jax.jit else jax.jit(partial(transposed, f))(),
-        transposed(jnp.matmul),
-        rtol=1e-4,
-    )
+    f = product("both", where, rules)
+    np.testing.assert_allclose(wrap(lambda: transposed(f))(), transposed(jnp.matmul), rtol=1e-4)
 
 
 @row("D7", "D1")
 @RULES
-@pytest.mark.parametrize("where", ["here", "host"])
 @JIT
-def test_the_transpose_of_a_transpose_is_the_function(wrap, where, rules):
+def test_the_transpose_of_a_transpose_is_the_function(wrap, rules):
     """`backward` and `jvp` are plain operations here, which JAX transposes back."""
-    f = partial(product("both", where, rules), A)
+    f = partial(product("both", "host", rules), A)
 
     def twice(x):
         def transposed(y):
@@ -238,30 +242,35 @@ def test_the_transpose_of_a_transpose_is_the_function(wrap, where, rules):
 @row("D7", "D1")
 @pytest.mark.parametrize("rules", ["both", "generated"])
 @JIT
-def test_derivatives_of_a_transpose(wrap, rules):
+def test_a_batch_and_derivatives_of_a_transpose(wrap, rules):
+    def transposed(f, a, y):
+        return jax.linear_transpose(lambda x: f(a, x), X)(y)[0]
+
+    def mapped(f):
+        return jax.vmap(partial(transposed, f), (None, 1), 1)(A, jnp.stack([Y, 2 * Y, -Y], 1))
+
     f = product("both", "host", rules)
+    np.testing.assert_allclose(wrap(lambda: mapped(f))(), mapped(jnp.matmul), rtol=1e-4)
+    for derivative in (jax.grad, jax.jacfwd):
 
-    def loss(f, a, y):
-        return jnp.sum(jnp.sin(jax.linear_transpose(lambda x: f(a, x), X)(y)[0]))
+        def derived(f, a, y, derivative=derivative):
+            return derivative(lambda a, y: jnp.sum(jnp.sin(transposed(f, a, y))), (0, 1))(a, y)
 
-    for g in (jax.grad, jax.jacfwd):
-        ours = wrap(lambda a, y, g=g: g(partial(loss, f), (0, 1))(a, y))(A, Y)
-        for got, expected in zip(ours, g(partial(loss, jnp.matmul), (0, 1))(A, Y), strict=True):
+        for got, expected in zip(wrap(partial(derived, f))(A, Y), derived(jnp.matmul, A, Y), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
 @row("D7", "C16")
 @RULES
-@pytest.mark.parametrize("where", ["here", "host"])
 @JIT
-def test_complex_numbers_have_the_convention_of_torch_inside(wrap, where, rules):
+def test_complex_numbers_have_the_convention_of_torch_inside(wrap, rules):
     """`jax.linear_transpose` does not conjugate; a gradient inside `backward` is the conjugate of JAX's cotangent."""
     a, x, y = (z + 1j * np.roll(z, 1) for z in (A, X, Y))
     seen = []
 
     def forward(ctx, a, x):
         ctx.save_for_backward(a, x)
-        return a @ x if where == "here" else on_host(np.matmul, jax.ShapeDtypeStruct((K,), x.dtype), a, x)
+        return on_host(np.matmul, jax.ShapeDtypeStruct((K,), x.dtype), a, x)
 
     def backward(ctx, g):
         a, x = ctx.saved_tensors
@@ -295,51 +304,7 @@ def test_a_real_input_of_a_complex_output(wrap):
     np.testing.assert_allclose(got, jax.linear_transpose(lambda x: x * (1 + 2j), X)(y)[0], rtol=1e-5)
 
 
-# --- Functions in Functions
-
-
-class Inner(jaxfn.Function):
-    """a @ x on the host."""
-
-    generate_jvp_rule = True
-
-    @staticmethod
-    def forward(ctx, a, x):
-        ctx.save_for_backward(a, x)
-        return on_host(np.matmul, jax.ShapeDtypeStruct(a.shape[:1], x.dtype), a, x)
-
-    @staticmethod
-    def backward(ctx, g):
-        a, x = ctx.saved_tensors
-        return jnp.outer(g, x), Inner.apply(a.T, g)
-
-
-class Outer(jaxfn.Function):
-    """a @ x by `Inner`, in both directions."""
-
-    generate_jvp_rule = True
-
-    @staticmethod
-    def forward(ctx, a, x):
-        ctx.save_for_backward(a)
-        return Inner.apply(a, x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return None, Inner.apply(ctx.saved_tensors[0].T, g)
-
-
-@row("D5", "D7")
-@pytest.mark.parametrize("function", [Inner, Outer])
-@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@JIT
-def test_functions_that_apply_linear_functions(wrap, within, function):
-    f = within(partial(function.apply, A))
-    np.testing.assert_allclose(wrap(lambda y: jax.linear_transpose(f, X)(y)[0])(Y), A.T @ Y, rtol=1e-5)
-    np.testing.assert_allclose(wrap(lambda x: jax.jvp(f, (x,), (2 * x,))[1])(X), 2 * A @ X, rtol=1e-5)
-    # Of the gradient by x, forward mode evaluates the transpose of backward again.
-    tangent = wrap(lambda x: jax.jvp(jax.grad(lambda x: jnp.sum(f(x) ** 2)), (x,), (x,))[1])(X)
-    np.testing.assert_allclose(tangent, 2 * A.T @ A @ X, rtol=1e-4)
+# --- what forward captures, and packs
 
 
 @row("A9", "D7")
@@ -388,24 +353,34 @@ def nonlinear(rules: str, save: str) -> Any:
 
 
 @row("D7", "L1")
-@RULES
-@pytest.mark.parametrize("save", ["input", "output", "intermediate"])
-@pytest.mark.parametrize("within", [lambda f: f, jax.jit, lambda f: jax.vmap(f, 0, 0)], ids=["eager", "jit", "vmap"])
-def test_the_transpose_of_a_function_that_is_not_linear_is_refused(within, save, rules):
+@cells(
+    "save,within,rules",
+    [
+        ("input", "eager", "both"),
+        ("input", "jit", "jvp"),
+        ("output", "vmap", "generated"),
+        ("intermediate", "scan", "jvp"),
+        ("intermediate", "jit", "generated"),
+    ],
+)
+def test_the_transpose_of_a_function_that_is_not_linear_is_refused(save, within, rules):
     with pytest.raises(TypeError, match=r"Linear is transposed .*not linear: its derivative depends on saved_tensors"):
-        jax.linear_transpose(within(nonlinear(rules, save)), X)(X)
+        jax.linear_transpose(CONTEXTS[within](nonlinear(rules, save)), X)(X)
 
 
 @row("D7", "L1")
-@pytest.mark.parametrize("within", [lambda f: f, jax.jit, lambda f: jax.vmap(f, 0, 0)], ids=["eager", "jit", "vmap"])
-def test_a_function_without_forward_mode_is_named(within):
+@pytest.mark.parametrize("program", ["vmap of both", "scanned", "cond", "nested jits", "twice"])
+@JIT
+def test_a_function_without_forward_mode_is_named(wrap, program):
     @jaxfn.function
-    def triple(ctx, x):
-        return on_host(lambda x: 3 * x, x, x)
+    def times(ctx, a, x):
+        ctx.save_for_backward(a)
+        return on_host(np.matmul, jax.ShapeDtypeStruct(a.shape[:1], x.dtype), a, x)
 
-    triple.backward(lambda ctx, g: 3 * g)
-    with pytest.raises(TypeError, match=r"triple is transposed by jax.linear_transpose .*generate_jvp_rule = True"):
-        jax.linear_transpose(within(lambda x: triple(x)), X)(X)
+    times.backward(lambda ctx, g: (None, ctx.saved_tensors[0].T @ g))
+    linear = partial(PROGRAMS[program], times, A)
+    with pytest.raises(TypeError, match=r"times is transposed by jax.linear_transpose .*generate_jvp_rule = True"):
+        wrap(lambda ct: jax.linear_transpose(linear, X)(ct))(jax.tree.map(jnp.ones_like, linear(X)))
 
 
 # --- loops are evaluated, and not transposed

@@ -95,6 +95,21 @@ def stopping(positions: tuple[int, ...], f: Callable[..., Any]) -> Callable[...,
     return stopped
 
 
+def on_host(function: Callable[..., Any], like: Any, *args: Any, vmap_method: str = "sequential") -> Any:
+    """Calls a NumPy function, whose result has the shape and dtype of `like`."""
+    return jax.pure_callback(lambda *args: function(*map(np.asarray, args)), like, *args, vmap_method=vmap_method)
+
+
+def with_rules(rules: str, forward: Any, backward: Any, jvp: Any, name: str = "Linear") -> Callable[..., Any]:
+    """Returns the call of a Function with "backward" alone, "jvp" alone, "both", or a "generated" forward mode."""
+    methods: dict[str, Any] = {"forward": staticmethod(forward), "generate_jvp_rule": rules == "generated"}
+    if rules != "jvp":
+        methods["backward"] = staticmethod(backward)
+    if rules in ("both", "jvp"):
+        methods["jvp"] = staticmethod(jvp)
+    return type(name, (jaxfn.Function,), methods).apply
+
+
 class Square(jaxfn.Function):
     """Saves its input."""
 

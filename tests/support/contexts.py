@@ -64,3 +64,42 @@ CONTEXTS: dict[str, Context] = {
     "scan": scan,
     "cond": cond,
 }
+
+
+def gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient, by the first argument, of the sum of the outputs."""
+    return jax.grad(lambda *args: jnp.sum(f(*args)))
+
+
+# Gradients whose `backward` runs in the program that `forward` runs in,
+GRADIENTS: dict[str, Context] = {
+    "grad": gradient,
+    "jit of grad": lambda f: jit(gradient(f)),
+    "vmap of grad": lambda f: vmap(gradient(f)),
+    "scan of grad": lambda f: scan(gradient(f)),
+    "jit of vmap of grad": lambda f: jit(vmap(gradient(f))),
+}
+# gradients whose `backward` runs when the program of `forward` has ended,
+GRADIENTS_OF_PROGRAMS: dict[str, Context] = {
+    "grad of jit": lambda f: gradient(jit(f)),
+    "grad of checkpoint": lambda f: gradient(checkpoint(f)),
+    "grad of vmap": lambda f: gradient(vmap(f)),
+    "grad of scan": lambda f: gradient(scan(f)),
+    "grad of cond": lambda f: gradient(cond(f)),
+    "jit of grad of jit": lambda f: jit(gradient(jit(f))),
+}
+# and second derivatives.
+SECOND_DERIVATIVES: dict[str, Context] = {
+    "grad of grad": lambda f: gradient(gradient(f)),
+    "jit of grad of grad": lambda f: jit(gradient(gradient(f))),
+    "vmap of grad of grad": lambda f: vmap(gradient(gradient(f))),
+    "grad of jit of grad": lambda f: gradient(jit(gradient(f))),
+    "grad of checkpoint of grad": lambda f: gradient(checkpoint(gradient(f))),
+    "grad of vmap of grad": lambda f: gradient(vmap(gradient(f))),
+    "grad of scan of grad": lambda f: gradient(scan(gradient(f))),
+    "grad of grad of jit": lambda f: gradient(gradient(jit(f))),
+    "grad of grad of checkpoint": lambda f: gradient(gradient(checkpoint(f))),
+    "grad of grad of vmap": lambda f: gradient(gradient(vmap(f))),
+    "grad of grad of scan": lambda f: gradient(gradient(scan(f))),
+    "grad of grad of cond": lambda f: gradient(gradient(cond(f))),
+}
