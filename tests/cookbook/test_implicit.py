@@ -8,20 +8,16 @@ import pytest
 import jaxfn
 from tests.support.beside_torch import assert_same_as_torch
 from tests.support.marks import slow
-from tests.support.recipes import load
+from tests.support.recipes import load, normal64
 
 pytestmark = [slow, pytest.mark.usefixtures("double_precision")]
-
-
-def random(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
 
 
 def test_sinkhorn_beside_pot():
     torch, ot = pytest.importorskip("torch"), pytest.importorskip("ot")
     recipe = load("sinkhorn")
-    cost, a, b = np.abs(random(5, 7)), np.array([0.1, 0.3, 0.2, 0.25, 0.15]), np.full(7, 1 / 7)
-    weight, epsilon = random(5, 7, seed=1), 0.3
+    cost, a, b = np.abs(normal64(5, 7)), np.array([0.1, 0.3, 0.2, 0.25, 0.15]), np.full(7, 1 / 7)
+    weight, epsilon = normal64(5, 7, seed=1), 0.3
     tensors = [torch.tensor(x, requires_grad=True) for x in (cost, a, b)]
     expected = ot.sinkhorn(*tensors[1:], tensors[0], epsilon, method="sinkhorn_log", stopThr=1e-15, numItermax=2000)
     (torch.tensor(weight) * expected).sum().backward()
@@ -42,7 +38,7 @@ def test_sinkhorn_at_the_second_order():
     def value(cost, a):
         return transport(cost, jax.nn.softmax(a), b, 0.5)
 
-    args = np.abs(random(4, 3)), random(4, seed=1)
+    args = np.abs(normal64(4, 3)), normal64(4, seed=1)
     # There is no reverse mode of the while loop in forward to compare with.
     assert jaxfn.gradcheck(value, args, reference="finite_differences")
     assert jaxfn.gradgradcheck(value, args)
@@ -61,7 +57,7 @@ def test_deep_equilibrium_beside_torch_through_every_pass():
             z = torch.tanh(z @ inner + x + bias)
         return z
 
-    assert_same_as_torch(ours, theirs, (random(6, 6) / 8, random(6, seed=1), random(3, 6, seed=2)), rtol=1e-10)
+    assert_same_as_torch(ours, theirs, (normal64(6, 6) / 8, normal64(6, seed=1), normal64(3, 6, seed=2)), rtol=1e-10)
 
 
 def curves(x, parameters):

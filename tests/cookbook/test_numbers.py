@@ -8,17 +8,13 @@ import pytest
 import jaxfn
 from tests.support.beside_torch import assert_same_as_torch
 from tests.support.marks import slow
-from tests.support.recipes import load
+from tests.support.recipes import load, normal64
 
 pytestmark = [slow, pytest.mark.usefixtures("double_precision")]
 
 
-def random(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
-
-
 def symmetric_with(values, seed=0):
-    basis, _ = np.linalg.qr(random(len(values), len(values), seed=seed))
+    basis, _ = np.linalg.qr(normal64(len(values), len(values), seed=seed))
     return basis * np.asarray(values) @ basis.T
 
 
@@ -68,7 +64,7 @@ def test_projector_refuses_a_second_derivative():
 def test_matrix_square_root_beside_scipy(values):
     linalg = pytest.importorskip("scipy.linalg")
     root = load("matrix_square_root").SquareRoot.apply
-    matrix, cotangent = symmetric_with(values), random(4, 4, seed=1)
+    matrix, cotangent = symmetric_with(values), normal64(4, 4, seed=1)
     expected = linalg.sqrtm(matrix).real
     got, pullback = jax.vjp(jax.jit(root), jnp.asarray(matrix))
     (grad,) = pullback(jnp.asarray(cotangent))
@@ -97,7 +93,7 @@ def test_lyapunov_of_a_right_side_that_is_not_symmetric():
     def of_symmetric(root, right):
         return solve((root + root.T) / 2, right)
 
-    assert jaxfn.gradcheck(of_symmetric, (symmetric_with((0.5, 1, 2)), random(3, 3)), check_forward_ad=True)
+    assert jaxfn.gradcheck(of_symmetric, (symmetric_with((0.5, 1, 2)), normal64(3, 3)), check_forward_ad=True)
 
 
 def test_lambert_w_beside_scipy():

@@ -8,13 +8,9 @@ import scipy.optimize
 import jaxfn
 from tests.support.beside_torch import assert_same_as_torch
 from tests.support.marks import slow
-from tests.support.recipes import load
+from tests.support.recipes import load, normal64
 
 pytestmark = slow
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
@@ -24,14 +20,14 @@ def test_entmax_is_that_of_the_package(double_precision, alpha):
     theirs = {1.5: package.entmax15, 2.0: package.sparsemax}.get(
         alpha, lambda x: package.entmax_bisect(x, alpha, n_iter=60)
     )
-    x = 2 * normal(3, 4, 7)
+    x = 2 * normal64(3, 4, 7)
     assert_same_as_torch(lambda x: ours(x, alpha, 60), theirs, [x], rtol=1e-9)
     assert np.any(ours(x, alpha, 60) == 0)
 
 
 def test_entmax_has_an_exact_second_derivative_where_its_slopes_are_steep(double_precision):
     entmax = load("sparsemax_entmax").entmax
-    assert jaxfn.gradgradcheck(lambda x: entmax(x, 1.3, 60), normal(2, 4))
+    assert jaxfn.gradgradcheck(lambda x: entmax(x, 1.3, 60), normal64(2, 4))
 
 
 def test_soft_top_k_is_the_budget_of_entmax(double_precision):
@@ -41,7 +37,7 @@ def test_soft_top_k_is_the_budget_of_entmax(double_precision):
         assert_same_as_torch(
             jax.vmap(lambda x, k=k: recipe.soft_top_k(x, k, 0.8)),
             lambda x, k=k: package.budget_bisect(x / 0.8, k, n_iter=60),
-            [normal(5, 7, seed=k)],
+            [normal64(5, 7, seed=k)],
             rtol=1e-9,
         )
 
@@ -62,7 +58,7 @@ def rank_of_scipy(x, strength):
 @pytest.mark.parametrize("strength", [0.05, 0.6, 2.0, 50.0])
 @pytest.mark.parametrize("name, expected", [("soft_sort", sort_of_scipy), ("soft_rank", rank_of_scipy)])
 def test_soft_sorting_and_ranking_are_isotonic_regressions_of_scipy(double_precision, name, expected, strength):
-    soft, x = getattr(load("topk_sorting"), name), normal(9, seed=4)
+    soft, x = getattr(load("topk_sorting"), name), normal64(9, seed=4)
     value, jacobian, forward = jax.jit(
         lambda x: [f(soft)(x, strength) for f in (lambda f: f, jax.jacobian, jax.jacfwd)]
     )(x)

@@ -1,4 +1,4 @@
-"""The recipes of `examples/cookbook` as modules."""
+"""The recipes of `examples/cookbook` as modules, and random numbers for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+
+import numpy as np
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cookbook"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -18,3 +20,13 @@ def load(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
+
+
+def normal64(*shape: int, seed: int = 0) -> np.ndarray:
+    """Standard normal numbers."""
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Standard normal numbers in float32."""
+    return normal64(*shape, seed=seed).astype(np.float32)
