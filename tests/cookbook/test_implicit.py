@@ -86,17 +86,6 @@ def test_newton_root_beside_optimistix():
             np.testing.assert_allclose(got[name], expected[name], atol=1e-10)
 
 
-def test_newton_root_beside_finite_differences():
-    recipe = load("newton_root")
-
-    def root(radius, wave):
-        return recipe.root(curves, jnp.array([1.0, 0.5]), {"radius": radius, "wave": wave})
-
-    options = {"reference": "finite_differences", "check_forward_ad": True}
-    assert jaxfn.gradcheck(root, (np.array(1.5), np.array(1.2)), **options)
-    assert jaxfn.gradgradcheck(root, (np.array(1.5), np.array(1.2)))
-
-
 def test_ode_adjoint_beside_torchdiffeq():
     torch, torchdiffeq = pytest.importorskip("torch"), pytest.importorskip("torchdiffeq")
     recipe = load("ode_adjoint")

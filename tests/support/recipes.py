@@ -13,9 +13,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "cookbook"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
-def load(name: str) -> ModuleType:
-    """The recipe as a module, new at each call; importing it does not run it."""
-    spec = importlib.util.spec_from_file_location(f"cookbook_{name}", FOLDER / f"{name}.py")
+def load(name: str, folder: Path = FOLDER) -> ModuleType:
+    """The recipe, or another example, as a module, new at each call; importing it does not run it."""
+    spec = importlib.util.spec_from_file_location(f"{folder.name}_{name}", folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
