@@ -370,13 +370,6 @@ def test_what_cannot_be_looked_into_is_said():
 
 
 @row("K4")
-def test_looking_leaves_nothing_in_programs():
-    f = jax.jit(loss_of(chain(None, "output", "nan", "reverse")))
-    jaxfn.find_nan(f, X, WHEN)
-    assert "mark" not in str(jax.make_jaxpr(f)(X, WHEN))
-
-
-@row("K4")
 @pytest.mark.parametrize(
     "place, around, inside", [("output", "nothing", ()), ("gradient", "scan", ("scan: step 3 of 5",))]
 )
