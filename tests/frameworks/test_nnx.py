@@ -10,7 +10,6 @@ from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, dense_by_hand, lo
 from tests.support.marks import cells, row
 
 nnx = pytest.importorskip("flax.nnx")
-optax = pytest.importorskip("optax")
 
 
 class Layer(nnx.Module):
@@ -100,27 +99,6 @@ def test_layers_stacked_by_vmap_and_run_by_scan():
     wanted = nnx.grad(deep_loss)(stacked(by_hand), INPUTS)
     assert gradients["w"][...].shape == (3, 4, 4)
     np.testing.assert_allclose(gradients["w"][...], wanted["w"][...], rtol=1e-5)
-
-
-@row("L4")
-def test_training():
-    def trained(op):
-        layer = Layer(op, nnx.Rngs(0))
-        optimizer = nnx.Optimizer(layer, optax.adam(0.1), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(layer, optimizer, x):
-            value, gradients = nnx.value_and_grad(loss)(layer, x)
-            optimizer.update(layer, gradients)
-            return value
-
-        return [float(step(layer, optimizer, INPUTS)) for _ in range(5)], layer.w[...]
-
-    values, w = trained(OPS["variable"])
-    wanted_values, wanted_w = trained(by_hand)
-    np.testing.assert_allclose(values, wanted_values, rtol=1e-5)
-    np.testing.assert_allclose(w, wanted_w, rtol=1e-5)
-    assert values[-1] < values[0]
 
 
 @row("L4")
