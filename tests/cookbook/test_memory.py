@@ -8,13 +8,9 @@ import pytest
 import jaxfn
 from tests.support.beside_torch import assert_same_as_torch
 from tests.support.marks import slow
-from tests.support.recipes import load
+from tests.support.recipes import load, normal64
 
 pytestmark = [slow, pytest.mark.usefixtures("double_precision")]
-
-
-def random(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape)
 
 
 def test_reversible_blocks_beside_torch():
@@ -30,7 +26,7 @@ def test_reversible_blocks_beside_torch():
             y = y + torch.tanh(x @ w)
         return torch.stack([x, y])
 
-    args = random(3, 4, 4), random(3, 4, 4, seed=1), random(5, 4, seed=2), random(5, 4, seed=3)
+    args = normal64(3, 4, 4), normal64(3, 4, 4, seed=1), normal64(5, 4, seed=2), normal64(5, 4, seed=3)
     assert_same_as_torch(ours, theirs, args, rtol=1e-10)
 
 
@@ -41,8 +37,8 @@ def block(weights, x, key):
 
 def test_activation_checkpoint_beside_jax_checkpoint():
     recipe = load("activation_checkpoint")
-    weights = {"up": jnp.asarray(random(4, 8)), "down": jnp.asarray(random(8, 4, seed=1))}
-    x, key = jnp.asarray(random(3, 4, seed=2)), jax.random.key(0)
+    weights = {"up": jnp.asarray(normal64(4, 8)), "down": jnp.asarray(normal64(8, 4, seed=1))}
+    x, key = jnp.asarray(normal64(3, 4, seed=2)), jax.random.key(0)
 
     def loss(call, weights, x):
         output, total = call(block, weights, x, key)
@@ -78,13 +74,13 @@ def test_attention_beside_torch(is_causal):
     def theirs(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
-    args = random(2, 3, 12, 4), random(2, 3, keys, 4, seed=1), random(2, 3, keys, 5, seed=2)
+    args = normal64(2, 3, 12, 4), normal64(2, 3, keys, 4, seed=1), normal64(2, 3, keys, 5, seed=2)
     assert_same_as_torch(ours, theirs, args, rtol=1e-12)
 
 
 def test_attention_is_differentiated_again():
     recipe = load("memory_efficient_attention")
-    arrays = random(4, 2), random(4, 2, seed=1), random(4, 3, seed=2)
+    arrays = normal64(4, 2), normal64(4, 2, seed=1), normal64(4, 3, seed=2)
 
     def attention(q, k, v):
         return recipe.Attention.apply(q, k, v, 2, is_causal=True)
@@ -93,7 +89,7 @@ def test_attention_is_differentiated_again():
 
 
 def batch_of_sequences():
-    return random(6, 2, 3), random(3, 3, seed=1), random(3, seed=2), random(3, seed=3)
+    return normal64(6, 2, 3), normal64(3, 3, seed=1), normal64(3, seed=2), normal64(3, seed=3)
 
 
 def test_crf_beside_pytorch_crf():
@@ -123,7 +119,7 @@ def test_crf_beside_pytorch_crf():
 
 def test_crf_beside_autodiff_at_the_second_order():
     recipe = load("crf")
-    emissions, transitions = jnp.asarray(random(5, 3)), jnp.asarray(random(3, 3, seed=1))
+    emissions, transitions = jnp.asarray(normal64(5, 3)), jnp.asarray(normal64(3, 3, seed=1))
     got, expected = (
         jax.jit(jax.jacrev(jax.grad(f, (0, 1)), (0, 1)))(emissions, transitions)
         for f in (recipe.log_partition, recipe.by_autodiff)

@@ -13,6 +13,7 @@ from benchmarks import pages, saved, suite
 from benchmarks.environment import environment, processor
 from benchmarks.functions import by_hand, in_jaxfn
 from benchmarks.products import flops_of_products
+from tests.support.marks import slow
 
 ROOT = Path(__file__).parents[2]
 WHERE = {"backend": "cpu", "processor": "Some CPU (R) @ 2 GHz", "cpus": 2, "device": "cpu", "load_before": 1.5}
@@ -61,6 +62,7 @@ def test_the_accelerator_suite_says_that_there_is_none():
     assert done.returncode == 1 and "no GPU or TPU here" in done.stderr and not done.stdout
 
 
+@slow
 def test_traces_are_measured_in_each_form(monkeypatch):
     monkeypatch.setattr(suite, "WORKLOADS", suite.WORKLOADS[-1:])
     effort = suite.Effort(calls=0, builds=2, compiles=0, steps=0)

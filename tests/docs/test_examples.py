@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +15,8 @@ import jaxfn
 from tests.support.cases import host_memory_is_apart
 from tests.support.kernel_examples import FOLDER
 from tests.support.kernel_examples import load as load_kernel
-from tests.support.marks import lane_cases, slow
+from tests.support.marks import slow
+from tests.support.recipes import load as load_example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Packages that are not among the extra requirements of tests.
@@ -33,11 +32,7 @@ def load(name: str) -> ModuleType:
     """The example as a module; importing it must not run it."""
     for package in NEEDED.get(name, ()):
         pytest.importorskip(package)
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+    return load_example(name, EXAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +139,7 @@ def test_from_torch_trains_as_torch_does():
     assert results.compilations == 1
 
 
+@slow
 @pytest.mark.filterwarnings("ignore:.*changes the attribute reset")  # which snntorch computes in every call
 def test_from_torch_model_trains_as_torch_does():
     results = load("from_torch_model").main(["--steps", "40"])
@@ -246,10 +242,8 @@ SMALLER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    lane_cases(SMALLER, ()),
-)
+@slow
+@pytest.mark.parametrize("name", SMALLER)
 def test_a_kernel_is_what_plain_JAX_is_and_keeps_less(name):
     """`main` asserts what else it claims: that no array has the size of the logits or scores, and what is needed."""
     results = load_kernel(name).main(**SMALLER[name])

@@ -7,10 +7,9 @@ import pytest
 
 import jaxfn
 from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, dense_by_hand, loss_of
-from tests.support.marks import row
+from tests.support.marks import cells, row
 
 eqx = pytest.importorskip("equinox")
-optax = pytest.importorskip("optax")
 
 
 class Layer(eqx.Module):
@@ -20,13 +19,6 @@ class Layer(eqx.Module):
 
     def __call__(self, x):
         return self.scale * jnp.tanh(self.op(x, self.w))
-
-
-def layer(op, seed=0):
-    return Layer(jax.random.normal(jax.random.key(seed), (4, 4)), op)
-
-
-OPS = {"array": Dense.apply, "dict": lambda x, w: DenseOfDict.apply(x, {"w": w})}
 
 
 def loss(layer, x):
@@ -45,166 +37,119 @@ def rematted(layer, x):
     return loss_of(eqx.filter_checkpoint(lambda layer, x: layer(layer(x)))(layer, x))
 
 
-PROGRAMS = {"plain": loss, "vmap": vmapped, "scan": repeated, "remat": rematted}
+def ensemble(layer, x):
+    layers = eqx.tree_at(lambda layer: layer.w, layer, jnp.stack([layer.w, 2 * layer.w]))
+    return eqx.filter_vmap(loss, in_axes=(eqx.if_array(0), None))(layers, x).sum()
+
+
+OPS = {"array": Dense.apply, "dict": lambda x, w: DenseOfDict.apply(x, {"w": w})}
+PROGRAMS = {"plain": loss, "vmap": vmapped, "scan": repeated, "remat": rematted, "ensemble": ensemble}
+WRAPPINGS = {"eager": lambda f: f, "jit": eqx.filter_jit}
 
 
 @row("L4")
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-def test_gradients_inside_a_module(op, program, wrap):
-    differentiate = wrap(eqx.filter_value_and_grad(PROGRAMS[program]))
-    value, gradients = differentiate(layer(OPS[op]), INPUTS)
-    wanted, wanted_gradients = differentiate(layer(dense_by_hand), INPUTS)
+@cells(
+    "op, program, wrapping",
+    [
+        ("dict", "plain", "eager"),
+        ("array", "vmap", "jit"),
+        ("dict", "scan", "jit"),
+        ("array", "remat", "eager"),
+        ("dict", "ensemble", "jit"),
+    ],
+)
+def test_gradients_inside_a_module(op, program, wrapping):
+    differentiate = WRAPPINGS[wrapping](eqx.filter_value_and_grad(PROGRAMS[program]))
+    w = jax.random.normal(jax.random.key(0), (4, 4))
+    value, gradients = differentiate(Layer(w, OPS[op]), INPUTS)
+    wanted, wanted_gradients = differentiate(Layer(w, dense_by_hand), INPUTS)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     np.testing.assert_allclose(gradients.w, wanted_gradients.w, rtol=1e-5)
     assert np.abs(gradients.w).max() > 0.1
 
 
-@row("L4")
-@pytest.mark.parametrize("op", OPS)
-def test_an_ensemble(op):
-    def losses(op):
-        layers = eqx.filter_vmap(lambda seed: layer(op, 0) if seed is None else eqx.tree_at(_w, layer(op), seed))(
-            jax.random.normal(jax.random.key(2), (3, 4, 4))
-        )
-        return eqx.filter_vmap(eqx.filter_grad(loss), in_axes=(eqx.if_array(0), None))(layers, INPUTS)
+class Pair(eqx.Module):
+    first: eqx.nn.Linear
+    rest: list[eqx.nn.Linear]
+    scale: float = 0.5
 
-    np.testing.assert_allclose(losses(OPS[op]).w, losses(dense_by_hand).w, rtol=1e-5)
-
-
-def _w(layer):
-    return layer.w
+    def __call__(self, x):
+        for layer in (self.first, *self.rest):
+            x = jnp.tanh(layer(x))
+        return self.scale * x
 
 
-@row("L4")
-def test_training():
-    def trained(op):
-        model = layer(op)
-        optimizer = optax.adam(0.1)
-        state = optimizer.init(eqx.filter(model, eqx.is_array))
-
-        @eqx.filter_jit
-        def step(model, state, x):
-            value, gradients = eqx.filter_value_and_grad(loss)(model, x)
-            updates, state = optimizer.update(gradients, state)
-            return eqx.apply_updates(model, updates), state, value
-
-        values = []
-        for _ in range(5):
-            model, state, value = step(model, state, INPUTS)
-            values.append(float(value))
-        return values
-
-    values = trained(Dense.apply)
-    np.testing.assert_allclose(values, trained(dense_by_hand), rtol=1e-5)
-    assert values[-1] < values[0]
+def linear(seed=0):
+    return eqx.nn.Linear(4, 4, key=jax.random.key(seed))
 
 
-class CallsModule(jaxfn.Function):
-    """Runs a module that it is handed, and doubles all gradients."""
-
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.save_for_backward(x)
-        ctx.module = module
-        return module(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (x,) = ctx.saved_tensors
-        arrays, static = eqx.partition(ctx.module, eqx.is_inexact_array)
-        _, pull = jax.vjp(lambda x, arrays: eqx.combine(arrays, static)(x), x, arrays)
-        of_x, of_module = pull(grad_output)
-        return 2 * of_x, jax.tree.map(lambda g: 2 * g, of_module)
+def twice(layer):
+    return eqx.nn.Sequential([layer, layer])
 
 
-@row("L4")
-@pytest.mark.parametrize("nested", [lambda m: m, lambda m: eqx.nn.Sequential([m, m])], ids=["one", "shared twice"])
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-def test_a_module_as_an_argument(nested, wrap):
-    linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
-    x = INPUTS[0]
-    gradients = wrap(eqx.filter_grad(lambda m, x: loss_of(CallsModule.apply(x, nested(m)))))(linear, x)
-    wanted = eqx.filter_grad(lambda m, x: loss_of(nested(m)(x)))(linear, x)
-    np.testing.assert_allclose(gradients.weight, 2 * wanted.weight, rtol=1e-5)
-    np.testing.assert_allclose(gradients.bias, 2 * wanted.bias, rtol=1e-5)
+def pair(layer):
+    return Pair(layer, [linear(1), linear(2)])
 
 
-# How a backward may return the gradient of a module, of the module of gradients that equinox returns.
+def some_of_pair(g):
+    return {
+        "first": {"weight": g.first.weight, "bias": None},
+        "rest": [g.rest[0], {"bias": g.rest[1].bias}],
+    }
+
+
+# The module that is made of a layer, how backward returns its gradient, and what of the layer has none.
 GRADIENTS_OF_MODULES = {
-    "module of gradients": lambda gradients: gradients,
-    "dict by attribute": lambda gradients: {"weight": gradients.weight, "bias": gradients.bias},
-    "dict of some": lambda gradients: {"weight": gradients.weight},
-    "filtered": lambda gradients: eqx.filter(gradients, eqx.is_inexact_array),
+    "module of gradients": (lambda layer: layer, lambda g: g, ()),
+    "dict by attribute": (lambda layer: layer, lambda g: {"weight": g.weight, "bias": g.bias}, ()),
+    "dict of some": (lambda layer: layer, lambda g: {"weight": g.weight}, (".bias",)),
+    "filtered": (lambda layer: layer, lambda g: eqx.filter(g, eqx.is_inexact_array), ()),
+    "one layer twice": (twice, lambda g: g, ()),
+    "dict of nested modules": (pair, some_of_pair, (".first.bias", ".rest[1].weight")),
 }
 
 
-@row("L4", "C6")
-@pytest.mark.parametrize("kind", GRADIENTS_OF_MODULES)
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-def test_the_gradient_of_a_module_may_be_what_equinox_returns(wrap, kind):
-    """Three times too large."""
+def calling(gradient):
+    """A Function of x and a module, whose gradient is three times too large and goes through `gradient`."""
 
     class Calls(jaxfn.Function):
         @staticmethod
         def forward(ctx, x, module):
-            ctx.given = x, module
+            ctx.save_for_backward(x)
+            ctx.module = module
             return module(x)
 
         @staticmethod
         def backward(ctx, grad_output):
-            x, module = ctx.given
-            gradients = eqx.filter_grad(lambda m: 3 * jnp.sum(m(x) * grad_output))(module)
-            return None, GRADIENTS_OF_MODULES[kind](gradients)
+            (x,) = ctx.saved_tensors
+            return None, gradient(eqx.filter_grad(lambda m: 3 * jnp.sum(m(x) * grad_output))(ctx.module))
 
-    linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
-    gradients = wrap(eqx.filter_grad(lambda m, x: loss_of(Calls.apply(x, m))))(linear, INPUTS[0])
-    wanted = eqx.filter_grad(lambda m, x: loss_of(m(x)))(linear, INPUTS[0])
-    np.testing.assert_allclose(gradients.weight, 3 * wanted.weight, rtol=1e-5)
-    np.testing.assert_allclose(
-        gradients.bias, 0 * wanted.bias if kind == "dict of some" else 3 * wanted.bias, rtol=1e-5
-    )
+    return Calls.apply
 
 
 @row("L4", "C6")
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-def test_the_gradient_of_nested_modules_by_attribute_names(wrap):
-    class Pair(eqx.Module):
-        first: eqx.nn.Linear
-        rest: list[eqx.nn.Linear]
-        scale: float = 0.5
-
-        def __call__(self, x):
-            for layer in (self.first, *self.rest):
-                x = jnp.tanh(layer(x))
-            return self.scale * x
-
-    class Calls(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x, module):
-            ctx.given = x, module
-            return module(x)
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, module = ctx.given
-            g = eqx.filter_grad(lambda m: 3 * jnp.sum(m(x) * grad_output))(module)
-            return None, {
-                "first": {"weight": g.first.weight, "bias": None},
-                "rest": [g.rest[0], {"bias": g.rest[1].bias}],
-            }
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    pair = Pair(eqx.nn.Linear(4, 4, key=keys[0]), [eqx.nn.Linear(4, 4, key=key) for key in keys[1:]])
-    got = wrap(eqx.filter_grad(lambda m, x: loss_of(Calls.apply(x, m))))(pair, INPUTS[0])
-    wanted = eqx.filter_grad(lambda m, x: loss_of(m(x)))(pair, INPUTS[0])
-    for name, factor in (("weight", 3), ("bias", 0)):
-        np.testing.assert_allclose(getattr(got.first, name), factor * getattr(wanted.first, name), rtol=1e-5)
-    for layer, factors in ((0, (3, 3)), (1, (0, 3))):
-        for name, factor in zip(("weight", "bias"), factors, strict=True):
-            ours, theirs = getattr(got.rest[layer], name), getattr(wanted.rest[layer], name)
-            np.testing.assert_allclose(ours, factor * theirs, rtol=1e-5, atol=1e-6)
+@cells(
+    "wrapping, kind",
+    [
+        ("jit", "module of gradients"),
+        ("eager", "dict by attribute"),
+        ("jit", "dict of some"),
+        ("eager", "filtered"),
+        ("eager", "one layer twice"),
+        ("jit", "dict of nested modules"),
+    ],
+)
+def test_the_gradient_of_a_module_may_be_what_equinox_returns(wrapping, kind):
+    make, returned, without = GRADIENTS_OF_MODULES[kind]
+    # The gradient by a module of which a layer is a part twice is that by the layer.
+    module, made = (linear(), make) if make is twice else (make(linear()), lambda m: m)
+    apply = calling(returned)
+    got = WRAPPINGS[wrapping](eqx.filter_grad(lambda m, x: loss_of(apply(x, made(m)))))(module, INPUTS[0])
+    wanted = eqx.filter_grad(lambda m, x: loss_of(made(m)(x)))(module, INPUTS[0])
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for (path, gradient), expected in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        factor = 0 if jax.tree_util.keystr(path) in without else 3
+        np.testing.assert_allclose(gradient, factor * expected, rtol=1e-5, atol=1e-6)
 
 
 @row("L4")
@@ -248,11 +193,7 @@ def test_state_is_returned():
     ids=["name", "inner name", "index", "module"],
 )
 def test_a_gradient_of_a_module_with_other_names(gradient, problem):
-    class Calls(CallsModule):
-        @staticmethod
-        def backward(ctx, grad_output):
-            return None, gradient(jnp.ones((5, 4)))
-
     mlp = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
+    apply = calling(lambda _: gradient(jnp.ones((5, 4))))
     with pytest.raises(RuntimeError, match=rf"Calls\.backward .*input 1 \('module'\).*{problem}"):
-        eqx.filter_grad(lambda m: loss_of(Calls.apply(INPUTS[0], m)))(mlp)
+        eqx.filter_grad(lambda m: loss_of(apply(INPUTS[0], m)))(mlp)

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 
 from tests.fuzz.formulas import FORMULAS, PURE, STATEFUL
 from tests.fuzz.functions import KEEPINGS, MODES, STYLES, VMAP_RULES, FunctionSpec
-from tests.fuzz.infer import Scope, infer, parameter_types, types_of
+from tests.fuzz.infer import Scope, infer, parameter_types, types_of, types_of_arguments
 from tests.fuzz.measures import LINEAR_MEASURES, MEASURES
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.program import (
-    COMPILED,
-    EAGER,
-    TRACED,
     Argument,
     Block,
     Call,
@@ -26,7 +23,7 @@ from tests.fuzz.program import (
     walk,
 )
 from tests.fuzz.source import POLICIES
-from tests.fuzz.types import IllTypedError, Type
+from tests.fuzz.types import IllTypedError
 
 _ATTEMPTS = 12
 _WRAPS = {
@@ -89,7 +86,7 @@ class _Drawing:
     def _measure(self, arguments: Sequence[Argument], block: Block) -> Measure:
         rng = self._rng
         if self._stateful:
-            return Measure(rng.choice(LINEAR_MEASURES), (0,), rng.choice([EAGER, COMPILED]))
+            return Measure(rng.choice(LINEAR_MEASURES), (0,), rng.choice([False, True]))
         floats = [i for i, a in enumerate(arguments) if a.dtype != "int32"]
         argnums = tuple(sorted(rng.sample(floats, rng.randint(1, len(floats)))))
         wraps = {s.kind for s in walk(block) if isinstance(s, Wrap)}
@@ -101,7 +98,7 @@ class _Drawing:
             and not ("while" in wraps and derived.order and not (derived.is_forward and derived.order == 1))
             and not (inner and derived.order > 1 and rng.random() < 0.7)
         ]
-        return Measure(rng.choice(names), argnums, rng.choices([EAGER, TRACED, COMPILED], [8, 88, 4])[0])
+        return Measure(rng.choice(names), argnums, rng.random() >= 0.08)
 
     def _name(self, letter: str = "v") -> str:
         self._count += 1
@@ -248,8 +245,3 @@ class _Drawing:
         """A name of the carry's type, the last one."""
         wanted = scope[carry].shape, scope[carry].dtype
         return [name for name in visible if name in scope and (scope[name].shape, scope[name].dtype) == wanted][-1]
-
-
-def types_of_arguments(arguments: Sequence[Argument]) -> Scope:
-    """The types of the parameters of a program."""
-    return {f"x{i}": Type(a.shape, a.dtype) for i, a in enumerate(arguments)}

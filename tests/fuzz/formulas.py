@@ -7,7 +7,7 @@ Everything is Python source. `x`, `w` and `k` are parameters, `c` is closed over
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tests.fuzz.types import Type, all_batches, broadcast, demand, promoted
 
@@ -57,7 +57,37 @@ class Formula:
     marked: tuple[int, ...] = ()
     statics: tuple[tuple[str, str], ...] = ()
     closed: tuple[str, ...] = ()
-    stateful: bool = field(default=False)
+    stateful: bool = False
+
+    @property
+    def output_names(self) -> list[str]:
+        """`y0`, `y1`."""
+        return [f"y{i}" for i in range(len(self.outputs))]
+
+    @property
+    def static_names(self) -> list[str]:
+        """The names of the static parameters."""
+        return [name for name, _ in self.statics]
+
+    @property
+    def body(self) -> list[str]:
+        """Lines that compute the steps and the outputs."""
+        lines = [*self.steps, *zip(self.output_names, self.outputs, strict=True)]
+        return [f"{name} = {expression}" for name, expression in lines]
+
+
+def _where(condition: Callable[..., bool], outputs: Callable[..., list[Type]]) -> Callable[..., list[Type]]:
+    """The types of the outputs where the condition holds of the types of the parameters."""
+
+    def types(*parameters: Type) -> list[Type]:
+        demand(condition(*parameters))
+        return outputs(*parameters)
+
+    return types
+
+
+def _are_floats(*types: Type) -> bool:
+    return all(t.is_float for t in types)
 
 
 def _elementwise(*types: Type) -> list[Type]:
@@ -67,56 +97,21 @@ def _elementwise(*types: Type) -> list[Type]:
     return [joined]
 
 
-def _same_shapes(*types: Type) -> list[Type]:
-    """Two outputs of the shape that all parameters have."""
-    demand(len({t.shape for t in types}) == 1)
-    return [broadcast(*types)] * 2
-
-
-def _rows(x: Type) -> list[Type]:
-    """Something along the last axis, which has elements."""
-    demand(x.is_float and x.rank > 0 and not x.is_empty)
-    return [x]
-
-
-def _scaled_by_integers(x: Type, k: Type) -> list[Type]:
-    demand(x.is_float and k.dtype == "int32" and x.shape == k.shape)
-    return [x.on(*k.batches)]
-
-
-def _independent(x: Type, w: Type) -> list[Type]:
-    demand(x.is_float and w.is_float)
-    return [x, w]
-
-
-def _split(x: Type, w: Type) -> list[Type]:
-    demand(x.shape == w.shape)
-    return [broadcast(x, w), w]
-
-
-def _linear(x: Type, w: Type) -> list[Type]:
-    demand(x.rank == w.rank == 2 and x.shape[1] == w.shape[1])
-    return [Type((x.shape[0], w.shape[0]), promoted(x, w), all_batches(x, w))]
-
-
-def _codes(x: Type) -> list[Type]:
-    demand(x.is_float)
-    return [x, Type(x.shape, "int8", x.batches), x]
-
-
-def _reversed_shape(x: Type) -> list[Type]:
-    demand(x.is_float)
-    return [x.shaped(x.shape[::-1])]
-
-
-def _scalar(x: Type) -> list[Type]:
-    demand(x.is_float)
-    return [x.shaped(())]
-
-
-def _vector(x: Type) -> list[Type]:
-    demand(x.is_float and x.rank > 0)
-    return [x]
+_same_shapes = _where(lambda *types: len({t.shape for t in types}) == 1, lambda *types: [broadcast(*types)] * 2)
+_rows = _where(lambda x: x.is_float and x.rank > 0 and not x.is_empty, lambda x: [x])  # along the last axis
+_vector = _where(lambda x: x.is_float and x.rank > 0, lambda x: [x])
+_scalar = _where(_are_floats, lambda x: [x.shaped(())])
+_reversed_shape = _where(_are_floats, lambda x: [x.shaped(x.shape[::-1])])
+_codes = _where(_are_floats, lambda x: [x, Type(x.shape, "int8", x.batches), x])
+_independent = _where(_are_floats, lambda x, w: [x, w])
+_split = _where(lambda x, w: x.shape == w.shape, lambda x, w: [broadcast(x, w), w])
+_linear = _where(
+    lambda x, w: x.rank == w.rank == 2 and x.shape[1] == w.shape[1],
+    lambda x, w: [Type((x.shape[0], w.shape[0]), promoted(x, w), all_batches(x, w))],
+)
+_scaled_by_integers = _where(
+    lambda x, k: x.is_float and k.dtype == "int32" and x.shape == k.shape, lambda x, k: [x.on(*k.batches)]
+)
 
 
 def _unary(

@@ -85,7 +85,7 @@ def write_function(spec: FunctionSpec, name: str) -> list[str]:
         if spec.modes == "generated":
             lines += ["    generate_jvp_rule = True", ""]
         for method in _methods(spec, name, f"{name}.forward"):
-            lines += ["    @staticmethod", *_indented(method), ""]
+            lines += ["    @staticmethod", *indented(method), ""]
         return lines[:-1]
     if spec.style == "by name":
         forward, backward = _methods(spec, name, "")
@@ -103,47 +103,41 @@ def write_function(spec: FunctionSpec, name: str) -> list[str]:
 def write_twin(spec: FunctionSpec, name: str) -> list[str]:
     """Lines that define plain JAX with the Function's derivatives at every order."""
     formula = spec.mathematics
-    outputs = [f"y{i}" for i in range(len(formula.outputs))]
-    lines = [f"return {', '.join(formula.twin or outputs)}"]
-    for made, expression in reversed([*formula.steps, *zip(outputs, formula.outputs, strict=True)]):
-        if re.search(rf"\b{made}\b", "\n".join(lines)):
-            lines.insert(0, f"{made} = {expression}")
-    return [f"def {name}({_signature(spec)}):", *_indented([*_unpacked_dict(spec), *lines])]
+    lines = [f"return {', '.join(formula.twin or formula.output_names)}"]
+    for line in reversed(formula.body):
+        if re.search(rf"\b{line.partition(' = ')[0]}\b", "\n".join(lines)):
+            lines.insert(0, line)
+    return [f"def {name}({_signature(spec)}):", *indented([*_unpacked_dict(spec), *lines])]
 
 
 def write_by_hand(spec: FunctionSpec, name: str) -> list[str]:
     """Lines that define the `jax.custom_vjp` that a JAX user would write."""
-    formula, rules = spec.mathematics, spec.rules
-    outputs = [f"y{i} = {expression}" for i, expression in enumerate(formula.outputs)]
-    body = [*_unpacked_dict(spec), *_steps(formula), *outputs]
-    results = ", ".join(f"y{i}" for i in range(len(formula.outputs)))
-    grads = [str(grad) for grad in rules.grads]
+    formula, saved = spec.mathematics, spec.rules.names
+    signature, body = _signature(spec), [*_unpacked_dict(spec), *formula.body]
+    results = ", ".join(formula.output_names)
+    grads = [str(grad) for grad in spec.rules.grads]
     returned = _dict(formula.parameters, grads) if spec.packed else ", ".join(grads)
-    unpacked = [f"{_tuple(rules.names)} = residuals"] if rules.names else []
+    unpacked = [f"{tuple_of(saved)} = residuals"] if saved else []
     return [
-        "@jax.custom_vjp", f"def {name}({_signature(spec)}):", *_indented([*body, f"return {results}"]), "",
-        f"def {name}_fwd({_signature(spec)}):",
-        *_indented([*body, f"return ({results}), {_tuple(rules.names)}"]), "",
-        f"def {name}_bwd(residuals, g0):", *_indented([*unpacked, f"return ({returned},)"]), "",
+        "@jax.custom_vjp", f"def {name}({signature}):", *indented([*body, f"return {results}"]), "",
+        f"def {name}_fwd({signature}):", *indented([*body, f"return ({results}), {tuple_of(saved)}"]), "",
+        f"def {name}_bwd(residuals, g0):", *indented([*unpacked, f"return ({returned},)"]), "",
         f"{name}.defvjp({name}_fwd, {name}_bwd)",
     ]  # fmt: skip
 
 
 def write_by_hand_in_forward_mode(spec: FunctionSpec, name: str) -> list[str]:
     """Lines that define the `jax.custom_jvp` that a JAX user would write."""
-    formula = spec.mathematics
-    body = [*_steps(formula), *(f"y{i} = {expression}" for i, expression in enumerate(formula.outputs))]
-    results = ", ".join(f"y{i}" for i in range(len(formula.outputs)))
-    parameters = ["packed"] if spec.packed else list(formula.parameters)
-    names = [*parameters, *(static for static, _ in formula.statics)]
+    formula, unpacked = spec.mathematics, _unpacked_dict(spec)
+    results = ", ".join(formula.output_names)
+    names = [*(["packed"] if spec.packed else formula.parameters), *formula.static_names]
     tangents = [f'd{name} = dpacked["{name}"]' for name in formula.parameters] if spec.packed else []
-    given = [*_unpacked_dict(spec), *tangents, *body]
+    given = [f"{tuple_of(names)} = primals", f"{tuple_of([f'd{n}' for n in names])} = tangents", *unpacked, *tangents]
     return [
         "@jax.custom_jvp", f"def {name}({_signature(spec)}):",
-        *_indented([*_unpacked_dict(spec), *body, f"return {results}"]), "",
+        *indented([*unpacked, *formula.body, f"return {results}"]), "",
         f"@{name}.defjvp", f"def {name}_jvp(primals, tangents):",
-        *_indented([f"{_tuple(names)} = primals", f"{_tuple([f'd{n}' for n in names])} = tangents", *given]),
-        f"    return ({results}), ({', '.join(map(str, spec.rules.tangents))})",
+        *indented([*given, *formula.body, f"return ({results}), ({', '.join(map(str, spec.rules.tangents))})"]),
     ]  # fmt: skip
 
 
@@ -152,7 +146,7 @@ def write_factory(lines: Sequence[str], spec: FunctionSpec, name: str, value: st
     closed = spec.mathematics.closed
     if not closed:
         return list(lines)
-    return [f"def make_{name}({', '.join(closed)}):", *_indented(lines), f"    return {value}"]
+    return [f"def make_{name}({', '.join(closed)}):", *indented(lines), f"    return {value}"]
 
 
 def value_of(spec: FunctionSpec, name: str) -> str:
@@ -185,27 +179,18 @@ def _methods(spec: FunctionSpec, name: str, forward: str) -> list[list[str]]:
 
 def _forward(spec: FunctionSpec) -> list[str]:
     formula = spec.mathematics
-    outputs = [f"y{i}" for i in range(len(formula.outputs))]
-    ctx = [] if spec.is_separate else ["ctx"]
-    lines = [*_unpacked_dict(spec), *_steps(formula)]
-    lines += [f"{y} = {expression}" for y, expression in zip(outputs, formula.outputs, strict=True)]
-    if not spec.is_separate:
-        lines += _saves(spec)
-    return [
-        f"def forward({', '.join([*ctx, _signature(spec)])}):",
-        *_indented([*lines, f"return {', '.join(outputs)}"]),
-    ]
+    ctx, saves = ("", []) if spec.is_separate else ("ctx, ", _saves(spec))
+    lines = [*_unpacked_dict(spec), *formula.body, *saves, f"return {', '.join(formula.output_names)}"]
+    return [f"def forward({ctx}{_signature(spec)}):", *indented(lines)]
 
 
 def _setup_context(spec: FunctionSpec) -> list[str]:
     formula = spec.mathematics
-    inputs = ["packed"] if spec.packed else [*formula.parameters, *(name for name, _ in formula.statics)]
-    outputs = [f"y{i}" for i in range(len(formula.outputs))]
-    lines = [f"{_tuple(inputs)} = inputs", *_unpacked_dict(spec)]
-    lines.append(f"{', '.join(outputs)} = output")
+    inputs = ["packed"] if spec.packed else [*formula.parameters, *formula.static_names]
+    lines = [f"{tuple_of(inputs)} = inputs", *_unpacked_dict(spec), f"{', '.join(formula.output_names)} = output"]
     if {name for name, _ in formula.steps}.intersection(spec.rules.names):
-        lines += _steps(formula)
-    return ["def setup_context(ctx, inputs, output):", *_indented([*lines, *_saves(spec)])]
+        lines += formula.body[: len(formula.steps)]
+    return ["def setup_context(ctx, inputs, output):", *indented([*lines, *_saves(spec)])]
 
 
 def _saves(spec: FunctionSpec) -> list[str]:
@@ -213,17 +198,13 @@ def _saves(spec: FunctionSpec) -> list[str]:
     formula, names = spec.mathematics, spec.rules.names
     lines = [f"ctx.mark_non_differentiable({', '.join(f'y{i}' for i in formula.marked)})"] if formula.marked else []
     if not spec.materialize:
-        outputs = [f"y{i}" for i in range(len(formula.outputs))]
         lines.append("ctx.set_materialize_grads(False)")
-        for kind, values in (("inputs", formula.parameters), ("outputs", outputs)):
-            lines.append(f"ctx.of_{kind} = {_tuple([f'({v}.shape, str({v}.dtype))' for v in values])}")
+        for kind, values in (("inputs", formula.parameters), ("outputs", formula.output_names)):
+            lines.append(f"ctx.of_{kind} = {tuple_of([f'({v}.shape, str({v}.dtype))' for v in values])}")
     if spec.keeping == "attributes":
         return [*lines, *(f"ctx.{name} = {name}" for name in names)]
-    if names and spec.keeping == "named":
-        lines.append(f"ctx.save_for_backward({', '.join(f'{name}={name}' for name in names)})")
-    elif names:
-        lines.append(f"ctx.save_for_backward({', '.join(names)})")
-    return lines
+    saved = [f"{name}={name}" if spec.keeping == "named" else name for name in names]
+    return [*lines, f"ctx.save_for_backward({', '.join(saved)})"] if saved else lines
 
 
 def _unpacked_saves(spec: FunctionSpec) -> list[str]:
@@ -232,48 +213,49 @@ def _unpacked_saves(spec: FunctionSpec) -> list[str]:
         return [f"{name} = ctx.{name}" for name in names]
     if spec.keeping == "named":
         return [f"{name} = ctx.saved_variables.{name}" for name in names]
-    return [f"{_tuple(names)} = ctx.saved_tensors"] if names else []
+    return [f"{tuple_of(names)} = ctx.saved_tensors"] if names else []
+
+
+def _zeros(spec: FunctionSpec, names: Sequence[str], kind: str) -> list[str]:
+    """Lines that make zeros of gradients or tangents that are `None`."""
+    if spec.materialize:
+        return []
+    return [f"{name} = jnp.zeros(*ctx.of_{kind}[{i}]) if {name} is None else {name}" for i, name in enumerate(names)]
 
 
 def _backward(spec: FunctionSpec) -> list[str]:
     formula = spec.mathematics
     outputs = [f"g{i}" for i in range(len(formula.outputs))]
-    lines = _unpacked_saves(spec)
-    if not spec.materialize:
-        lines += [f"{g} = jnp.zeros(*ctx.of_outputs[{i}]) if {g} is None else {g}" for i, g in enumerate(outputs)]
-    grads = []
-    for i, (parameter, grad) in enumerate(zip(formula.parameters, spec.rules.grads, strict=True)):
+    lines = [*_unpacked_saves(spec), *_zeros(spec, outputs, "outputs")]
+    grads = [f"g_{parameter}" for parameter in formula.parameters]
+    for i, (name, grad) in enumerate(zip(grads, spec.rules.grads, strict=True)):
         guard = f" if ctx.needs_input_grad[{0 if spec.packed else i}] else None"
-        lines.append(f"g_{parameter} = {grad}{guard if spec.guards and grad else ''}")
-        grads.append(f"g_{parameter}")
+        lines.append(f"{name} = {grad}{guard if spec.guards and grad else ''}")
     if spec.packed or spec.style == "by name":
         returned = _dict(formula.parameters, grads)
     else:
         returned = ", ".join([*grads, *("None" for _ in formula.statics)])
-    return [f"def backward(ctx, {', '.join(outputs)}):", *_indented([*lines, f"return {returned}"])]
+    return [f"def backward(ctx, {', '.join(outputs)}):", *indented([*lines, f"return {returned}"])]
 
 
 def _jvp(spec: FunctionSpec) -> list[str]:
     formula = spec.mathematics
-    tangents = [f"d{parameter}" for parameter in formula.parameters]
-    lines = _unpacked_saves(spec)
-    if spec.packed:
-        lines = [*lines, *(f'd{parameter} = packed["{parameter}"]' for parameter in formula.parameters)]
-    if not spec.materialize:
-        lines += [f"{d} = jnp.zeros(*ctx.of_inputs[{i}]) if {d} is None else {d}" for i, d in enumerate(tangents)]
-    given = ["packed"] if spec.packed else [*tangents, *(f"d{name}" for name, _ in formula.statics)]
+    tangents = [f"d{name}" for name in formula.parameters]
+    given = ["packed"] if spec.packed else [*tangents, *(f"d{name}" for name in formula.static_names)]
+    unpacked = [f'd{name} = packed["{name}"]' for name in formula.parameters] if spec.packed else []
+    lines = [*_unpacked_saves(spec), *unpacked, *_zeros(spec, tangents, "inputs")]
     returned = ", ".join(str(tangent) for tangent in spec.rules.tangents)
-    return [f"def jvp(ctx, {', '.join(given)}):", *_indented([*lines, f"return {returned}"])]
+    return [f"def jvp(ctx, {', '.join(given)}):", *indented([*lines, f"return {returned}"])]
 
 
 def _vmap(spec: FunctionSpec, forward: str) -> list[str]:
     formula = spec.mathematics
-    names = [*formula.parameters, *(name for name, _ in formula.statics)]
+    names = ", ".join([*formula.parameters, *formula.static_names])
     axis = {"first": "0", "last": "-1"}[spec.vmap_rule]
-    axes = axis if len(formula.outputs) == 1 else _tuple([axis] * len(formula.outputs))
+    axes = axis if len(formula.outputs) == 1 else tuple_of([axis] * len(formula.outputs))
     return [
-        f"def vmap(info, in_dims, {', '.join(names)}):",
-        f"    return jax.vmap({forward}, in_dims, {axes})({', '.join(names)}), {axes}",
+        f"def vmap(info, in_dims, {names}):",
+        f"    return jax.vmap({forward}, in_dims, {axes})({names}), {axes}",
     ]
 
 
@@ -287,10 +269,6 @@ def _unpacked_dict(spec: FunctionSpec) -> list[str]:
     return [f'{name} = packed["{name}"]' for name in spec.mathematics.parameters] if spec.packed else []
 
 
-def _steps(formula: Formula) -> list[str]:
-    return [f"{name} = {expression}" for name, expression in formula.steps]
-
-
 def _name_of(function: Sequence[str]) -> str:
     return function[0].removeprefix("def ").partition("(")[0]
 
@@ -299,11 +277,13 @@ def _renamed(function: Sequence[str], name: str) -> list[str]:
     return [function[0].replace(f"def {_name_of(function)}(", f"def {name}(", 1), *function[1:]]
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
+def indented(lines: Sequence[str]) -> list[str]:
+    """Lines one level further in."""
     return [f"    {line}" if line else line for line in lines]
 
 
-def _tuple(items: Sequence[str]) -> str:
+def tuple_of(items: Sequence[str]) -> str:
+    """The expression of a tuple."""
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tests.fuzz.functions import FunctionSpec
-
-EAGER, TRACED, COMPILED = "eager", "traced", "compiled"
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Wrap:
     block: Block
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    options: Options = field(default=Options())
+    options: Options = Options()
 
 
 Statement = Operation | Call | Wrap
@@ -94,17 +92,12 @@ class Measure:
     Attributes:
       name: a row of the table in `measures`.
       argnums: what is differentiated.
-      how: eagerly, or under jit: compiled, or traced and then evaluated by NumPy.
+      is_jitted: whether the whole is under jit.
     """
 
     name: str
     argnums: tuple[int, ...]
-    how: str = EAGER
-
-    @property
-    def is_jitted(self) -> bool:
-        """Whether the whole is under jit."""
-        return self.how != EAGER
+    is_jitted: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,18 +128,13 @@ def walk(block: Block) -> Iterator[Statement]:
             yield from walk(statement.block)
 
 
-def read_names(block: Block) -> set[str]:
-    """The names that a block reads and does not make itself, its parameters apart."""
-    made, read = set(block.parameters), set()
-    for statement in block.statements:
-        read.update(names_read(statement))
-        made.update(statement.outputs)
-    return read.union(block.results) - made
-
-
-def names_read(statement: Statement) -> set[str]:
-    """The names that a statement reads, those that its block closes over included."""
-    if isinstance(statement, Wrap):
-        return read_names(statement.block).union(statement.inputs)
-    closed = statement.closed if isinstance(statement, Call) else ()
-    return {*statement.inputs, *closed}
+def names_read(*statements: Statement) -> set[str]:
+    """The names that statements read, those that their blocks and Functions close over included."""
+    read: set[str] = set()
+    for statement in statements:
+        read.update(statement.inputs)
+        if isinstance(statement, Call):
+            read.update(statement.closed)
+        if isinstance(statement, Wrap):
+            read.update(names_read(*statement.block.statements), statement.block.results)
+    return read

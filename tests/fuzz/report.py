@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -13,15 +13,15 @@ from tests.fuzz.check import (
     AGREED,
     DISCARDED,
     REFUSED,
-    VALUES_DIFFER,
     WRONG,
     Outcome,
     agrees_in_double_precision,
     check,
     tolerance_of,
 )
+from tests.fuzz.compare import VALUES_DIFFER
 from tests.fuzz.draw import draw
-from tests.fuzz.program import EAGER, Call, Program, Wrap, walk
+from tests.fuzz.program import Call, Program, walk
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import write_alone
 
@@ -44,14 +44,11 @@ class Disagreement:
     @property
     def features(self) -> str:
         """What the shrunken program is made of: alike in programs that go wrong for the same reason."""
-        statements = list(walk(self.program.block))
-        wraps = [s.kind for s in statements if isinstance(s, Wrap)]
-        functions = [_described(s) for s in statements if isinstance(s, Call)]
-        measure = self.program.measure
-        how = "eager" if measure.how == EAGER else "jit"
-        return f"{self.outcome.sort}; {how} {measure.name}; {' '.join(wraps) or 'no transformation'}; " + ", ".join(
-            sorted(set(functions))
-        )
+        program, measure = self.program, self.program.measure
+        wraps = " ".join(wrap.kind for wrap in program.wraps) or "no transformation"
+        functions = {_described(s) for s in walk(program.block) if isinstance(s, Call)}
+        how = "jit" if measure.is_jitted else "eager"
+        return f"{self.outcome.sort}; {how} {measure.name}; {wraps}; {', '.join(sorted(functions))}"
 
 
 def _described(call: Call) -> str:
@@ -71,8 +68,7 @@ class Report:
       discarded: likewise, of the twins.
       comparisons: how many arrays and counts were compared.
       disagreements: those that were shrunk.
-      seconds: how long it took.
-      seconds_shrinking: how much of that went into shrinking.
+      seconds: how long it took, with shrinking.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -81,7 +77,6 @@ class Report:
     comparisons: int = 0
     disagreements: list[Disagreement] = field(default_factory=list)
     seconds: float = 0
-    seconds_shrinking: float = 0
 
     def add(self, outcome: Outcome) -> None:
         """Counts an outcome."""
@@ -93,28 +88,25 @@ class Report:
             self.discarded[outcome.message] += 1
 
     def text(self) -> str:
-        """The report to print."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        total = sum(self.kinds.values())
-        shrinking = self.seconds_shrinking
-        seconds = self.seconds - shrinking
-        rate = total / max(seconds, 1e-9)
-        yield f"{total} programs in {seconds:.0f} s, {rate:.1f} per second, and {shrinking:.0f} s of shrinking"
-        yield f"{self.comparisons} comparisons; {self.kinds[AGREED]} programs agree"
+        """The report to print; of disagreements that are alike, the first one's program."""
+        lines = [
+            f"{self.kinds.total()} programs in {self.seconds:.0f} s",
+            f"{self.comparisons} comparisons; {self.kinds[AGREED]} programs agree",
+        ]
         for title, counter in (("refused", self.refusals), ("discarded", self.discarded)):
-            yield f"{sum(counter.values())} {title}"
-            for message, count in counter.most_common():
-                yield f"  {count:5} {message}"
-        yield f"{self.kinds[WRONG]} disagreements"
+            lines.append(f"{counter.total()} {title}")
+            lines += [f"  {count:5} {message}" for message, count in counter.most_common()]
+        lines.append(f"{self.kinds[WRONG]} disagreements")
         seen: Counter[str] = Counter()
         for found in self.disagreements:
             seen[found.features] += 1
             if seen[found.features] == 1:
-                yield f"\n{'#' * 30} seed {found.seed}: {found.outcome.message}\n# {found.features}\n{found.source}"
-        for features, count in seen.most_common():
-            yield f"{count:5} {features}"
+                lines += [
+                    f"\n{'#' * 30} seed {found.seed}: {found.outcome.message}",
+                    f"# {found.features}",
+                    found.source,
+                ]
+        return "\n".join([*lines, *(f"{count:5} {features}" for features, count in seen.most_common())])
 
 
 def fuzz(
@@ -143,9 +135,7 @@ def fuzz(
             outcome = Outcome(DISCARDED, "values differ by rounding alone")
         report.add(outcome)
         if outcome.kind == WRONG:
-            found = time.monotonic()
             small = shrink(program, outcome, shrinking, checked) if shrinking else program
-            report.seconds_shrinking += time.monotonic() - found
             report.disagreements.append(Disagreement(seed, outcome, small))
             say(f"seed {seed}: {outcome.message}")
         if done % _PROGRAMS_BETWEEN_CLEARINGS == _PROGRAMS_BETWEEN_CLEARINGS - 1:

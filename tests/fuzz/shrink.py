@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from tests.fuzz.check import Outcome, check
 from tests.fuzz.formulas import FORMULAS
 from tests.fuzz.functions import FunctionSpec
 from tests.fuzz.infer import Scope, types_of
-from tests.fuzz.program import EAGER, Block, Call, Measure, Options, Program, Statement, Wrap, names_read
+from tests.fuzz.program import Block, Call, Options, Program, Statement, Wrap, names_read
 from tests.fuzz.types import IllTypedError
 
 _SIMPLE_FORMULAS = ("round", "square", "exp", "mul", "split")
@@ -38,19 +39,6 @@ def shrink(
     return program
 
 
-def simpler(program: Program) -> Iterator[Program]:
-    """Programs that are simpler in one respect, those first that are much simpler."""
-    scope = types_of(program)
-    for result in program.block.results if len(program.block.results) > 1 else ():
-        yield replace(program, block=replace(program.block, results=(result,)))
-    for block in _with_simpler_block(program.block, scope):
-        yield _without_unused_arguments(replace(program, block=block))
-    yield _without_unused_arguments(program)
-    yield from _with_simpler_measure(program)
-    yield from _with_simpler_functions(program)
-    yield from _with_smaller_arguments(program)
-
-
 def _has_types(program: Program) -> bool:
     try:
         types_of(program)
@@ -59,22 +47,37 @@ def _has_types(program: Program) -> bool:
     return bool(program.functions)
 
 
+def simpler(program: Program) -> Iterator[Program]:
+    """Programs that are simpler in one respect, those first that are much simpler. Some mean nothing."""
+    for result in program.block.results if len(program.block.results) > 1 else ():
+        yield replace(program, block=replace(program.block, results=(result,)))
+    for block in _with_simpler_block(program.block, types_of(program)):
+        yield _without_unused_arguments(replace(program, block=block))
+    yield _without_unused_arguments(program)
+    yield from _with_simpler_measure(program)
+    for spec in program.functions:
+        for simple in filter(FunctionSpec.is_possible, _simpler_specs(spec)):
+            yield replace(program, block=_with_function(program.block, spec, simple))
+    yield from _with_smaller_arguments(program)
+
+
+def _set(items: tuple[Any, ...], i: int, *values: Any) -> tuple[Any, ...]:
+    """The items with these in place of one of them."""
+    return (*items[:i], *values, *items[i + 1 :])
+
+
 def _with_simpler_block(block: Block, scope: Scope) -> Iterator[Block]:
     """A statement less, a transformation less, or one that is set more plainly."""
     for i, statement in enumerate(block.statements):
         yield from _without(block, i, scope)
         if isinstance(statement, Wrap):
-            yield _inlined(block, i)
-            for simple in _simpler_wraps(statement, scope):
-                yield _replaced(block, i, simple)
+            yield _inlined(block, statement, i)
+            for simple in _simpler_wraps(statement):
+                yield replace(block, statements=_set(block.statements, i, simple))
     for i, statement in enumerate(block.statements):
         if isinstance(statement, Wrap):
             for inner in _with_simpler_block(statement.block, scope):
-                yield _replaced(block, i, replace(statement, block=inner))
-
-
-def _replaced(block: Block, i: int, *statements: Statement) -> Block:
-    return replace(block, statements=(*block.statements[:i], *statements, *block.statements[i + 1 :]))
+                yield replace(block, statements=_set(block.statements, i, replace(statement, block=inner)))
 
 
 def _without(block: Block, i: int, scope: Scope) -> Iterator[Block]:
@@ -83,7 +86,7 @@ def _without(block: Block, i: int, scope: Scope) -> Iterator[Block]:
     That is something of the same type, if there is, and otherwise what the statement read.
     """
     removed = block.statements[i]
-    rest = _replaced(block, i)
+    rest = replace(block, statements=_set(block.statements, i))
     kept = tuple(name for name in rest.results if name not in removed.outputs)
     if kept and len(kept) < len(rest.results):
         yield replace(rest, results=kept)
@@ -96,44 +99,37 @@ def _without(block: Block, i: int, scope: Scope) -> Iterator[Block]:
     yield _renamed(rest, names)
 
 
-def _inlined(block: Block, i: int) -> Block:
+def _inlined(block: Block, wrap: Wrap, i: int) -> Block:
     """The block with a transformation's block in place of the call of it."""
-    wrap = block.statements[i]
-    assert isinstance(wrap, Wrap)
     inner = _renamed(wrap.block, dict(zip(wrap.block.parameters, wrap.inputs, strict=True)))
-    made = dict(zip(wrap.outputs, inner.results, strict=False))
-    spliced = _replaced(block, i, *inner.statements)
-    return _renamed(spliced, made)
+    spliced = replace(block, statements=_set(block.statements, i, *inner.statements))
+    return _renamed(spliced, dict(zip(wrap.outputs, inner.results, strict=False)))
 
 
-def _simpler_wraps(wrap: Wrap, scope: Scope) -> Iterator[Wrap]:
+def _simpler_wraps(wrap: Wrap) -> Iterator[Wrap]:
     """The transformation with fewer inputs or results, or with simpler options."""
     options, block = wrap.options, wrap.block
-    used = {name for s in block.statements for name in names_read(s)}.union(block.results)
+    used = names_read(*block.statements).union(block.results)
     for i, parameter in enumerate(block.parameters):
         if len(wrap.inputs) > 1 and parameter not in used:
-            axes = options.in_axes[:i] + options.in_axes[i + 1 :]
-            fewer = replace(block, parameters=block.parameters[:i] + block.parameters[i + 1 :])
-            inputs = wrap.inputs[:i] + wrap.inputs[i + 1 :]
-            yield replace(wrap, inputs=inputs, block=fewer, options=replace(options, in_axes=axes))
+            fewer = replace(block, parameters=_set(block.parameters, i))
+            axes = replace(options, in_axes=_set(options.in_axes, i))
+            yield replace(wrap, inputs=_set(wrap.inputs, i), block=fewer, options=axes)
     for i in range(len(wrap.outputs) if len(wrap.outputs) > 1 and wrap.kind != "scan" else 0):
-        axes = options.out_axes[:i] + options.out_axes[i + 1 :]
-        fewer = replace(block, results=block.results[:i] + block.results[i + 1 :])
-        outputs = wrap.outputs[:i] + wrap.outputs[i + 1 :]
-        yield replace(wrap, outputs=outputs, block=fewer, options=replace(options, out_axes=axes))
-    for simple in _simpler_options(wrap.kind, options, scope, wrap.inputs):
+        fewer = replace(block, results=_set(block.results, i))
+        axes = replace(options, out_axes=_set(options.out_axes, i))
+        yield replace(wrap, outputs=_set(wrap.outputs, i), block=fewer, options=axes)
+    for simple in _simpler_options(wrap.kind, options):
         yield replace(wrap, options=simple)
 
 
-def _simpler_options(kind: str, options: Options, scope: Scope, inputs: tuple[str, ...]) -> Iterator[Options]:
+def _simpler_options(kind: str, options: Options) -> Iterator[Options]:
     for i, axis in enumerate(options.in_axes):
-        for other in (0, None if axis is None else axis % max(1, scope[inputs[i]].rank)):
-            if axis not in (0, other):
-                yield replace(options, in_axes=(*options.in_axes[:i], other, *options.in_axes[i + 1 :]))
+        for simple in _simpler_axes(axis):
+            yield replace(options, in_axes=_set(options.in_axes, i, simple))
     for i, axis in enumerate(options.out_axes):
-        for other in (0, 1):
-            if axis not in (None, 0, other):
-                yield replace(options, out_axes=(*options.out_axes[:i], other, *options.out_axes[i + 1 :]))
+        for simple in _simpler_axes(axis):
+            yield replace(options, out_axes=_set(options.out_axes, i, simple))
     if options.policy != "none":
         yield replace(options, policy="none")
     if options.length > 1 and kind in ("fori", "while"):
@@ -142,34 +138,28 @@ def _simpler_options(kind: str, options: Options, scope: Scope, inputs: tuple[st
         yield replace(options, devices=2)
 
 
+def _simpler_axes(axis: int | None) -> range:
+    return range(3 if axis is not None and axis < 0 else axis or 0)
+
+
 def _with_simpler_measure(program: Program) -> Iterator[Program]:
     measure = program.measure
-    if measure.is_jitted:
-        yield replace(program, measure=replace(measure, how=EAGER))
+    simple = [replace(measure, is_jitted=False)]
     if not program.stateful:
-        before = _SIMPLE_MEASURES
-        rank = before.index(measure.name) if measure.name in before else len(before)
-        for name in before[:rank]:
-            forward = all(spec.has_forward_mode for spec in program.functions)
-            if name != "jvp" or forward:
-                yield replace(program, measure=replace(measure, name=name))
-    if len(measure.argnums) > 1:
-        for i in measure.argnums:
-            yield replace(program, measure=replace(measure, argnums=(i,)))
-
-
-def _with_simpler_functions(program: Program) -> Iterator[Program]:
-    for spec in program.functions:
-        for simple in _simpler_specs(spec):
-            if simple.is_possible():
-                yield replace(program, block=_with_function(program.block, spec, simple))
+        rank = [*_SIMPLE_MEASURES, measure.name].index(measure.name)
+        has_forward_mode = all(spec.has_forward_mode for spec in program.functions)
+        names = [name for name in _SIMPLE_MEASURES[:rank] if name != "jvp" or has_forward_mode]
+        simple += [replace(measure, name=name) for name in names]
+    simple += [replace(measure, argnums=(i,)) for i in measure.argnums]
+    for other in simple:
+        yield replace(program, measure=other)
 
 
 def _simpler_specs(spec: FunctionSpec) -> Iterator[FunctionSpec]:
     plain = FunctionSpec(spec.formula, spec.saving)
     yield plain
-    for name in ("style", "keeping", "modes", "guards", "materialize", "vmap_rule", "packed", "passes_statics"):
-        yield replace(spec, **{name: getattr(plain, name)})
+    for field in fields(spec):
+        yield replace(spec, **{field.name: getattr(plain, field.name)})
     formula = spec.mathematics
     if not formula.stateful and spec.formula not in _SIMPLE_FORMULAS:
         for name in _SIMPLE_FORMULAS:
@@ -190,42 +180,37 @@ def _with_smaller_arguments(program: Program) -> Iterator[Program]:
                 yield replace(program, arguments=shrunk)
     for i, argument in enumerate(arguments):
         if argument.dtype == "bfloat16":
-            simple = replace(argument, dtype="float32")
-            yield replace(program, arguments=(*arguments[:i], simple, *arguments[i + 1 :]))
+            yield replace(program, arguments=_set(arguments, i, replace(argument, dtype="float32")))
 
 
 def _without_unused_arguments(program: Program) -> Program:
     """The program without the arguments that it neither reads nor differentiates, unless these would be none."""
-    read = {name for s in program.block.statements for name in names_read(s)}.union(program.block.results)
+    read = names_read(*program.block.statements).union(program.block.results)
     kept = [i for i in range(len(program.arguments)) if f"x{i}" in read]
     argnums = tuple(kept.index(i) for i in program.measure.argnums if i in kept)
     if not argnums or len(kept) == len(program.arguments):
         return program
-    names = {f"x{old}": f"x{new}" for new, old in enumerate(kept)}
-    block = replace(program.block, parameters=tuple(f"x{i}" for i in kept))
-    measure = Measure(program.measure.name, argnums, program.measure.how)
-    arguments = tuple(program.arguments[i] for i in kept)
-    return replace(program, arguments=arguments, block=_renamed(block, names, parameters=True), measure=measure)
+    block = _renamed(program.block, {f"x{old}": f"x{new}" for new, old in enumerate(kept)})
+    block = replace(block, parameters=tuple(f"x{i}" for i in range(len(kept))))
+    measure = replace(program.measure, argnums=argnums)
+    return replace(program, arguments=tuple(program.arguments[i] for i in kept), block=block, measure=measure)
 
 
-def _renamed(block: Block, names: dict[str, str], parameters: bool = False) -> Block:
+def _renamed(block: Block, names: dict[str, str]) -> Block:
     """The block with other names for what it reads."""
-    statements = tuple(_renamed_statement(s, names) for s in block.statements)
-    own = _all(block.parameters, names) if parameters else block.parameters
-    return Block(own, statements, _all(block.results, names))
 
+    def renamed(read: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(names.get(name, name) for name in read)
 
-def _renamed_statement(statement: Statement, names: dict[str, str]) -> Statement:
-    inputs = _all(statement.inputs, names)
-    if isinstance(statement, Wrap):
-        return replace(statement, inputs=inputs, block=_renamed(statement.block, names))
-    if isinstance(statement, Call):
-        return replace(statement, inputs=inputs, closed=_all(statement.closed, names))
-    return replace(statement, inputs=inputs)
-
-
-def _all(read: tuple[str, ...], names: dict[str, str]) -> tuple[str, ...]:
-    return tuple(names.get(name, name) for name in read)
+    statements: list[Statement] = []
+    for statement in block.statements:
+        statement = replace(statement, inputs=renamed(statement.inputs))
+        if isinstance(statement, Wrap):
+            statement = replace(statement, block=_renamed(statement.block, names))
+        elif isinstance(statement, Call):
+            statement = replace(statement, closed=renamed(statement.closed))
+        statements.append(statement)
+    return replace(block, statements=tuple(statements), results=renamed(block.results))
 
 
 def _with_function(block: Block, old: FunctionSpec, new: FunctionSpec) -> Block:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 
-from tests.fuzz.functions import FunctionSpec, arguments_of, value_of, write_by_hand, write_factory, write_function
+from tests.fuzz import compare
+from tests.fuzz.functions import (
+    FunctionSpec,
+    arguments_of,
+    indented,
+    tuple_of,
+    value_of,
+    write_by_hand,
+    write_factory,
+    write_function,
+)
 from tests.fuzz.functions import write_twin as write_plain
 from tests.fuzz.infer import Scope, types_of
 from tests.fuzz.measures import HELPERS, source_of
@@ -32,47 +43,15 @@ from jax.lax import stop_gradient
 """
 
 _COMPARISON = """
-got, want = measure(program(*FUNCTIONS)), measure(program(*TWINS))
+got, want = ({run} for side in (FUNCTIONS, TWINS))
 print("jaxfn:", got, "twins:", want, sep="\\n")
-assert jax.tree.structure(got) == jax.tree.structure(want)
-for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
-    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-    np.testing.assert_allclose(
-        np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol={tolerance}, atol={tolerance} * scale(want)
-    )
+message = {difference}
+assert not message, message
 """
-
-_COUNTS = """
-def counted_runs(run):
-    RUNS["count"] = 0
-    f, counts = measured(run), []
-    for _ in range(2):
-        result = jax.block_until_ready(f(*ARGUMENTS))
-        jax.effects_barrier()
-        counts.append(RUNS["count"])
-    return result, counts
-"""
-
-_COMPARISON_OF_COUNTS = """
-(got, ours), (_, theirs) = counted_runs(program(*FUNCTIONS)), counted_runs(program(*TWINS))
-print("forward ran", ours, "times with jaxfn, after one call and after two, and by hand", theirs, got)
-assert ours == theirs
-"""
-
-_EULER = """if isinstance(got, tuple):
-    np.testing.assert_allclose(got[0], jnp.vdot(got[1], ARGUMENTS[0]), rtol=1e-4, atol=1e-4)
-"""
-
-_SCALE = '''
-def scale(tree):
-    """The largest number in it, and at least 1."""
-    sizes = [np.nanmax(np.abs(np.asarray(x, np.float32)), initial=1) for x in jax.tree.leaves(tree)]
-    return max([x for x in sizes if np.isfinite(x)], default=1)
-'''
 
 
 def write(program: Program, twin: Twin | None = None) -> str:
-    """Source that defines `program(functions) -> run`, `FUNCTIONS`, `TWINS`, `ARGUMENTS` and `measure(run)`."""
+    """Source that defines `program(functions) -> run`, `FUNCTIONS`, `TWINS`, `ARGUMENTS` and `measured(run)`."""
     scope = types_of(program)
     specs = program.functions
     names = {spec: f"F{i}" for i, spec in enumerate(specs)}
@@ -83,12 +62,12 @@ def write(program: Program, twin: Twin | None = None) -> str:
         sections.append(write_factory(twin(spec, f"T{name[1:]}"), spec, f"T{name[1:]}", f"T{name[1:]}"))
     lowered = [name.lower() for name in names.values()]
     body = _block(program.block, "run", names, scope)
-    sections.append([f"def program({', '.join(lowered)}):", *_indented([*body, "", "return run"])])
+    sections.append([f"def program({', '.join(lowered)}):", *indented([*body, "", "return run"])])
     makers = [_value(spec, name) for spec, name in names.items()]
     twins = [f"make_T{n[1:]}" if spec.mathematics.closed else f"T{n[1:]}" for spec, n in names.items()]
     sections.append([
-        f"FUNCTIONS = {_tuple(makers)}", f"TWINS = {_tuple(twins)}",
-        f"ARGUMENTS = {_tuple([_argument(a) for a in program.arguments])}",
+        f"FUNCTIONS = {tuple_of(makers)}", f"TWINS = {tuple_of(twins)}",
+        f"ARGUMENTS = {tuple_of([_argument(a) for a in program.arguments])}",
     ])  # fmt: skip
     sections.append(_measure(program))
     text = "\n\n\n".join("\n".join(section) for section in sections)
@@ -100,9 +79,14 @@ def write_alone(program: Program, tolerance: float) -> str:
     devices = max([wrap.options.devices for wrap in program.wraps], default=1)
     setting = f'jax.config.update("jax_num_cpu_devices", {devices})\n' if devices > 1 else ""
     text = write(program).replace(_IMPORTS, _IMPORTS + "\n" + setting if setting else _IMPORTS)
+    functions, run = [compare.difference], "measured(program(*side))(*ARGUMENTS)"
+    call = f"difference(got, want, {tolerance})"
     if program.stateful:
-        return text + "\n" + _COUNTS + "\n" + _COMPARISON_OF_COUNTS + _EULER
-    return text + "\n" + _SCALE + "\n" + _COMPARISON.format(tolerance=tolerance)
+        functions = [compare.result_and_runs, compare.is_of_one_draw, compare.difference_of_counts]
+        run = "result_and_runs(measured(program(*side)), ARGUMENTS, RUNS)"
+        call = f"difference_of_counts(got, want, *ARGUMENTS, {tolerance})"
+    sources = ["from typing import Any\n", *map(inspect.getsource, functions)]
+    return text + "\n\n" + "\n\n".join(sources) + _COMPARISON.format(run=run, difference=call)
 
 
 def _measure(program: Program) -> list[str]:
@@ -116,10 +100,7 @@ def _measure(program: Program) -> list[str]:
     if "argnums" in derived:
         lines.append(f"argnums = {measure.argnums}")
     lines.append(f"return jax.jit({derived})" if measure.is_jitted else f"return {derived}")
-    return [
-        "def measured(run):", *_indented(lines), "", "",
-        "def measure(run):", "    return measured(run)(*ARGUMENTS)",
-    ]  # fmt: skip
+    return ["def measured(run):", *indented(lines)]
 
 
 def _helpers(text: str) -> str:
@@ -148,9 +129,9 @@ def _argument(argument: Argument) -> str:
 def _block(block: Block, name: str, names: dict[FunctionSpec, str], scope: Scope, label: str = "") -> list[str]:
     lines = [f"def {name}({', '.join(block.parameters)}):"]
     for statement in block.statements:
-        lines += _indented(_statement(statement, names, scope))
+        lines += indented(_statement(statement, names, scope))
     results = [f'jax.lax.psum({r}, "d")' if label and _is_summed(r, label, scope) else r for r in block.results]
-    return [*lines, f"    return {_tuple(results)}"]
+    return [*lines, f"    return {tuple_of(results)}"]
 
 
 def _is_summed(name: str, label: str, scope: Scope) -> bool:
@@ -172,51 +153,46 @@ def _statement(statement: Statement, names: dict[FunctionSpec, str], scope: Scop
     return [*_block(statement.block, statement.label, names, scope, label), _applied(statement, scope)]
 
 
+# What calls a block `f` under its transformation; `first` is the first input, `tail` the others, each after a comma.
+_CALLS = {
+    "jit": "jax.jit({f})({inputs})",
+    "checkpoint": "jax.checkpoint({f}{policy})({inputs})",
+    "vmap": "jax.vmap({f}, in_axes={options.in_axes}, out_axes={options.out_axes})({inputs})",
+    "scan": "jax.lax.scan(lambda carry, x: {f}(carry, x{constants}), {first}, {second})",
+    "map": "jax.lax.map(lambda xs: {f}(*xs), {all_inputs})",
+    "cond": "jax.lax.cond(jnp.sum({first}) > 0.1, {f}, lambda x, *others: {f}(0.5 * x, *others), {inputs})",
+    "fori": "(jax.lax.fori_loop(0, {options.length}, lambda i, x: {f}(x{tail})[0], {first}),)",
+    "while": "(jax.lax.while_loop(lambda state: state[0] < {options.length}, "
+    "lambda state: (state[0] + 1, {f}(state[1]{tail})[0]), (0, {first}))[1],)",
+    "gradient": "(jax.grad(lambda *p: loss_of({f}(*p)))({inputs}),)",
+    "pushed": "jax.jvp(lambda x: {f}(x{tail}), ({first},), (jnp.cos({first}),))[1]",
+    "sharded jit": "jax.jit({f}, in_shardings={shardings})({inputs})",
+    "shard_map": "jax.shard_map({f}, mesh=sharding({options.devices}).mesh, in_specs={in_specs}, "
+    "out_specs={out_specs}, check_vma={options.check_vma})({inputs})",
+}
+
+
 def _applied(wrap: Wrap, scope: Scope) -> str:
     """The line that calls a block under its transformation."""
-    f, inputs, options = wrap.label, ", ".join(wrap.inputs), wrap.options
-    outputs, first, rest = _tuple(wrap.outputs), wrap.inputs[0], wrap.inputs[1:]
-    tail = "".join(f", {name}" for name in rest)
-    if wrap.kind == "jit":
-        return f"{outputs} = jax.jit({f})({inputs})"
-    if wrap.kind == "checkpoint":
-        return f"{outputs} = jax.checkpoint({f}{POLICIES[options.policy]})({inputs})"
-    if wrap.kind == "vmap":
-        return f"{outputs} = jax.vmap({f}, in_axes={options.in_axes}, out_axes={options.out_axes})({inputs})"
-    if wrap.kind == "scan":
-        constants = "".join(f", {name}" for name in rest[1:])
-        step = f"lambda carry, x: {f}(carry, x{constants})"
-        return f"{outputs} = jax.lax.scan({step}, {first}, {rest[0]})"
-    if wrap.kind == "map":
-        return f"{outputs} = jax.lax.map(lambda xs: {f}(*xs), {_tuple(wrap.inputs)})"
-    if wrap.kind == "cond":
-        other = f"lambda x, *others: {f}(0.5 * x, *others)"
-        return f"{outputs} = jax.lax.cond(jnp.sum({first}) > 0.1, {f}, {other}, {inputs})"
-    if wrap.kind == "fori":
-        return f"{outputs} = (jax.lax.fori_loop(0, {options.length}, lambda i, x: {f}(x{tail})[0], {first}),)"
-    if wrap.kind == "while":
-        step = f"lambda state: (state[0] + 1, {f}(state[1]{tail})[0])"
-        loop = f"jax.lax.while_loop(lambda state: state[0] < {options.length}, {step}, (0, {first}))"
-        return f"{outputs} = ({loop}[1],)"
-    if wrap.kind == "gradient":
-        return f"{outputs} = (jax.grad(lambda *p: loss_of({f}(*p)))({inputs}),)"
-    if wrap.kind == "pushed":
-        return f"{outputs} = jax.jvp(lambda x: {f}(x{tail}), ({first},), (jnp.cos({first}),))[1]"
-    split = [("d",) if axis == 0 else () for axis in options.in_axes]
-    if wrap.kind == "sharded jit":
-        shardings = [f"sharding({options.devices}{', ' if s else ''}{repr('d') if s else ''})" for s in split]
-        return f"{outputs} = jax.jit({f}, in_shardings={_tuple(shardings)})({inputs})"
-    results = [scope[name] for name in wrap.block.results]
-    specs = ['jax.P("d")' if s else "jax.P()" for s in split]
-    out_specs = ['jax.P("d")' if t.rank and wrap.label in t.batches else "jax.P()" for t in results]
-    mesh = f"sharding({options.devices}).mesh"
-    arguments = f"mesh={mesh}, in_specs={_tuple(specs)}, out_specs={_tuple(out_specs)}, check_vma={options.check_vma}"
-    return f"{outputs} = jax.shard_map({f}, {arguments})({inputs})"
+    options, results = wrap.options, [scope[name] for name in wrap.block.results]
+    is_split = [axis == 0 for axis in options.in_axes]
+    sharding = f"sharding({options.devices}"
+    call = _CALLS[wrap.kind].format(
+        f=wrap.label,
+        options=options,
+        inputs=", ".join(wrap.inputs),
+        all_inputs=tuple_of(wrap.inputs),
+        first=wrap.inputs[0],
+        second=wrap.inputs[1] if len(wrap.inputs) > 1 else "",
+        tail="".join(f", {name}" for name in wrap.inputs[1:]),
+        constants="".join(f", {name}" for name in wrap.inputs[2:]),
+        policy=POLICIES[options.policy],
+        shardings=tuple_of([f"{sharding}, 'd')" if split else f"{sharding})" for split in is_split]),
+        in_specs=tuple_of([_spec(split) for split in is_split]),
+        out_specs=tuple_of([_spec(bool(t.rank) and wrap.label in t.batches) for t in results]),
+    )
+    return f"{tuple_of(wrap.outputs)} = {call}"
 
 
-def _tuple(items: Sequence[str]) -> str:
-    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-
-
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}" if line else line for line in lines]
+def _spec(is_split: bool) -> str:
+    return 'jax.P("d")' if is_split else "jax.P()"

@@ -8,6 +8,7 @@ import numpy as np
 
 FLOATS = ("float32", "bfloat16")
 LARGEST = 400  # elements of one value
+Shape = tuple[int, ...]
 
 
 class IllTypedError(Exception):
@@ -24,7 +25,7 @@ class Type:
       batches: the mapped transformations whose examples may have different values here.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str = "float32"
     batches: frozenset[str] = frozenset()
 
@@ -44,7 +45,7 @@ class Type:
     def is_empty(self) -> bool:
         return 0 in self.shape
 
-    def shaped(self, shape: tuple[int, ...]) -> Type:
+    def shaped(self, shape: Shape) -> Type:
         """The same with another shape."""
         return replace(self, shape=shape)
 

@@ -2,7 +2,6 @@
 
 import inspect
 from functools import partial
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfn
-from tests.support.marks import row, sampled
+from tests.support.marks import row
 
 OPERATIONS = {"nan": "log", "inf": "exp", "-inf": "log"}
 STEP = 3
@@ -107,8 +106,6 @@ INSIDE = {
     "jit of scan of cond": "scan: step 3 of 5",
     "cond": "cond: branch 1",
 }
-LAYERS, PLACES, STYLES = ["First", "Second", "Third"], ["output", "saved", "gradient"], ["reverse", "both modes"]
-PLANTS = list(product(LAYERS, PLACES, ["nan", "inf", "-inf"], STYLES))
 TOLD = {"output": "output 0", "saved": "saved saved", "gradient": "gradient of x"}
 
 
@@ -120,11 +117,23 @@ X, WHEN = jnp.array([0.3, 0.5, 0.7]), jnp.int32(STEP)
 
 
 @row("K4")
-@sampled
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("plant", PLANTS, ids=", ".join)
-def test_the_culprit_is_named(plant, around, capsys):
-    culprit, place, number, style = plant
+@pytest.mark.parametrize(
+    "culprit, place, number, style, around",
+    [
+        ("First", "output", "nan", "reverse", "nothing"),
+        ("Second", "saved", "inf", "both modes", "jit"),
+        ("Third", "gradient", "-inf", "reverse", "checkpoint"),
+        ("First", "gradient", "nan", "both modes", "scan"),
+        ("Second", "output", "-inf", "reverse", "scan backwards"),
+        ("Third", "saved", "nan", "reverse", "checkpoint in scan"),
+        ("First", "saved", "inf", "both modes", "jit of scan of cond"),
+        ("Second", "gradient", "inf", "reverse", "cond"),
+        ("Third", "output", "nan", "both modes", "vmap"),
+        ("First", "saved", "-inf", "reverse", "vmap over columns"),
+        ("Second", "gradient", "nan", "both modes", "vmap over columns"),
+    ],
+)
+def test_the_culprit_is_named(culprit, place, number, style, around, capsys):
     found = jaxfn.find_nan(loss_of(AROUND[around](chain(culprit, place, number, style))), X, WHEN)
     assert found is not None
     method = "backward" if place == "gradient" else "forward"
@@ -138,32 +147,198 @@ def test_the_culprit_is_named(plant, around, capsys):
 
 
 @row("K4")
-@sampled
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style, around", [("reverse", "checkpoint in scan"), ("both modes", "jit of scan of cond"), ("both modes", "vmap")]
+)
 def test_nothing_is_found_where_there_is_nothing(style, around, capsys):
     assert jaxfn.find_nan(loss_of(AROUND[around](chain(None, "output", "nan", style))), X, WHEN) is None
     assert capsys.readouterr().out == ""
 
 
 @row("K4")
-@pytest.mark.parametrize("around", ["nothing", "jit", "scan", "cond", "vmap", "checkpoint"])
+@pytest.mark.parametrize("around", ["nothing", "jit", "scan", "vmap"])
 def test_the_culprit_of_a_tangent_is_named(around):
     f = AROUND[around](chain("Second", "tangent", "nan", "both modes"))
     found = jaxfn.find_nan(lambda x: jax.jvp(partial(f, when=WHEN), (x,), (x,)), X)
     assert (found.function, found.method, found.value) == ("Second", "jvp", "tangent of output 0")
 
 
-@row("K4")
-def test_in_a_while_loop_it_is_the_first_step_that_counts():
+def while_steps(x):
     f = chain("Second", "output", "nan", "reverse")
+    return jax.lax.while_loop(lambda s: s[1] < 6, lambda s: (f(s[0], s[1]), s[1] + 1), (x, 0))[0]
 
-    def loop(x):
-        return jax.lax.while_loop(lambda s: s[1] < 6, lambda s: (f(s[0], s[1]), s[1] + 1), (x, 0))[0]
 
-    found = jaxfn.find_nan(loop, X)
-    assert (found.function, found.method, found.operation) == ("Second", "forward", "log")
-    assert found.inside == ("while: step 3",)
+def selected(x):
+    unused = 1 / x
+    return jnp.where(x <= 0, jnp.sqrt(x), unused)
+
+
+def attention(scores, mask):
+    return jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+
+
+def safe_reciprocal(x):
+    return jnp.where(x == 0, 0.0, 1 / jnp.where(x == 0, 1.0, x)).sum() + jnp.where(x == 0, 0.0, 1 / x).sum()
+
+
+def halved_2000_times(x):
+    x = jnp.log(x)
+    for _ in range(2000):
+        x = (x + x) * 0.5
+    return x
+
+
+def in_user_scope(x):
+    with jax.named_scope("Net.forward"):
+        return jnp.log(x)
+
+
+@jaxfn.function
+def outer(ctx, x):
+    return in_user_scope(x)
+
+
+@jaxfn.function
+def calls_layer(ctx, x):
+    return layer("Inner", "output", "nan", "reverse")(x, WHEN) * 2
+
+
+@calls_layer.backward
+def _(ctx, grad_output):
+    return grad_output
+
+
+@jaxfn.function
+def logsumexp(ctx, x):
+    masked = jnp.where(x > 0, x, -jnp.inf)
+    ctx.save_for_backward(masked)
+    return jax.nn.logsumexp(masked)
+
+
+@logsumexp.backward
+def _(ctx, grad_output):
+    return grad_output * jax.nn.softmax(ctx.saved_tensors[0])
+
+
+@jaxfn.function
+def root(ctx, x):
+    ctx.log(x=x)
+    y = jnp.sqrt(x)
+    ctx.save_for_forward(y)
+    return y
+
+
+@root.jvp
+def _(ctx, tangent):
+    return tangent / (2 * ctx.saved_tensors[0])
+
+
+@jaxfn.function
+def over_devices_inside(ctx, x):
+    return over_devices(lambda x, when: jnp.log(x))(x, WHEN)
+
+
+class Batched(jaxfn.Function):
+    @staticmethod
+    def forward(x):
+        return jnp.sin(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output): ...
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return jnp.log(x - 10), in_dims[0]
+
+
+INF_THEN_NAN, SAVED_NAN = chain("Second", "output", "inf", "reverse"), chain("First", "saved", "nan", "reverse")
+TWO_ROWS = jnp.array([[True, False, True], [True, True, True]])
+# A function, its arguments, and what is found.
+FOUND = {
+    "step of a while loop": (
+        while_steps, [X], {"function": "Second", "method": "forward", "operation": "log", "inside": ("while: step 3",)},
+    ),
+    "the first of several": (
+        lambda x: INF_THEN_NAN(x, WHEN) + SAVED_NAN(x, WHEN), [X], {"function": "Second", "number": "inf"},
+    ),
+    "an infinity that nothing comes of": (safe_reciprocal, [jnp.array([0.0, 2.0])], None),
+    "and the NaN of its derivative": (  # which begins where zero is divided by
+        jax.grad(lambda x: jnp.where(x == 0, 0.0, 1 / x).sum()), [jnp.array([0.0, 2.0])], {"number": "inf"},
+    ),
+    "a mask of infinities": (attention, [jnp.ones((2, 3)), TWO_ROWS], None),
+    "a mask that leaves nothing": (
+        attention, [jnp.ones((2, 3)), TWO_ROWS.at[0].set(False)], {"number": "nan", "index": (0, 0)},
+    ),
+    "an argument": (
+        lambda p: (p["w"] * 2).sum(), [{"b": X, "w": jnp.array([1.0, jnp.nan])}],
+        {"operation": "argument", "value": "args[0]['w']", "number": "nan", "index": (1,)},
+    ),
+    "an argument with an infinity before": (
+        lambda x: jnp.exp(-x), [jnp.array([jnp.inf, jnp.nan])],
+        {"operation": "argument", "value": "args[0]", "number": "nan", "index": (1,)},
+    ),
+    "a constant": (
+        lambda x: x + jnp.array([1, jnp.nan]), [jnp.array([jnp.inf, 1.0])],
+        {"number": "nan", "value": "a constant of the program"},
+    ),
+    "a value inside that no result shows": (  # of forward alone
+        lambda x: jnp.sign(SAVED_NAN(x, WHEN)), [X],
+        {"function": "First", "method": "forward", "value": "saved saved"},
+    ),
+    "a Function inside of another": (
+        jax.grad(lambda x: calls_layer(x).sum()), [X], {"function": "Inner", "method": "forward", "value": "output 0"},
+    ),
+    "a batching rule": (jax.vmap(Batched.apply), [X], {"function": "Batched", "method": "vmap", "operation": "log"}),
+    "what is selected": (selected, [jnp.array([0.0, -1.0])], {"operation": "sqrt"}),
+    "a NaN, which an infinity does not lead to": (
+        lambda x, y: (jnp.log(y) + jnp.sqrt(x)).sum(), [jnp.array([-1.0, 2]), jnp.array([1.0, 0])],
+        {"number": "nan", "operation": "sqrt"},
+    ),
+    "a scope of the user": (in_user_scope, [X - 1], {"function": None}),
+    "a scope of the user in a Function": (
+        outer, [X - 1], {"function": "outer", "method": "forward", "value": "output 0"},
+    ),
+    "2000 operations before the end": (halved_2000_times, [jnp.array([1.0, -1.0])], {"operation": "log"}),
+    "complex": (lambda x: jnp.log(x * 1j), [jnp.array([1.0, 0.0])], {"index": (1,)}),
+    "bfloat16": (jnp.exp, [jnp.array([1.0, 100.0], jnp.bfloat16)], {"number": "inf", "index": (1,)}),
+    "a mask that is saved": (jax.grad(logsumexp), [jnp.array([-1.0, 1.0, 2.0])], None),
+    "with logs": (
+        jaxfn.with_logs(root), [jnp.array([4.0, -1.0])], {"function": "root", "method": "forward", "operation": "sqrt"},
+    ),
+    "a jvp that is transposed": (
+        jax.grad(lambda x: root(x).sum()), [jnp.array([4.0, 0.0])],
+        {"number": "inf", "operation": "div", "index": (1,)},
+    ),
+    "no result of a shard_map": (  # its backward replaces a NaN that it has saved
+        lambda x: loss_of(over_devices(SAVED_NAN))(x, WHEN), [X], None,
+    ),
+    "before a shard_map": (
+        lambda x: over_devices(lambda x, when: x * 2)(jnp.log(x), WHEN).sum(), [-X],
+        {"number": "nan", "operation": "log"},
+    ),
+    "a step of a solver": (  # which divides by the length of what the matrix makes of a vector, here zero
+        lambda b: jax.scipy.sparse.linalg.cg(lambda v: 0 * v, b)[0], [X],
+        {"number": "inf", "operation": "div", "inside": ("while: step 0",)},
+    ),
+    "a singular matrix": (
+        jnp.linalg.solve, [jnp.array([[1.0, 2.0], [2.0, 4.0]]), jnp.ones(2)],
+        {"function": None, "operation": "triangular_solve"},
+    ),
+    "a choice by platform": (
+        lambda x: jax.lax.platform_dependent(x, tpu=jnp.sin, cpu=jnp.log), [X - 0.4],
+        {"number": "nan", "operation": "log"},
+    ),
+}  # fmt: skip
+
+
+@row("K4")
+@pytest.mark.parametrize("what", FOUND)
+def test_where_a_number_begins(what):
+    f, args, expected = FOUND[what]
+    found = jaxfn.find_nan(f, *args)
+    assert (found is None) == (expected is None)
+    if expected is not None:
+        assert {name: getattr(found, name) for name in expected} == expected
 
 
 @row("K4")
@@ -173,121 +348,11 @@ def test_in_plain_code_the_operation_and_its_line_are_named():
         z = 1 / y  # the culprit
         return (z * 0).sum()
 
-    found = jaxfn.find_nan(f, jnp.array([[3.0, 2.0], [1.0, 4.0]]))
+    found = jaxfn.find_nan(f, x=jnp.array([[3.0, 2.0], [1.0, 4.0]]))
     assert (found.function, found.number, found.index, found.shape) == (None, "inf", (1, 0), (2, 2))
     lines, first = inspect.getsourcelines(f)
     culprit = next(i for i, line in enumerate(lines) if "culprit" in line)
     assert f"test_find_nan.py:{first + culprit}:" in found.line
-
-
-@row("K4")
-def test_the_first_of_several_is_told():
-    f = chain("Second", "output", "inf", "reverse")
-    g = chain("First", "saved", "nan", "reverse")
-    found = jaxfn.find_nan(lambda x: f(x, WHEN) + g(x, WHEN), X)
-    assert (found.function, found.number) == ("Second", "inf")
-
-
-@row("K4")
-def test_an_infinity_that_nothing_comes_of_is_not_told():
-    def safe(x):
-        return jnp.where(x == 0, 0.0, 1 / jnp.where(x == 0, 1.0, x)).sum() + jnp.where(x == 0, 0.0, 1 / x).sum()
-
-    assert jaxfn.find_nan(safe, jnp.array([0.0, 2.0])) is None
-    # Its derivative is the well-known nan, and begins where zero is divided by.
-    found = jaxfn.find_nan(jax.grad(lambda x: jnp.where(x == 0, 0.0, 1 / x).sum()), jnp.array([0.0, 2.0]))
-    assert found.number in ("inf", "-inf")
-
-
-@row("K4")
-def test_a_mask_of_infinities_is_no_culprit_but_the_nan_that_it_leads_to_is():
-    def attention(scores, mask):
-        return jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
-
-    scores = jnp.ones((2, 3))
-    assert jaxfn.find_nan(attention, scores, jnp.array([[True, False, True], [True, True, True]])) is None
-    found = jaxfn.find_nan(attention, scores, jnp.array([[False, False, False], [True, True, True]]))
-    assert found.number == "nan"
-    assert found.index[0] == 0
-
-
-@row("K4")
-def test_what_is_passed_in_is_told_as_an_argument():
-    found = jaxfn.find_nan(lambda p, scale: (p["w"] * scale).sum(), {"b": X, "w": jnp.array([1.0, jnp.nan])}, scale=2.0)
-    assert (found.operation, found.value, found.number, found.index) == ("argument", "args[0]['w']", "nan", (1,))
-
-
-@row("K4")
-def test_values_inside_of_a_function_count_though_no_result_shows_them():
-    f = chain("First", "saved", "nan", "reverse")
-    found = jaxfn.find_nan(lambda x: jnp.sign(f(x, WHEN)), X)  # forward alone
-    assert (found.function, found.method, found.value) == ("First", "forward", "saved saved")
-
-
-@row("K4")
-def test_a_function_inside_of_another_is_the_one_that_is_named():
-    inner = layer("Inner", "output", "nan", "reverse")
-
-    @jaxfn.function
-    def outer(ctx, x):
-        return inner(x, WHEN) * 2
-
-    @outer.backward
-    def _(ctx, grad_output):
-        return grad_output
-
-    found = jaxfn.find_nan(loss_of(lambda x, _: outer(x)), X, WHEN)
-    assert (found.function, found.method, found.value) == ("Inner", "forward", "output 0")
-
-
-@row("K4")
-def test_a_batching_rule_is_named():
-    class Batched(jaxfn.Function):
-        @staticmethod
-        def forward(x):
-            return jnp.sin(x)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output * jnp.cos(ctx.saved_tensors[0])
-
-        @staticmethod
-        def vmap(info, in_dims, x):
-            return jnp.log(x - 10), in_dims[0]
-
-    found = jaxfn.find_nan(jax.vmap(Batched.apply), X)
-    assert (found.function, found.method, found.operation) == ("Batched", "vmap", "log")
-
-
-@row("K4")
-def test_only_what_is_selected_and_only_a_nan_leads_to_a_nan():
-    def selected(x):
-        unused = 1 / x
-        return jnp.where(x <= 0, jnp.sqrt(x), unused)
-
-    assert jaxfn.find_nan(selected, jnp.array([0.0, -1.0])).operation == "sqrt"
-    summed = jaxfn.find_nan(lambda x, y: (jnp.log(y) + jnp.sqrt(x)).sum(), jnp.array([-1.0, 2]), jnp.array([1.0, 0]))
-    assert (summed.number, summed.operation) == ("nan", "sqrt")
-
-
-@row("K4")
-def test_a_scope_of_the_user_is_no_function():
-    def f(x):
-        with jax.named_scope("Net.forward"):
-            return jnp.log(x)
-
-    assert jaxfn.find_nan(f, X - 1).function is None
-
-    @jaxfn.function
-    def outer(ctx, x):
-        return f(x)
-
-    found = jaxfn.find_nan(outer, X - 1)
-    assert (found.function, found.method, found.value) == ("outer", "forward", "output 0")
 
 
 @row("K4")
@@ -305,80 +370,9 @@ def test_what_cannot_be_looked_into_is_said():
 
 
 @row("K4")
-def test_a_long_way_back():
-    def f(x):
-        x = jnp.log(x)
-        for _ in range(2000):
-            x = (x + x) * 0.5
-        return x
-
-    assert jaxfn.find_nan(f, jnp.array([1.0, -1.0])).operation == "log"
-
-
-@row("K4")
-def test_complex_numbers_and_bfloat16():
-    found = jaxfn.find_nan(lambda x: jnp.log(x * 1j), jnp.array([1.0, 0.0]))
-    assert found.index == (1,)
-    found = jaxfn.find_nan(lambda x: jnp.exp(x), jnp.array([1.0, 100.0], jnp.bfloat16))
-    assert (found.number, found.index) == ("inf", (1,))
-
-
-@row("K4")
-def test_looking_leaves_nothing_in_programs():
-    f = jax.jit(loss_of(chain(None, "output", "nan", "reverse")))
-    jaxfn.find_nan(f, X, WHEN)
-    assert "mark" not in str(jax.make_jaxpr(f)(X, WHEN))
-
-
-@row("K4")
-def test_a_nan_behind_an_infinity_is_seen():
-    found = jaxfn.find_nan(lambda x: jnp.exp(-x), jnp.array([jnp.inf, jnp.nan]))
-    assert (found.operation, found.value, found.number, found.index) == ("argument", "args[0]", "nan", (1,))
-
-
-@row("K4")
-def test_a_nan_that_is_written_in_the_program():
-    found = jaxfn.find_nan(lambda x: x + jnp.array([1, jnp.nan]), jnp.array([jnp.inf, 1.0]))
-    assert (found.number, found.value) == ("nan", "a constant of the program")
-
-
-@row("K4")
-def test_a_mask_that_is_saved_is_no_beginning():
-    @jaxfn.function
-    def logsumexp(ctx, x):
-        masked = jnp.where(x > 0, x, -jnp.inf)
-        ctx.save_for_backward(masked)
-        return jax.nn.logsumexp(masked)
-
-    @logsumexp.backward
-    def _(ctx, grad_output):
-        return grad_output * jax.nn.softmax(ctx.saved_tensors[0])
-
-    assert jaxfn.find_nan(jax.grad(logsumexp), jnp.array([-1.0, 1.0, 2.0])) is None
-
-
-@row("K4")
-def test_logs_and_forward_mode_are_looked_through():
-    @jaxfn.function
-    def root(ctx, x):
-        ctx.log(x=x)
-        y = jnp.sqrt(x)
-        ctx.save_for_forward(y)
-        return y
-
-    @root.jvp
-    def _(ctx, tangent):
-        return tangent / (2 * ctx.saved_tensors[0])
-
-    found = jaxfn.find_nan(jaxfn.with_logs(root), jnp.array([4.0, -1.0]))
-    assert (found.function, found.method, found.operation) == ("root", "forward", "sqrt")
-    found = jaxfn.find_nan(jax.grad(lambda x: root(x).sum()), jnp.array([4.0, 0.0]))
-    assert (found.number, found.operation, found.index) == ("inf", "div", (1,))
-
-
-@row("K4")
-@pytest.mark.parametrize("place", ["output", "gradient"])
-@pytest.mark.parametrize("around, inside", [("nothing", ()), ("scan", ("scan: step 3 of 5",))])
+@pytest.mark.parametrize(
+    "place, around, inside", [("output", "nothing", ()), ("gradient", "scan", ("scan: step 3 of 5",))]
+)
 def test_a_shard_map_is_reported_as_one_operation(around, inside, place):
     f = AROUND[around](over_devices(chain("Second", place, "nan", "reverse")))
     found = jaxfn.find_nan(loss_of(f), X, WHEN)
@@ -391,26 +385,9 @@ def test_a_shard_map_is_reported_as_one_operation(around, inside, place):
 
 @row("K4")
 def test_a_shard_map_in_a_function_is_reported_with_the_function():
-    @jaxfn.function
-    def layer(ctx, x):
-        return over_devices(lambda x, when: jnp.log(x))(x, WHEN)
-
-    found = jaxfn.find_nan(layer, -X)
-    assert (found.function, found.method, found.value, found.operation) == ("layer", "forward", "output 0", "shard_map")
-    assert str(found).startswith("nan begins in a shard_map that is called in layer.forward (output 0)\n")
-
-
-@row("K4")
-def test_what_reaches_no_result_of_a_shard_map_is_not_reported():
-    f = over_devices(chain("Second", "saved", "nan", "reverse"))  # whose backward replaces a NaN that it has saved
-    assert jaxfn.find_nan(loss_of(f), X, WHEN) is None
-
-
-@row("K4")
-def test_what_comes_into_a_shard_map_begins_before_it():
-    found = jaxfn.find_nan(lambda x: over_devices(lambda x, when: x * 2)(jnp.log(x), WHEN).sum(), -X)
-    assert (found.number, found.operation) == ("nan", "log")
-    assert jaxfn.find_nan(lambda x: over_devices(lambda x, when: x * 2)(x, WHEN).sum(), X) is None
+    found = jaxfn.find_nan(over_devices_inside, -X)
+    assert (found.function, found.method, found.operation) == ("over_devices_inside", "forward", "shard_map")
+    assert str(found).startswith("nan begins in a shard_map that is called in over_devices_inside.forward (output 0)\n")
 
 
 @row("K4")
@@ -434,18 +411,3 @@ def test_a_linear_solver_is_looked_into():
     found = jaxfn.find_nan(jax.grad(lambda b: (solved(b, X) * jnp.array([1.0, 1.0, -1.0])).sum()), b * b)
     assert (found.operation, found.index) == ("sqrt", (2,))
     assert line_with("sqrt") in found.line
-
-
-@row("K4")
-def test_a_step_of_a_solver_is_told():
-    """Conjugate gradients divide by the length of what the matrix makes of a vector, here zero."""
-    found = jaxfn.find_nan(lambda b: jax.scipy.sparse.linalg.cg(lambda v: 0 * v, b)[0], X)
-    assert (found.number, found.operation, found.inside) == ("inf", "div", ("while: step 0",))
-    found = jaxfn.find_nan(jnp.linalg.solve, jnp.array([[1.0, 2.0], [2.0, 4.0]]), jnp.ones(2))
-    assert (found.function, found.operation) == (None, "triangular_solve")
-
-
-@row("K4")
-def test_a_choice_by_platform_is_looked_into():
-    found = jaxfn.find_nan(lambda x: jax.lax.platform_dependent(x, tpu=jnp.sin, cpu=jnp.log), X - 0.4)
-    assert (found.number, found.operation) == ("nan", "log")
