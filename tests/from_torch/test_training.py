@@ -74,7 +74,7 @@ def test_ten_steps_give_the_losses_of_torch(make: Callable[[], Model], of_torch:
     model = make()
     torch.manual_seed(0)
     same = make()
-    inputs = model.batches[0][0]
+    inputs = np.concatenate(model.batches[0])
     inputs = inputs.astype(np.float32) if inputs.dtype == np.float64 else inputs
     (output,) = outputs_of(make().module(torch.tensor(inputs)))
     goal = np.random.default_rng(1).standard_normal(tuple(output.shape)).astype(np.float32)
