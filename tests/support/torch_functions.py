@@ -340,25 +340,6 @@ class InPlace(Function):
         return grad_output * factor
 
 
-@case(normal(4, 3), order=1)
-class BufferAndData(Function):
-    """Fills an empty buffer, reads `.data`, asks about devices."""
-
-    @staticmethod
-    def forward(ctx, x):
-        assert isinstance(x, torch.Tensor) and not x.is_cuda and x.dim() == 2
-        out = torch.empty_like(x).to(x.device)
-        out.copy_(x.data * 2)
-        buffer = x.new_zeros(x.shape[0], device=x.device).type_as(x)
-        buffer += x.detach().contiguous().sum(1)
-        ctx.save_for_backward(x)
-        return out + buffer.unsqueeze(1)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return 2 * grad_output + grad_output.sum(1, keepdim=True).expand_as(grad_output)
-
-
 @case(normal(4, 3), np.array([2, 0, 1, 2]), order=1)
 class PickLogits(Function):
     """A loss with targets; writes one entry at a time with integers that are tensors.
@@ -458,7 +439,8 @@ class OldIdioms(Function):
     @staticmethod
     def forward(ctx, predictions, targets):
         ctx.save_for_backward(predictions, targets)
-        output = predictions.new(predictions.size()).fill_(1) - predictions.mul(targets)
+        output = torch.empty_like(predictions).copy_(predictions.new(predictions.size()).fill_(1))
+        output -= predictions.data.mul(targets).type_as(output)
         output[output.le(0.0)] = 0.0
         return torch.mean(output.mul(output))
 
