@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-nn, F = torch.nn, torch.nn.functional
+nn = torch.nn
 
 # Unpacked together in the folder `models` of the one that `JAXFN_WILD_SRC` names, without what they depend on: that
 # would be another build of torch. Those from einops on are what CompressAI imports.
@@ -149,38 +149,6 @@ def spiking() -> Model:
 def compression() -> Model:
     """It draws noise while it trains."""
     return Model(package("compressai.models").FactorizedPrior(4, 6), normal(1, 3, 32, 48))
-
-
-def unet() -> Model:
-    class UNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-            self.pool = nn.MaxPool2d(2)
-            self.middle = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, bias=False), nn.GroupNorm(3, 6), nn.SiLU())
-            self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
-            self.head = nn.Conv2d(8, 1, 1)
-
-        def forward(self, x: Any) -> Any:
-            fine = self.down(x)
-            coarse = self.up(self.middle(self.pool(fine)))
-            return F.interpolate(self.head(torch.cat([fine, coarse], 1)), size=(9, 11), mode="bilinear")
-
-    return Model(UNet(), normal(3, 2, 12, 10))
-
-
-def lstm() -> Model:
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(61, 5, padding_idx=1)
-            self.recurrent = nn.LSTM(5, 6, num_layers=2, batch_first=True, bidirectional=True)
-            self.head = nn.Linear(12, 4)
-
-        def forward(self, x: Any) -> Any:
-            return self.head(self.recurrent(self.embedding(x))[0])
-
-    return Model(Tagger(), tokens())
 
 
 def outputs_of(returned: Any) -> list[Any]:

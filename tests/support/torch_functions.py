@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.autograd import Function, Variable
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -180,23 +179,6 @@ class OnceDifferentiable(Function):
     def backward(ctx, grad_output):
         (x,) = ctx.saved_tensors
         return 3 * x**2 * grad_output
-
-
-@case(normal(4, 3))
-class SortAndIndices(Function):
-    """Two outputs, one of them not differentiable."""
-
-    @staticmethod
-    def forward(ctx, x):
-        values, indices = x.sort(dim=-1)
-        ctx.mark_non_differentiable(indices)
-        ctx.save_for_backward(indices)
-        return values, indices
-
-    @staticmethod
-    def backward(ctx, grad_values, grad_indices):
-        (indices,) = ctx.saved_tensors
-        return torch.zeros_like(grad_values).scatter_(-1, indices, grad_values)
 
 
 @case(normal(4, 3), normal(4, 3, seed=1))
@@ -398,27 +380,6 @@ class BackwardInside(Function):
         return leaf.grad, None
 
 
-_MODULE = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3)).double()
-
-
-@case(normal(4, 3), _MODULE, order=1)
-class RunsModule(Function):
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.module = module
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return module(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(ctx.module(x), x, grad_output)
-        return gradient, None
-
-
 @case(normal(4, 3), np.sign(normal(4, 3, seed=1)), order=1)
 class OldIdioms(Function):
     """What old code does: resizes, `new`, writes to the gradient it gets."""
@@ -522,20 +483,6 @@ class DifferentiatesAnother(Function):
 
 
 # ------------------------------------------------------------------------------------------- library functions
-
-
-@case(normal(2, 2, 5, 5), normal(3, 2, 3, 3, seed=1))
-class Convolution(Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return functional.conv2d(x, weight, padding=1)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, weight = ctx.saved_tensors
-        grad_x = torch.nn.grad.conv2d_input(x.shape, weight, grad_output, padding=1)
-        return grad_x, torch.nn.grad.conv2d_weight(x, weight.shape, grad_output, padding=1)
 
 
 def scripted(function: Any) -> Any:
