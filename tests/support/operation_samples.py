@@ -181,16 +181,20 @@ def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     """The graph of a function of tensors, which returns what the function returned, with the same structure."""
     for tensor in tensors:
         to_jax(tensor)  # raises where a tensor has no counterpart
+    with quiet(), cleaned_up("Recorded"):
+        return _traced(function, tensors)  # whose frame, and the tensors in it, are gone when it is cleaned up
+
+
+def _traced(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     tracing = Tracing("Recorded", Replacements.of({}), NESTED)
-    with quiet(), cleaned_up(tracing.owner):
-        with running(tracing):
-            outputs = take_out(function(*(tracing.input(*spec_of(tensor)) for tensor in tensors)), torch.is_tensor)
-            values = [tracing.lower(tensor) for tensor in outputs.leaves]
-        graph_module = tracing.finish(values)
-        node = graph_module.graph.output_node()
-        node.args = (put_in(outputs.template, node.args[0]),)
-        graph_module.recompile()
-        return graph_module
+    with running(tracing):
+        outputs = take_out(function(*(tracing.input(*spec_of(tensor)) for tensor in tensors)), torch.is_tensor)
+        values = [tracing.lower(tensor) for tensor in outputs.leaves]
+    graph_module = tracing.finish(values)
+    node = graph_module.graph.output_node()
+    node.args = (put_in(outputs.template, node.args[0]),)
+    graph_module.recompile()
+    return graph_module
 
 
 @contextlib.contextmanager
