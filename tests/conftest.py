@@ -82,25 +82,6 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was left out, and how much of the table of torch's operations was tested, in whichever processes."""
     if left_out := terminalreporter.config.stash[LEFT_OUT]:
         more = "--product" if terminalreporter.config.getoption("all") else "--all"
         terminalreporter.write_line(f"{left_out} tests left out; {more} runs more of them")
-    found = [
-        entry
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if getattr(report, "when", None) == "call"
-        for entry in report.user_properties
-    ]
-    operations = {operation for name, value in found if name == "operations" for operation in value}
-    right, refused = ([tuple(value) for name, value in found if name == kind] for kind in ("right", "refused"))
-    if not right:
-        return
-    terminalreporter.write_line(f"{len(operations)} operations of the table in {len(right)} samples beside torch:")
-    for dtype in dict.fromkeys(dtype for dtype, _ in right + refused):
-        lacking = {name for other, name in refused if other == dtype}
-        terminalreporter.write_line(
-            f"  {dtype}: {sum(other == dtype for other, _ in right)} samples right, "
-            f"{sum(other == dtype for other, _ in refused)} of {len(lacking)} torch functions refused"
-        )

@@ -1,4 +1,4 @@
-"""H1, D4: a torch Function's own `jvp` through from_torch, beside torch's forward mode."""
+"""H1, D4: a torch Function's own `jvp` through from_torch, next to torch's forward mode."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.beside_torch import assert_same_as_torch
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
@@ -15,7 +16,7 @@ forward_ad = torch.autograd.forward_ad
 
 
 class TorchCombined(torch.autograd.Function):
-    """Its jvp is deliberately not the derivative, so that a mix-up shows."""
+    """Its jvp is not the derivative, so that a mix-up shows."""
 
     @staticmethod
     def forward(ctx, x, power, w):
@@ -69,61 +70,44 @@ X, W = np.array([0.5, -1.0, 2.0], np.float32), np.array([3.0, 1.0, -2.0], np.flo
 DX, DW = np.array([1.0, 2.0, 0.5], np.float32), np.array([-1.0, 0.25, 1.0], np.float32)
 
 
-def by_torch(function, primals, tangents):
+def by_torch(function, args, tangents):
+    """The first output and its tangent, by torch's forward mode; a tangent may be `None`."""
     with forward_ad.dual_level():
+        tensors = [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in args]
         duals = [
-            p if t is None else forward_ad.make_dual(torch.from_numpy(p), torch.from_numpy(t))
-            for p, t in zip(primals, tangents, strict=True)
+            x if t is None else forward_ad.make_dual(x, torch.from_numpy(t))
+            for x, t in zip(tensors, tangents, strict=True)
         ]
-        duals = [torch.from_numpy(d) if isinstance(d, np.ndarray) else d for d in duals]
-        outputs = function.apply(*duals)
-        output = outputs[0] if isinstance(outputs, tuple) else outputs
-        primal, tangent = forward_ad.unpack_dual(output)
+        primal, tangent = forward_ad.unpack_dual(jax.tree.leaves(function.apply(*duals))[0])
     return primal.numpy(), tangent.numpy()
 
 
-@row("H1", "D4")
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("which", [(0, 1), (0,), (1,)])
-def test_jvp_as_torch(jit, which):
-    function = jaxfn.from_torch(TorchCombined)
-    tangents = [DX if 0 in which else None, None, DW if 1 in which else None]
-    primal, tangent = by_torch(TorchCombined, [X, 3, W], tangents)
+@row("H1", "D4", "B9")
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("which", [(0, 1), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("function", [TorchCombined, TorchSeparate])
+def test_jvp_as_torch(function, which, jit):
+    args, positions = ([X, 3, W], (0, 2)) if function is TorchCombined else ([X, W], (0, 1))
+    chosen = [positions[i] for i in which]
+    tangents = [{0: DX, positions[1]: DW}[i] if i in chosen else None for i in range(len(args))]
+    apply = jaxfn.from_torch(function).apply
 
-    def of_chosen(*chosen):
-        args = dict(zip(which, chosen, strict=True))
-        return function.apply(args.get(0, X), 3, args.get(1, W))[0]
+    def of_chosen(*values):
+        filled = dict(enumerate(args)) | dict(zip(chosen, values, strict=True))
+        return jax.tree.leaves(apply(*filled.values()))[0]
 
-    def push(*chosen):
-        return jax.jvp(of_chosen, chosen, tuple((DX, DW)[i] for i in which))
+    def push(values, directions):
+        return jax.jvp(of_chosen, values, directions)
 
-    ours = (jax.jit(push) if jit else push)(*((X, W)[i] for i in which))
-    np.testing.assert_allclose(ours[0], primal, rtol=1e-6)
-    np.testing.assert_allclose(ours[1], tangent, rtol=1e-6)
+    ours = (jax.jit(push) if jit else push)(tuple(args[i] for i in chosen), tuple(tangents[i] for i in chosen))
+    for got, expected in zip(ours, by_torch(function, args, tangents), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 @row("H1", "D4")
 def test_reverse_mode_still_uses_backward():
-    function = jaxfn.from_torch(TorchCombined)
-    x = torch.from_numpy(X).requires_grad_()
-    TorchCombined.apply(x, 3, torch.from_numpy(W))[0].sum().backward()
-    gradient = jax.grad(lambda x: function.apply(x, 3, W)[0].sum())(X)
-    np.testing.assert_allclose(gradient, x.grad.numpy(), rtol=1e-6)
-
-
-@row("H1", "D4", "B9")
-@pytest.mark.parametrize("which", [(0, 1), (0,), (1,)])
-def test_undefined_tangents_as_torch(which):
-    function = jaxfn.from_torch(TorchSeparate)
-    tangents = [DX if 0 in which else None, DW if 1 in which else None]
-    _, tangent = by_torch(TorchSeparate, [X, W], tangents)
-
-    def of_chosen(*chosen):
-        args = dict(zip(which, chosen, strict=True))
-        return function.apply(args.get(0, X), args.get(1, W))
-
-    _, ours = jax.jvp(of_chosen, tuple((X, W)[i] for i in which), tuple((DX, DW)[i] for i in which))
-    np.testing.assert_allclose(ours, tangent, rtol=1e-6)
+    ours = jaxfn.from_torch(TorchCombined).apply
+    assert_same_as_torch(lambda x, w: ours(x, 3, w)[0], lambda x, w: TorchCombined.apply(x, 3, w)[0], [X, W])
 
 
 @row("H1", "D7")

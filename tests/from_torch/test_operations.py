@@ -1,13 +1,12 @@
-"""Row H2: every operation of the table beside torch, on torch's own samples.
+"""Row H2: every operation of the table next to torch, on torch's own samples.
 
-One sample of each operation and dtype; more with JAXFN_SAMPLES=4, all of them with JAXFN_SAMPLES=all.
+One sample of each operation and dtype: float32, float64 and int64, with `--all` seven dtypes, and derivatives of all
+operations. More samples with JAXFN_SAMPLES=4, all of them with JAXFN_SAMPLES=all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.support.marks import row
+from tests.support.marks import row, slow
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -35,34 +34,42 @@ from tests.support.operation_differences import (  # noqa: E402
     TORCH_IS_WRONG,
 )
 from tests.support.operation_samples import (  # noqa: E402
-    COUNT,
     OPERATIONS,
+    OTHER_DTYPES,
+    USUAL_DTYPES,
     Sample,
     cotangent,
     differentiable_sample,
-    first_sample,
     pytree,
     quiet,
     sample,
     samples,
+    samples_with_derivative,
 )
 
 # Compiling takes most of the time, and these programs run once.
 QUICK = {"xla_backend_optimization_level": 0}
 
-# Sets of samples whose derivative leaves backward operations in the graph when autograd runs inside of it.
+# Operations whose derivative leaves backward operations in the graph where autograd runs inside of it.
 BACKWARD = """
-cdist _upsample_bilinear2d_aa grid_sampler_2d grid_sampler_3d log_softmax masked_scatter native_layer_norm sgn
+cdist _upsample_bilinear2d_aa grid_sampler_2d grid_sampler_3d log_softmax masked_scatter native_layer_norm sgn softmax
 nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d nn.functional.adaptive_max_pool2d
 nn.functional.adaptive_max_pool3d nn.functional.avg_pool2d nn.functional.avg_pool3d nn.functional.conv1d
 nn.functional.conv2d nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d
-nn.functional.embedding
-nn.functional.hardshrink nn.functional.interpolate.bicubic
+nn.functional.embedding nn.functional.hardshrink nn.functional.interpolate.bicubic
 nn.functional.interpolate.bilinear nn.functional.interpolate.linear nn.functional.interpolate.nearest
 nn.functional.interpolate.nearest-exact nn.functional.interpolate.trilinear nn.functional.max_pool2d
 nn.functional.max_pool3d nn.functional.pad.reflect nn.functional.pad.replicate nn.functional.pad.replicate_negative
 nn.functional.pdist nn.functional.softshrink linalg.det linalg.slogdet linalg.solve linalg.inv
-softmax
+"""
+
+# Operations of every kind whose derivative is compared without `--all`.
+OFTEN_DIFFERENTIATED = """
+addbmm remainder std_mean cholesky masked_fill masked_scatter sort scatter index_reduce.mean as_strided renorm
+native_layer_norm _batch_norm_with_update nn.functional.adaptive_max_pool3d nn.functional.conv3d
+nn.functional.conv_transpose2d nn.functional.interpolate.bicubic nn.functional.pad.circular nn.functional.max_pool1d
+nn.functional.embedding nn.functional.triplet_margin_loss nn.functional.gelu grid_sampler_2d linalg.eig linalg.qr
+linalg.solve_ex linalg.norm.subgradients_at_zero masked.median masked.log_softmax special.log_ndtr fft.hfftn
 """
 
 
@@ -142,21 +149,8 @@ def farthest(result: Any, exact: Any) -> float:
     return 1.01 * float(distances[distances.isfinite()].amax()) if distances.isfinite().any() else 0.0
 
 
-@pytest.fixture
-def check(record_property: Callable[[str, object], None]) -> Callable[[str, Sequence[Sample]], None]:
-    """What is translated matches, and what is not is listed; the summary of the run says how much was looked at."""
-
-    def checked(name: str, given: Sequence[Sample]) -> None:
-        _check(name, given)
-        translated = [s for s in given if s.is_translated]
-        record_property("operations", sorted(set[str]().union(*(s.entries for s in translated))))
-        for s in given:
-            record_property("right" if s.is_translated else "refused", (s.dtype, name))
-
-    return checked
-
-
-def _check(name: str, given: Sequence[Sample]) -> None:
+def check(name: str, given: Sequence[Sample]) -> None:
+    """What is translated matches, and what is not is listed."""
     for s in given:
         unlisted = [operation for operation in s.missing if operation not in NOT_TRANSLATED]
         assert not unlisted or name in NOT_TRACED, f"{name}, {s.label}: {unlisted}"
@@ -171,42 +165,46 @@ def _check(name: str, given: Sequence[Sample]) -> None:
 
 @row("H2")
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operation_matches_torch(name: str, check: Any) -> None:
-    check(name, samples(name))
+def test_operation_matches_torch(name: str) -> None:
+    check(name, samples(name, USUAL_DTYPES))
+
+
+@row("H2")
+@slow
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operation_of_another_dtype_matches_torch(name: str) -> None:
+    check(name, samples(name, OTHER_DTYPES))
 
 
 @row("H2")
 @pytest.mark.parametrize("name", BACKWARD.split())
-def test_backward_operation_matches_torch(name: str, check: Any) -> None:
-    check(name, samples(name, backward=True))
+def test_backward_operation_matches_torch(name: str) -> None:
+    check(name, samples_with_derivative(name))
 
 
 @row("H2")
 @pytest.mark.parametrize("name", DIRECT)
-def test_direct_sample_matches_torch(name: str, check: Any) -> None:
+def test_direct_sample_matches_torch(name: str) -> None:
     check(name, [sample("float64 0", *DIRECT[name])])
 
 
 @row("H2")
+@slow
 def test_every_entry_has_a_sample() -> None:
-    missing = set(TABLE)
-    for group in itertools.chain(
-        (first_sample(name) for name in OPERATIONS),
-        ([sample("float64 0", *DIRECT[name])] for name in DIRECT),
-        (samples(name, backward=True) for name in BACKWARD.split()),
-        [samples("renorm")],  # of which the first converts nothing
-    ):
-        missing -= set().union(*(s.entries for s in group if s.is_translated))
-    assert sorted(missing) == []
+    groups = [
+        *(samples(name, dtypes) for name in OPERATIONS for dtypes in (USUAL_DTYPES, OTHER_DTYPES)),
+        *([sample("float64 0", *DIRECT[name])] for name in DIRECT),
+        *(samples_with_derivative(name) for name in BACKWARD.split()),
+    ]
+    assert set(TABLE) == set().union(*(s.entries for group in groups for s in group if s.is_translated))
 
 
-# torch differentiates these; a sixth of them by default, the same ones in every run.
 DERIVATIVES = [
-    pytest.param(name, dtype, id=f"{name}-{dtype}".replace("torch.", ""))
+    pytest.param(name, dtype, id=f"{name}-{dtype}".replace("torch.", ""), marks=marks)
     for name, op in OPERATIONS.items()
     for dtype in (torch.float64, torch.bfloat16)
+    for marks in [() if name in OFTEN_DIFFERENTIATED.split() and dtype == torch.float64 else slow]
     if op.supports_autograd and dtype in op.supported_backward_dtypes("cpu") and name not in NOT_TRACED
-    if COUNT != 1 or zlib.crc32(name.encode()) % 6 == 0
 ]
 
 
@@ -228,7 +226,7 @@ def torch_gradients(given: Sample, tensors: Sequence[Any], flags: Sequence[bool]
 @row("H2")
 @pytest.mark.parametrize(("name", "dtype"), DERIVATIVES)
 def test_derivative_of_the_translation_matches_torch(name: str, dtype: Any) -> None:
-    """JAX's derivative of the translated forward, beside torch's own."""
+    """JAX's derivative of the translated forward, next to torch's own."""
     given, flags = differentiable_sample(name, dtype)
     is_random = any(TABLE[entry].draws for entry in given.entries)
     if name in DERIVATIVE_DIFFERENT or not given.is_translated or is_random or (name, given.dtype) in TORCH_IS_WRONG:

@@ -33,15 +33,15 @@ pytestmark = pytest.mark.skipif(
 
 
 class Wild(NamedTuple):
-    """A Function in a package, and what to call it with.
+    """A Function in a package, and its arguments.
 
     Attributes:
       package: the folder.
-      module: to import from there.
-      name: the class.
-      args: makes its arguments; NumPy arrays become inputs.
-      wanted: the positions of those that get gradients; default: all floating ones.
-      draws: it draws random numbers, so only shapes are compared.
+      module: the module in it.
+      name: the name of the class.
+      args: returns the arguments; NumPy arrays are inputs.
+      wanted: the positions of the inputs that get gradients. Default: all floating ones.
+      draws: whether it draws random numbers, so that only shapes are compared.
       refused: the source line that the error names, where values decide what Python code does.
     """
 
@@ -105,14 +105,9 @@ def _cv(module: str, name: str, args: Callable[[], tuple[Any, ...]], **options: 
 
 
 WILD = [
-    _surrogate("StraightThroughEstimator"),
-    _surrogate("Triangular", 0.7),
-    _surrogate("FastSigmoid", 25),
-    _surrogate("ATan", 2.0),
-    _surrogate("Sigmoid", 25),
-    _surrogate("SparseFastSigmoid", 5, 0.2),
-    _surrogate("SpikeRateEscape", 1.3, 2.5),
-    _surrogate("Heaviside"),
+    *(_surrogate(name) for name in ("StraightThroughEstimator", "Heaviside")),
+    *(_surrogate(name, 25) for name in ("Triangular", "FastSigmoid", "ATan", "Sigmoid")),
+    *(_surrogate(name, 1.3, 0.2) for name in ("SparseFastSigmoid", "SpikeRateEscape")),
     _surrogate("StochasticSpikeOperator", 0.1, 0.4, draws=True),
     _surrogate("CustomSurrogate", slayer),
     Wild(
@@ -170,7 +165,6 @@ WILD = [
 
 
 def load(wild: Wild) -> Any:
-    """The class."""
     folder = os.path.join(SOURCES, wild.package)
     if not os.path.isdir(folder):
         pytest.skip(f"{folder} is not there")

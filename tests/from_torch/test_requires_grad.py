@@ -1,18 +1,17 @@
-"""Contract row H15: what `.requires_grad` says while code is traced, of what JAX may differentiate."""
+"""Contract row H15: `.requires_grad` of tensors while torch traces code."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
-from tests.support.libraries import Jax, JittedJax, assert_same, torch_library  # noqa: E402
+from tests.support.libraries import Jax, assert_derivatives_as_torch, assert_same, loss, torch_library  # noqa: E402
 from tests.support.marks import row  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -110,54 +109,36 @@ def of_module(code: Any) -> tuple[Any, Any]:
     return lambda x: net.apply(net.parameters, net.buffers, x)[0], module
 
 
-KINDS = {
-    "function": lambda code: (jaxfn.from_torch(code), code),
-    "module": of_module,
-}
-
-
-def assert_as_torch(ours: Any, theirs: Any, order: int = 2) -> None:
-    want = torch_library().derivatives(theirs, [X], order)
-    for library in (Jax, JittedJax):
-        for got, expected in zip(library.derivatives(ours, [X], order), want, strict=True):
-            assert_same(got, expected)
-
-
 @row("H15")
-@pytest.mark.parametrize("kind", ["function", "module"])
 @pytest.mark.parametrize("code", CODE)
-def test_derivatives_of_code_that_asks(code, kind):
-    assert_as_torch(*KINDS[kind](code))
+def test_derivatives_of_modules(code):
+    assert_derivatives_as_torch(*of_module(code), [X])
 
 
 @row("H15")
 @pytest.mark.parametrize("code", CODE)
-def test_under_vmap(code):
+def test_gradients_of_functions_under_vmap(code):
     f = jaxfn.from_torch(code)
-    rows = jnp.stack([jnp.asarray(X), jnp.asarray(X) + 0.2])
-    got = jax.vmap(jax.grad(lambda x: (f(x) ** 2).sum()))(rows)
-    assert_same(list(got), [np.asarray(jax.grad(lambda x: (f(x) ** 2).sum())(x)) for x in rows])
+    rows = np.stack([X, X + 0.2])
+    gradients = jax.vmap(jax.grad(lambda x: loss(Jax, [f(x)])))(rows)
+    assert_same(gradients, [torch_library().gradients(code, [x])[0] for x in rows])
 
 
 @row("H15")
-def test_writes_to_an_argument_of_which_it_is_asked():
-    def code(x):
+def test_writes_to_an_argument_and_its_gradient():
+    def written(x):
         x.mul_(2)
         return x.sin() if x.requires_grad else x.detach()
 
-    assert_as_torch(jaxfn.from_torch(code), lambda x: code(x * 1))
-
-
-@row("H15")
-def test_the_gradient_of_an_argument_of_which_it_is_asked():
-    def code(x):
+    def of_gradient(x):
         if not x.requires_grad:
             x.requires_grad_()
         assert x.grad_fn is None and x.grad is None
         (x**3).sum().backward()
         return x.grad * 2
 
-    assert_same([jaxfn.from_torch(code)(X)], [6 * X**2])
+    assert_derivatives_as_torch(jaxfn.from_torch(written), lambda x: written(x * 1), [X], 1)
+    assert_same([jaxfn.from_torch(of_gradient)(X)], [6 * X**2])
 
 
 @row("H15")
@@ -185,16 +166,16 @@ class AsksInBackward(torch.autograd.Function):
 
 
 @row("H15")
-@pytest.mark.parametrize(
-    "code", [AsksInBackward.apply, lambda x, w: AsksInBackward.apply(x, w) * x], ids=["", "inside"]
-)
-def test_in_backward_whatever_may_be_differentiated_again(code):
-    ours = jaxfn.from_torch(AsksInBackward).apply if code is AsksInBackward.apply else jaxfn.from_torch(code)
+@pytest.mark.parametrize("is_inside", [False, True], ids=["direct", "inside"])
+def test_in_backward_whatever_may_be_differentiated_again(is_inside):
+    def code(x, w):
+        return AsksInBackward.apply(x, w) * x
+
     args = X, np.linspace(0.5, 2, 5)
-    want = torch_library().derivatives(code, args, 3)
-    for library in (Jax, JittedJax):
-        for got, expected in zip(library.derivatives(ours, args, 3), want, strict=True):
-            assert_same(got, expected)
+    if is_inside:
+        assert_derivatives_as_torch(jaxfn.from_torch(code), code, args, 2)
+    else:
+        assert_derivatives_as_torch(jaxfn.from_torch(AsksInBackward).apply, AsksInBackward.apply, args, 3)
 
 
 @row("H15")

@@ -1,4 +1,4 @@
-"""Row H2: derivatives where a function has a kink or its largest element is not the only one, beside torch's.
+"""Row H2: derivatives where a function has a kink or its largest element is not the only one, next to torch's.
 
 JAX's own choices differ there (abs, clip, relu6, median), and a backward that is differentiated shows them.
 """
@@ -17,9 +17,6 @@ import jaxfn
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
-
-from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
-from tests.support.operation_samples import trace  # noqa: E402
 
 F = torch.nn.functional
 X = torch.tensor([0.0, 1.0, -1.0, 1.0, 0.0, 2.0, -0.0, 3.0, -3.0])
@@ -83,8 +80,7 @@ def test_derivative_at_ties(name: str) -> None:
     except RuntimeError as error:  # torch 2.8 has none of aminmax
         assert name == "aminmax" and "is not implemented" in str(error)
         pytest.skip(str(error))
-    graph = trace(weighted, [X])
-    got = jax.jit(jax.grad(lambda x: Translation(graph).run([x])))(jnp.asarray(X.numpy()))
+    got = jax.jit(jax.grad(jaxfn.from_torch(weighted)))(jnp.asarray(X.numpy()))
     np.testing.assert_allclose(got, wanted.numpy(force=True), rtol=1e-5, atol=1e-6)
 
 
@@ -98,17 +94,18 @@ POOLS = {
 
 
 @row("H2", "H11")
-@pytest.mark.parametrize("lowest", [0, -np.inf], ids=["equal numbers", "nothing but minus infinity"])
 @pytest.mark.parametrize("pool", [*POOLS, "adaptive"])
-def test_the_first_of_equals_is_the_largest_of_a_window(pool, lowest):
+def test_the_first_of_equals_is_the_largest_of_a_window(pool):
+    """Among equal numbers, and in windows of nothing but minus infinity."""
+
     def pooled(x):
         if pool == "adaptive":
             return torch.nn.functional.adaptive_max_pool2d(x, (4, 3), return_indices=True)
         return torch.nn.functional.max_pool2d(x, **POOLS[pool], return_indices=True)
 
     x = np.random.default_rng(0).integers(0, 3, (2, 3, 9, 20)).astype(np.float32)
-    x[0, 1, 2:, :] = lowest
-    x[1, 2] = lowest
+    x[0, 1, 2:, :], x[0, 2] = -np.inf, 0
+    x[1, 0, 1:, :], x[1, 2] = 0, -np.inf
     tensor = torch.tensor(x, requires_grad=True)
     values, places = pooled(tensor)
     weights = np.random.default_rng(1).standard_normal(values.shape).astype(np.float32)

@@ -1,16 +1,16 @@
-"""Contract rows H1 and E3: a torch Function's own `vmap` is taken over, beside torch's vmap on the same numbers."""
+"""Contract rows H1 and E3: a torch Function's own `vmap` is converted, next to torch's vmap on the same numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxfn
+from tests.support.contexts import CONTEXTS
 from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
@@ -92,10 +92,9 @@ def _same(got: Any, expected: Any) -> None:
 
 
 @row("E3")
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_the_vmap_of_a_torch_function_is_used(transform: Callable[..., Any], axis: int):
-    scaled = jaxfn.from_torch(Scaled)
+@pytest.mark.parametrize("axis, context", [(0, "jit"), (1, "eager"), (2, "jit")])
+def test_the_vmap_of_a_torch_function_is_used(axis: int, context: str):
+    scaled, transform = jaxfn.from_torch(Scaled), CONTEXTS[context]
     got = transform(jax.vmap(lambda x: scaled.apply(x, 3.0), axis, axis))(X)
     _same(got, torch.vmap(lambda x: Scaled.apply(x, 3.0), axis, axis)(torch.tensor(X)))
     np.testing.assert_allclose(got, 6 * X, rtol=1e-6)
@@ -133,27 +132,20 @@ def test_several_outputs_and_axes(in_dims: tuple[int | None, int | None]):
 
 
 @row("E3")
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", ["Several", "Nested"])
-def test_its_gradients_are_those_of_backward(transform: Callable[..., Any], name: str):
-    torch_function = globals()[name]
-    function = jaxfn.from_torch(torch_function)
-    xs = (X, Y) if name == "Several" else (X,)
-    argnums = tuple(range(len(xs)))
-
-    def loss(*xs: Any) -> Any:
-        output = function.apply(*xs)
-        return jnp.sum((output[0] if isinstance(output, tuple) else output) ** 2)
-
-    def torch_loss(*xs: Any) -> Any:
-        output = torch_function.apply(*xs)
+@pytest.mark.parametrize("context", ["eager", "jit"])
+@pytest.mark.parametrize("function, xs", [(Several, (X, Y)), (Nested, (X,))], ids=["Several", "Nested"])
+def test_its_gradients_are_those_of_backward(function: Any, xs: Any, context: str):
+    def loss(apply: Any, *xs: Any) -> Any:
+        output = apply(*xs)
         return ((output[0] if isinstance(output, tuple) else output) ** 2).sum()
 
-    expected = torch.func.grad(lambda *xs: sum(torch_loss(*rows) for rows in zip(*xs, strict=True)), argnums)(
-        *map(torch.tensor, xs)
-    )
-    _same(transform(jax.vmap(jax.grad(loss, argnums)))(*xs), expected)
-    _same(transform(jax.grad(lambda *xs: jax.vmap(loss)(*xs).sum(), argnums))(*xs), expected)
+    tensors = [torch.tensor(x, requires_grad=True) for x in xs]
+    sum(loss(function.apply, *rows) for rows in zip(*tensors, strict=True)).backward()
+    expected = [tensor.grad for tensor in tensors]
+    ours = functools.partial(loss, jaxfn.from_torch(function).apply)
+    argnums = tuple(range(len(xs)))
+    _same(CONTEXTS[context](jax.vmap(jax.grad(ours, argnums)))(*xs), expected)
+    _same(CONTEXTS[context](jax.grad(lambda *xs: jax.vmap(ours)(*xs).sum(), argnums))(*xs), expected)
 
 
 @row("E3")
@@ -166,21 +158,10 @@ def test_second_derivatives_of_a_batch():
 @row("H5")
 def test_random_numbers_in_vmap_take_one_key_for_the_batch():
     class Noise(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x + torch.rand_like(x)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output
-
-        @staticmethod
-        def vmap(info, in_dims, x):
-            return x + torch.rand_like(x), in_dims[0]
+        forward = staticmethod(lambda x: x + torch.rand_like(x))
+        setup_context = staticmethod(lambda ctx, inputs, output: None)
+        backward = staticmethod(lambda ctx, grad_output: grad_output)
+        vmap = staticmethod(lambda info, in_dims, x: (x + torch.rand_like(x), in_dims[0]))
 
     noise = jaxfn.from_torch(Noise)
     key = jax.random.key(0)
@@ -195,66 +176,40 @@ def test_random_numbers_in_vmap_take_one_key_for_the_batch():
         jax.vmap(noise.apply)(X)
 
 
-@row("E3")
-def test_what_torch_refuses_is_refused():
-    class Combined(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x + 0
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output
-
-        @staticmethod
-        def vmap(info, in_dims, x):
-            return x, in_dims[0]
-
-    combined = jaxfn.from_torch(Combined)
-    np.testing.assert_array_equal(combined.apply(X), X)
-    with pytest.raises(RuntimeError, match="Combined, which has a vmap static method, so it must also .*setup_context"):
-        jax.vmap(combined.apply)(X)
-
-    class Twice(Scaled):
-        generate_vmap_rule = True
-
-    with pytest.raises(RuntimeError, match="Twice, but it has both generate_vmap_rule=True and a vmap"):
-        jax.vmap(lambda x: jaxfn.from_torch(Twice).apply(x, 2.0))(X)
+class Combined(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x * 2)
+    backward = staticmethod(lambda ctx, grad_output: grad_output * 2)
+    vmap = staticmethod(lambda info, in_dims, x: (x, in_dims[0]))
 
 
-@row("E3")
-def test_keywords_in_vmap_are_refused():
-    class Keywords(torch.autograd.Function):
-        @staticmethod
-        def forward(x, **options):
-            return x * options["factor"]
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output
-
-        @staticmethod
-        def vmap(info, in_dims, x, **options):
-            return x, in_dims[0]
-
-    keywords = jaxfn.from_torch(Keywords)
-    np.testing.assert_allclose(keywords.apply(X, factor=2.0), 2 * X)
-    with pytest.raises(jaxfn.TranslationError, match=r"Keywords has a vmap, and its forward takes \*\*kwargs"):
-        jax.vmap(lambda x: keywords.apply(x, factor=2.0))(X)
+class Generated(Scaled):
+    generate_vmap_rule = True
 
 
-@row("H4")
-def test_what_vmap_cannot_do_is_said():
-    class Unique(Scaled):
-        @staticmethod
-        def vmap(info, in_dims, x, factor):
-            return torch.unique(x), 0
+class Keywords(torch.autograd.Function):
+    forward = staticmethod(lambda x, **options: x * options["factor"])
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(lambda ctx, grad_output: grad_output)
+    vmap = staticmethod(lambda info, in_dims, x, **options: (x, in_dims[0]))
 
-    unique = jaxfn.from_torch(Unique)
-    np.testing.assert_allclose(unique.apply(X, 2.0), 2 * X)
-    with pytest.raises(jaxfn.TranslationError, match="Unique"):
-        jax.vmap(lambda x: unique.apply(x, 2.0))(X)
+
+class Unique(Scaled):
+    vmap = staticmethod(lambda info, in_dims, x, factor: (torch.unique(x), 0))
+
+
+@row("E3", "H4")
+@pytest.mark.parametrize(
+    "function, options, error, message",
+    [
+        (Combined, {}, RuntimeError, "Combined, which has a vmap static method, so it must also .*setup_context"),
+        (Generated, {"factor": 2.0}, RuntimeError, "Generated, but it has both generate_vmap_rule=True and a vmap"),
+        (Keywords, {"factor": 2.0}, jaxfn.TranslationError, r"has a vmap, and its forward takes \*\*kwargs"),
+        (Unique, {"factor": 2.0}, jaxfn.TranslationError, "Unique"),
+    ],
+    ids=["combined style", "generate_vmap_rule", "keywords", "unique"],
+)
+def test_a_vmap_that_cannot_be_used_is_refused_by_vmap_alone(function: Any, options: Any, error: Any, message: str):
+    apply = jaxfn.from_torch(function).apply
+    np.testing.assert_array_equal(apply(X, **options), 2 * X)
+    with pytest.raises(error, match=message):
+        jax.vmap(lambda x: apply(x, **options))(X)

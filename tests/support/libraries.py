@@ -7,6 +7,7 @@ returns what calls it. Gradients are compared in torch's convention: JAX's of a 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -214,3 +215,15 @@ def assert_same(got: Sequence[Any], want: Sequence[np.ndarray], rtol: float = 1e
     for ours, theirs in zip(got, want, strict=True):
         assert np.shape(ours) == theirs.shape
         np.testing.assert_allclose(np.asarray(ours), theirs, rtol=rtol, atol=rtol)
+
+
+def assert_derivatives_as_torch(
+    ours: Callable[..., Any], theirs: Callable[..., Any], args: Sequence[np.ndarray], order: int = 2
+) -> None:
+    """Outputs and derivatives up to an order, eagerly and under jit, next to those of torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch
+        want = torch_library().derivatives(theirs, args, order)
+    for library in (Jax, JittedJax):
+        for got, expected in zip(library.derivatives(ours, args, order), want, strict=True):
+            assert_same(got, expected)

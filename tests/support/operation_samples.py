@@ -19,9 +19,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.utils import _pytree as pytree
 
+from jaxfn._torch.adopt.nested import NESTED  # noqa: E402
+from jaxfn._torch.adopt.program import spec_of  # noqa: E402
 from jaxfn._torch.graph.interpreter import Translation, name_of  # noqa: E402
 from jaxfn._torch.operations import entry_name  # noqa: E402
-from tests.support.recorded import recorded  # noqa: E402
+from jaxfn._torch.trace.leftovers import cleaned_up  # noqa: E402
+from jaxfn._torch.trace.running import running  # noqa: E402
+from jaxfn._torch.trace.state import Replacements, Tracing  # noqa: E402
+from jaxfn._torch.values.arrays import to_jax  # noqa: E402
+from jaxfn._torch.values.flat import put_in, take_out  # noqa: E402
 from tests.support.torch_internals import torch_internal  # noqa: E402
 
 _internal: Any = torch_internal("common_methods_invocations")
@@ -36,9 +42,9 @@ op_db = _internal.op_db
 
 # How many of torch's samples are taken for each operation and dtype; "all" for all of them.
 _SAMPLES = os.environ.get("JAXFN_SAMPLES", "1")
-ALL_SAMPLES = _SAMPLES == "all"
-COUNT = None if ALL_SAMPLES else int(_SAMPLES)
-DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.complex64, torch.bfloat16)
+COUNT = None if _SAMPLES == "all" else int(_SAMPLES)
+USUAL_DTYPES = (torch.float32, torch.float64, torch.int64)
+OTHER_DTYPES = (torch.int32, torch.bool, torch.complex64, torch.bfloat16)
 
 
 class Sample(NamedTuple):
@@ -64,7 +70,6 @@ class Sample(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype that the sample was made for."""
         return self.label.partition(" ")[0]
 
     @property
@@ -89,31 +94,32 @@ OPERATIONS = {full_name(op): op for op in op_db}
 
 
 @functools.cache
-def samples(name: str, *, backward: bool = False) -> tuple[Sample, ...]:
-    """An operation's samples, traced; with `backward`, of the operation and its derivative."""
+def samples(name: str, dtypes: Sequence[Any]) -> list[Sample]:
+    """An operation's samples in those of the dtypes that it has, traced."""
+    return [
+        sample(f"{dtype} {number}".removeprefix("torch."), function, tensors, process)
+        for dtype, number, function, tensors, process in _calls(name, dtypes)
+    ]
+
+
+@functools.cache
+def samples_with_derivative(name: str) -> list[Sample]:
+    """Samples of an operation and its derivative, traced."""
+    return [
+        sample(f"{dtype} {number}".removeprefix("torch."), functools.partial(with_derivative, function), tensors)
+        for dtype, number, function, tensors, _ in _calls(name, [torch.float64])
+    ]
+
+
+def _calls(name: str, dtypes: Sequence[Any]) -> Iterator[tuple[Any, int, Callable[..., Any], list[Any], Any]]:
+    """The dtype, number, function, tensors and `process` of each of torch's samples."""
     op = OPERATIONS[name]
-    dtypes = [dtype for dtype in DTYPES if dtype in op.supported_dtypes("cpu")]
-    return tuple(sample for dtype in dtypes for sample in _samples(op, dtype, backward))
-
-
-def first_sample(name: str) -> Sequence[Sample]:
-    """One sample of an operation, or none."""
-    op = OPERATIONS[name]
-    dtypes = [dtype for dtype in DTYPES if dtype in op.supported_dtypes("cpu")]
-    return list(itertools.islice(_samples(op, dtypes[0], False), 1)) if dtypes else []
-
-
-def _samples(op: Any, dtype: Any, backward: bool) -> Iterator[Sample]:
-    if backward and (dtype is not torch.float64 if COUNT == 1 else not dtype.is_floating_point):
-        return
-    torch.manual_seed(0)
-    with quiet():
-        for number, given in enumerate(itertools.islice(op.sample_inputs("cpu", dtype), COUNT)):
-            function, tensors = _of_tensors(op, given)
-            process = given.output_process_fn_grad
-            if backward:
-                function, process = functools.partial(with_derivative, function), None
-            yield sample(f"{dtype} {number}".removeprefix("torch."), function, tensors, process)
+    for dtype in dtypes:
+        if dtype in op.supported_dtypes("cpu"):
+            torch.manual_seed(0)
+            with quiet():
+                for number, given in enumerate(itertools.islice(op.sample_inputs("cpu", dtype), COUNT)):
+                    yield dtype, number, *_of_tensors(op, given), given.output_process_fn_grad
 
 
 def differentiable_sample(name: str, dtype: Any) -> tuple[Sample, list[bool]]:
@@ -172,9 +178,23 @@ def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], pro
 
 
 def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    """The graph of a function of tensors."""
-    with quiet():
-        return recorded(function, tensors)
+    """The graph of a function of tensors, which returns what the function returned, with the same structure."""
+    for tensor in tensors:
+        to_jax(tensor)  # raises where a tensor has no counterpart
+    with quiet(), cleaned_up("Recorded"):
+        return _traced(function, tensors)  # whose frame, and the tensors in it, are gone when it is cleaned up
+
+
+def _traced(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+    tracing = Tracing("Recorded", Replacements.of({}), NESTED)
+    with running(tracing):
+        outputs = take_out(function(*(tracing.input(*spec_of(tensor)) for tensor in tensors)), torch.is_tensor)
+        values = [tracing.lower(tensor) for tensor in outputs.leaves]
+    graph_module = tracing.finish(values)
+    node = graph_module.graph.output_node()
+    node.args = (put_in(outputs.template, node.args[0]),)
+    graph_module.recompile()
+    return graph_module
 
 
 @contextlib.contextmanager
