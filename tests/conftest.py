@@ -1,14 +1,11 @@
-"""Eight virtual devices and quick compilation, before anything starts JAX's backend; and which tests run."""
+"""Eight virtual devices and quick compilation, before anything starts JAX's backend; which tests run."""
 
 import gc
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import pytest
-
-from tests.support.lanes import all_lanes, quick_lane
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Thousands of small programs are compiled, and each runs once. XLA's own passes, which the tests look at, all run.
@@ -16,8 +13,6 @@ QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_pas
 if jax.__version_info__ < (0, 11):  # a third of all time; later jaxlibs have one way only, and stop at the name
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*QUICK, os.environ.get("XLA_FLAGS", "")])
-
-LEFT_OUT = pytest.StashKey[int]()
 
 
 @pytest.fixture
@@ -37,14 +32,12 @@ def few_objects() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the slow tests too")
-    parser.addoption("--product", action="store_true", help="as --all, and every case of the sampled tests")
-    parser.addoption("--row", action="append", help="run only what is about this row of docs/contract.md")
+    parser.addoption("--row", action="append", help="run only tests of this row of docs/contract.md")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[LEFT_OUT] = 0
     if config.pluginmanager.hasplugin("cacheprovider") and jax.config.jax_compilation_cache_dir is None:
-        # What is compiled is kept, for other workers and the next run.
+        # Compiled programs are cached for other workers and the next run.
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("compiled")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -52,36 +45,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what is about other rows than those asked for, and what the lane leaves out."""
-    quick = set(quick_lane(items))
-    for item in items:
-        if item not in quick:
-            item.add_marker("slow")  # the cases that were not taken of a sampled test too, so that -m finds them
+    """Deselects tests of other rows than those of `--row`, and slow tests without `--all`."""
     rows = set(config.getoption("row") or ())
-    asked_for = [i for i in items if not rows or any(rows.intersection(mark.args) for mark in i.iter_markers("row"))]
-    if config.getoption("product"):
-        chosen = asked_for
-    else:
-        lane = set(all_lanes(items)) if config.getoption("all") else quick
-        chosen = [item for item in asked_for if item in lane]
-    config.stash[LEFT_OUT] = len(asked_for) - len(chosen)
+    chosen = [
+        item
+        for item in items
+        if (config.getoption("all") or not item.get_closest_marker("slow"))
+        and (not rows or any(rows.intersection(mark.args) for mark in item.iter_markers("row")))
+    ]
     config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
     items[:] = chosen
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist tells how many it left out; each has collected all tests."""
-    if (told := getattr(session.config, "workeroutput", None)) is not None:
-        told["left_out"] = session.config.stash[LEFT_OUT]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
-    node.config.stash[LEFT_OUT] = max(node.config.stash[LEFT_OUT], left_out)
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if left_out := terminalreporter.config.stash[LEFT_OUT]:
-        more = "--product" if terminalreporter.config.getoption("all") else "--all"
-        terminalreporter.write_line(f"{left_out} tests left out; {more} runs more of them")
+    """Says what was skipped for lack of torch."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    without_torch = sum("'torch'" in str(report.longrepr) for report in skipped)
+    if without_torch:
+        terminalreporter.write_line(f"{without_torch} skips without torch; pip install torch==2.13.0 runs these tests")
