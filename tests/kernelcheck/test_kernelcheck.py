@@ -11,20 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxfn
 from jaxfn import KernelcheckError, KernelReport, kernelcheck
 from jaxfn._kernelcheck.double import doubled
 from jaxfn._kernelcheck.judge import expect
+from tests.support.checking import rule
 from tests.support.kernel_faults import KERNELS, shape
-from tests.support.marks import row, slow
+from tests.support.marks import cells, row, slow
 
 QUICK = ["vmap", "sizes", "donation", "jit", "padding", "determinism", "undifferentiated"]
-
-
-def rule(forward, backward):
-    made = jaxfn.function(forward)
-    made.backward(backward)
-    return made
 
 
 def saved(function):
@@ -91,17 +85,7 @@ def test_any_callable_will_do():
 
     by_jax.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
 
-    class Sine(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return jnp.sin(x)
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * jnp.cos(ctx.saved_tensors[0])
-
-    for kernel in (by_jax, Sine.apply, jnp.sin, jax.jit(jnp.sin)):
+    for kernel in (by_jax, sine.Function.apply, jax.jit(jnp.sin)):
         assert kernelcheck(kernel, jnp.sin, (shape(5),), skip=QUICK)
 
 
@@ -131,11 +115,7 @@ def test_arguments_of_any_structure():
     (failure,) = kernelcheck(
         wrong, reference, given, skip=[*QUICK, "scales", "constants"], raise_exception=False, dtypes=["float32"]
     ).failures
-    assert (
-        failure.what == "output['hits']"
-        and "1 of" not in failure.what
-        and "others than in the reference" in failure.message
-    )
+    assert failure.what == "output['hits']" and "others than in the reference" in failure.message
 
 
 @row("K1")
@@ -154,25 +134,20 @@ def test_argnums_choose_what_is_differentiated():
 
 @row("K1")
 @pytest.mark.parametrize(
-    "kwargs, message",
+    "kwargs, error, message",
     [
-        ({"skip": ["gradient"]}, "skip names 'gradient'"),
-        ({"dtypes": ["float64"]}, "float64 cannot be judged"),
-        ({"dtypes": []}, "at least one dtype"),
-        ({"argnums": 3}, "argnums names argument 3"),
-        ({"inputs": np.arange(3)}, "at least one floating-point array"),
-        ({"inputs": jax.ShapeDtypeStruct((3,), "int32")}, "only floating-point arrays are drawn"),
+        ({"skip": ["gradient"]}, ValueError, "skip names 'gradient'"),
+        ({"dtypes": ["float64"]}, ValueError, "float64 cannot be judged"),
+        ({"dtypes": []}, ValueError, "at least one dtype"),
+        ({"argnums": 3}, ValueError, "argnums names argument 3"),
+        ({"inputs": np.arange(3)}, ValueError, "at least one floating-point array"),
+        ({"inputs": jax.ShapeDtypeStruct((3,), "int32")}, ValueError, "only floating-point arrays are drawn"),
+        ({"inputs": np.ones(3, np.complex64)}, TypeError, "gradcheck takes complex ones"),
     ],
 )
-def test_impossible_wishes_are_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
+def test_options_that_are_refused(kwargs, error, message):
+    with pytest.raises(error, match=message):
         kernelcheck(sine, jnp.sin, **{"inputs": shape(3), **kwargs})
-
-
-@row("K1")
-def test_complex_numbers_are_refused():
-    with pytest.raises(TypeError, match="gradcheck takes complex ones"):
-        kernelcheck(sine, jnp.sin, np.ones(3, np.complex64))
 
 
 @row("K1")
@@ -237,7 +212,7 @@ def test_rounding_of_a_gradient_that_is_exactly_zero_is_allowed(scale):
 
 
 @row("K1")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@cells("dtype", ["bfloat16"], ["float32", "bfloat16", "float16"])
 def test_a_kernel_is_measured_by_the_reference(dtype):
     """Of errors that are normal numbers, a kernel may have some that are little larger, and not many times as large."""
     generator = np.random.default_rng(0)

@@ -203,9 +203,7 @@ def softmax(lib):
         ("eps missing", "normalize(x, 0.05)\n        h", "normalize(x, 0.0)\n        h"),
         ("stale value", "(g * normal).sum(0)", "(g * x).sum(0)"),
     ],
-    second=[
-        ("scale cut off", "return h * scale", "return h * lib.detach(scale)"),
-    ],
+    second=[("scale cut off", "return h * scale", "return h * lib.detach(scale)")],
 )
 def layer_norm(lib):
     def normalize(x, eps):
@@ -262,9 +260,7 @@ def cross_entropy(lib):
         ("off by one", "g * x[k : k + 5]", "g * x[2 - k : 7 - k]"),
         ("border dropped", "(g * x[k : k + 5]).sum()", "(g * x[k : k + 5])[:-1].sum()"),
     ],
-    second=[
-        ("weight cut off", "w[k] * spread", "lib.detach(w[k]) * spread"),
-    ],
+    second=[("weight cut off", "w[k] * spread", "lib.detach(w[k]) * spread")],
 )
 def convolution(lib):
     def spread(g, k):
@@ -288,9 +284,7 @@ def convolution(lib):
         ("wrapped around", "if t > 0 else 0 * h[0]", ""),
         ("not accumulated", "grad_a + (carried", "(carried"),
     ],
-    second=[
-        ("state cut off", "before = h[t - 1]", "before = lib.detach(h)[t - 1]"),
-    ],
+    second=[("state cut off", "before = h[t - 1]", "before = lib.detach(h)[t - 1]")],
 )
 def recurrence(lib):
     def forward(x, a):
@@ -354,9 +348,7 @@ def quadratic_form(lib):
         ("wrong off the diagonal", "-lib.m.outer(u, y)", "-lib.m.diag(u * y)"),
         ("input for result", "outer(u, y)", "outer(u, b)"),
     ],
-    second=[
-        ("result cut off", "outer(u, y)", "outer(u, lib.detach(y))"),
-    ],
+    second=[("result cut off", "outer(u, y)", "outer(u, lib.detach(y))")],
 )
 def solve(lib):
     def backward(g, a, b, y):

@@ -380,11 +380,6 @@ def sort_and_order(lib):
     return rule(lib, forward, lambda g, _, order: lib.scatter_set(5, order, g), lambda inputs, output: (output[1],))
 
 
-@pair(real(3), first="fails", torch="refuses")
-def undefined_gradients_not_handled(lib):
-    return rule(lib, lambda x: (x * x, 3 * x), lambda g, h, x: 2 * x * g + 3 * h, materialize=False)
-
-
 def marked(lib, forward, which):
     """A Function whose first output is x², and whose output at `which` is marked as not differentiable."""
 
@@ -518,23 +513,6 @@ enter("saved intermediate", [real(3)], saved_intermediate, first="passes")
 enter("saved intermediate twice", [real(3)], saved_intermediate, second="passes", torch="fails", because=DROPS)
 
 
-@pair(real(3), first="passes", second="fails")
-def once_differentiable(lib):
-    class Cube(lib.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**3
-
-        @staticmethod
-        @lib.once_differentiable
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            return 3 * x * x * g
-
-    return Cube.apply
-
-
 @pair(real(3), second="passes", grad_outputs=(np.array([0.5, -1.0, 2.0]),))
 def cube_with_given_gradients(lib):
     return rule(lib, lambda x: x**3, lambda g, x: 3 * x * x * g)
@@ -579,30 +557,6 @@ enter("wrong inside a plain function", [real(3)], inside_a_plain_function(2), fi
 # What cannot be traced or batched, and what differs from call to call.
 
 
-@pair(real(3), first="passes")
-def forward_on_the_host(lib):
-    return rule(lib, lambda x: lib.on_host(np.sin, x), lambda g, x: g * lib.m.cos(x))
-
-
-@pair(real(3), first="fails")
-def forward_on_the_host_wrong(lib):
-    return rule(lib, lambda x: lib.on_host(np.sin, x), lambda g, x: g * lib.m.sin(x))
-
-
-def python_branch(lib, backward):
-    return rule(lib, lambda x: x * x if float(x.sum()) > 0 else -x, backward)
-
-
-@pair(positive(3), first="passes")
-def python_branch_in_forward(lib):
-    return python_branch(lib, lambda g, x: 2 * x * g)
-
-
-@pair(positive(3), first="fails")
-def python_branch_in_forward_wrong(lib):
-    return python_branch(lib, lambda g, x: -g)
-
-
 def python_branch_in_backward(lib):
     return rule(lib, lambda x: x * x, lambda g, x: 2 * x * g if float(g.sum()) != 0 else 0 * g)
 
@@ -624,9 +578,3 @@ def noisy(size):
 enter("noise of 1e-11", [real(3)], noisy(1e-11), first="fails")
 enter("noise of 1e-11, 1e-6 allowed", [real(3)], noisy(1e-11), first="passes", nondet_tol=1e-6)
 enter("noise of 1e-2, 1e-6 allowed", [real(3)], noisy(1e-2), first="fails", nondet_tol=1e-6)
-
-
-@pair(real(3), first="fails")
-def forward_different_each_time(lib):
-    calls = itertools.count()
-    return rule(lib, lambda x: x * x + 1e-3 * next(calls), lambda g, x: 2 * x * g)

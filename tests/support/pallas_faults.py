@@ -1,15 +1,11 @@
 """Faults planted in the kernels of `examples/kernels`, and which check of kernelcheck finds each.
 
-A fault is one piece of text replaced in one function or class of a file. `python -m tests.support.pallas_faults` prints
-who finds what.
+A fault is one piece of text replaced in one function or class of a file.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import time
-from collections import Counter
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,6 +16,7 @@ import numpy as np
 
 import jaxfn
 from tests.support.kernel_examples import ATTENTION, CAUSAL, CROSS_ENTROPY, FOLDER, LAYER_NORM, Change, Kernel, small
+from tests.support.kernel_faults import all_but
 
 
 @dataclass(frozen=True)
@@ -70,17 +67,11 @@ def inputs(kernel: Kernel) -> tuple[Any, ...]:
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(2, 35, 5), (2, 37, 5), (2, 37, 7)])
 
 
-CHECKS = (
-    "outputs", "gradients", "vacuous", "determinism", "scales", "constants", "jit", "padding", "vmap", "undefined",
-    "subsets", "sizes", "donation", "shard",
-)  # fmt: skip
-
-
 def found_by(fault: Fault) -> list[str]:
-    """The checks that find it, of those that are due to; the others would compile more programs."""
+    """The checks that find it, of those of outputs and gradients and the one that is due to."""
     plain = fault.kernel.plain(small(fault.kernel.module))
     function = fault.kernel.of(fault.module())
-    skip = [check for check in CHECKS if check not in ("outputs", "gradients", fault.check)]
+    skip = all_but(fault.check)
     dtypes = ["float32", "bfloat16"] if fault.check else ["float32"]
     report = jaxfn.kernelcheck(function, plain, inputs(fault.kernel), dtypes=dtypes, skip=skip, raise_exception=False)
     return list(dict.fromkeys(f"{row.check} ({row.dtype})" for row in report.failures))
@@ -389,25 +380,3 @@ planted(
     ("the last rows not seen", "pl.cdiv(block.array.shape[1], size) * size", "size"),
     file="blocks",
 )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Plants every fault, and prints which checks find it.")
-    parser.add_argument("names", nargs="*", help="only faults with one of these in their name")
-    names = parser.parse_args().names
-    by: Counter[str] = Counter()
-    missed: list[Fault] = []
-    chosen = [fault for fault in FAULTS if not names or any(name in str(fault) for name in names)]
-    for fault in chosen:
-        begin = time.perf_counter()
-        checks = found_by(fault)
-        by.update(checks[:1])
-        missed += [] if checks else [fault]
-        print(f"{fault!s:100} {', '.join(checks) or 'NOT FOUND':40} {time.perf_counter() - begin:5.1f} s", flush=True)
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} found, first by: {dict(by.most_common())}")
-    for fault in missed:
-        print(f"not found: {fault}")
-
-
-if __name__ == "__main__":
-    main()
