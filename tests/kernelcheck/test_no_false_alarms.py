@@ -136,11 +136,8 @@ def relu_of_product(x, w):
 PAIRS = {
     "softmax": (jax.nn.softmax, lambda x: jnp.exp(log_softmax(x)), [shape(7, 19)]),
     "log_softmax": (jax.nn.log_softmax, log_softmax, [shape(7, 19)]),
-    "logsumexp": (lambda x: jax.nn.logsumexp(x, -1), None, [shape(7, 19)]),
     "gelu": (lambda x: jax.nn.gelu(x, approximate=False), gelu, [shape(40)]),
-    "silu": (jax.nn.silu, lambda x: x * sigmoid(x), [shape(40)]),
     "softplus": (jax.nn.softplus, lambda x: jnp.logaddexp(x, 0.0), [shape(40)]),
-    "selu": (jax.nn.selu, None, [shape(40)]),
     "standardize": (lambda x: jax.nn.standardize(x, epsilon=1e-5), standardized, [shape(7, 19)]),
     "glu": (jax.nn.glu, glu, [shape(7, 12)]),
     "attention": (attention, attention_by_rows, [shape(9, 2, 4)] * 3),

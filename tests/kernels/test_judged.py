@@ -67,7 +67,7 @@ def test_a_planted_fault_is_found(fault):
 @row("K1")
 def test_the_faults_are_many_and_each_is_another_program():
     """And the text that each replaces is there."""
-    assert len(FAULTS) == len(NAMED) == len({(fault.kernel.module, fault.change()) for fault in FAULTS}) >= 150
+    assert len(FAULTS) == len(NAMED) == len({(fault.kernel.module, fault.change()) for fault in FAULTS}) >= 100
     for fault in FAULTS:
         _, old, new = fault.change()
         compile(new, str(fault), "exec")

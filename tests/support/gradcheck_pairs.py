@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tests.support.cases import Dense
+from tests.support.cases import Dense, Linear, MulConstant
 from tests.support.libraries import Define, Jax, Kind, Library
 
 Verdict = Literal["passes", "fails", "refuses"]
@@ -326,36 +326,33 @@ def root_with_a_term_dropped(lib):
 # Inputs and outputs: shapes, None, static arguments, indices, dictionaries.
 
 
-def linear(grad_weight):
-    """torch's own example; the gradient of the weight is given."""
+def published(ours, theirs):
+    """A Function of `cases`, and the one that torch's documents have of it."""
 
     def define(lib):
-        class Linear(lib.Function):
-            @staticmethod
-            def forward(ctx, input, weight, bias=None):
-                ctx.save_for_backward(input, weight, bias)
-                output = input @ weight.T
-                return output if bias is None else output + bias
+        if lib is Jax:
+            return ours.apply
+        from tests.support import torch_functions
 
-            @staticmethod
-            def backward(ctx, g):
-                input, weight, bias = ctx.saved_tensors
-                needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-                to_input = g @ weight if needs_input else None
-                to_weight = grad_weight(g, input) if needs_weight else None
-                return to_input, to_weight, g.sum(0) if bias is not None and needs_bias else None
-
-        return Linear.apply
+        return getattr(torch_functions, theirs).apply
 
     return define
 
 
+def linear(grad_weight):
+    """The linear layer, where the gradient of the weight is given."""
+    return lambda lib: rule(lib, lambda x, w, b: x @ w.T + b, lambda g, x, w, b: (g @ w, grad_weight(g, x), g.sum(0)))
+
+
+LINEAR = published(Linear, "LinearFunction")
 WIDE, SQUARE = [real(2, 3), real(4, 3), real(4)], [real(3, 3), real(3, 3), real(3)]
-enter("linear", WIDE, linear(lambda g, x: g.T @ x), first="passes", second="passes", eps=1e-6, atol=1e-4)
-enter("linear without bias", [*WIDE[:2], None], linear(lambda g, x: g.T @ x), first="passes")
+enter("linear", WIDE, LINEAR, first="passes", second="passes", eps=1e-6, atol=1e-4)
+enter("linear without bias", [*WIDE[:2], None], LINEAR, first="passes")
 enter("linear, wrong weight", SQUARE, linear(lambda g, x: 2 * g.T @ x), first="fails")
 enter("linear, frozen wrong weight", SQUARE, linear(lambda g, x: 2 * g.T @ x), first="passes", argnums=(0, 2))
 enter("linear, gradient of wrong shape", WIDE, linear(lambda g, x: x.T @ g), first="fails", torch="refuses")
+STATIC = published(MulConstant, "MulConstantWithoutZeros")
+enter("static argument", [real(3), 2.5], STATIC, first="passes", second="passes")
 
 
 @pair(real(3, 4), real(4), first="passes")
@@ -409,21 +406,6 @@ def the_wrong_output_without_derivative(lib):
     return marked(lib, lambda x: (x * x,), 0)
 
 
-@pair(real(3), 2.5, first="passes", second="passes")
-def a_static_argument(lib):
-    class Scale(lib.Function):
-        @staticmethod
-        def forward(ctx, x, factor):
-            ctx.factor = factor
-            return x * factor
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.factor, None
-
-    return Scale.apply
-
-
 @pair(real(3), real(3), first="passes", second="passes")
 def none_where_there_is_none(lib):
     return rule(lib, lambda x, y: x * lib.m.sign(y), lambda g, x, y: (g * lib.m.sign(y), None))
@@ -439,26 +421,6 @@ def too_many_nones(lib):
     return rule(lib, lambda x: x * x, lambda g, x: (2 * x * g, None, None))
 
 
-@pair(real(3), first="passes")
-def separate_style(lib):
-    class Cube(lib.Function):
-        @staticmethod
-        def forward(x):
-            return x**3, x * x
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.mark_non_differentiable(output[1])
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx, g, _):
-            (x,) = ctx.saved_tensors
-            return 3 * x * x * g
-
-    return lambda x: Cube.apply(x)[0]
-
-
 @pair(
     {"w": np.array([[0.4, -0.7], [1.1, 0.3]]), "b": np.array([0.2, -0.5])}, real(3, 2), first="passes", second="passes"
 )
@@ -471,11 +433,6 @@ def layer_of_a_dictionary(lib):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Complex numbers.
-
-
-@pair(complex_(3), first="passes")
-def conjugate(lib):
-    return rule(lib, lambda z: lib.m.conj(z) * 1, lambda g, z: lib.m.conj(g) * 1)
 
 
 @pair(real(3), first="fails", torch="refuses")
