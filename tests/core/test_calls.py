@@ -323,7 +323,7 @@ def without_return(method, function):
 def test_a_method_without_a_return_statement_is_warned_of_once(method, function, context):
     call = without_return(method, function)
     place = rf"test_calls\.py:{function.__code__.co_firstlineno}"
-    with pytest.warns(UserWarning, match=rf"Forgets\.{method} returned nothing.*{place}") as caught:
+    with pytest.warns(UserWarning, match=rf"Forgets\.{method} returned None.*{place}") as caught:
         for _ in range(2):
             result = CONTEXTS[context](call)(X)
     assert len(caught) == 1

@@ -230,7 +230,7 @@ def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, de
     COLLECTIVES,
 )
 def test_collectives_under_another_vmap(place, rules, collective):
-    """Whose axis has no name, and lies inside or outside of the one that has."""
+    """Whose axis has no name, and lies inside or outside the one that has."""
     c, (factor, _) = COLLECTIVES[collective], FACTORS[rules]
     xs = np.stack([XS, XS - 1, 2 * XS, XS**2], 1)
 

@@ -226,7 +226,7 @@ def loss_of(f):
 
 
 def on_devices(f, mesh="8", inside=False):
-    """The loss of `f`, or its gradients inside of shard_map; each row of devices has a part of x, if there are rows."""
+    """The loss of `f`, or its gradients inside shard_map; each row of devices has a part of x, if there are rows."""
     rows = "data" if mesh == "4 by 2" else None
     specs = (P(rows), *SPECS[1:])
 

@@ -47,7 +47,7 @@ def test_decorated_function_keeps_its_identity():
     assert str(inspect.signature(separate.apply)) == str(inspect.signature(separate)) == "(x, scale=2.0)"
     assert pickle.loads(pickle.dumps(mul_constant)) is mul_constant
     assert issubclass(mul_constant.Function, jaxfn.Function)
-    assert repr(mul_constant) == "<jaxfn function mul_constant>"
+    assert repr(mul_constant) == "<jaxfn function mul_constant: backward>"
     assert separate_backward(type("Ctx", (), {"scale": 3}), 2) == {"x": 6}  # registering returns the rule unchanged
 
 
@@ -98,6 +98,6 @@ def test_autograd_function_by_a_name():
         return x * 2
 
     double = jaxfn.autograd_function(forward=forward, backward=lambda ctx, grad_output: (1, 2), name="double")
-    assert double.__name__ == "double" and repr(double) == "<jaxfn function double>"
+    assert double.__name__ == "double" and repr(double) == "<jaxfn function double: backward>"
     with pytest.raises(RuntimeError, match=r"^double\.backward returned"):
         jax.grad(double)(1.0)

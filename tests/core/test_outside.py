@@ -1,4 +1,4 @@
-"""Arrays that forward keeps outside of ctx and backward reads: right at first order, refused without a derivative.
+"""Arrays that forward keeps outside ctx and backward reads: right at first order, refused without a derivative.
 
 A global, a class or a list outside is no residual: JAX does not know that backward depends on the inputs by it, so that
 a nested derivative would be wrong in silence.
@@ -126,7 +126,7 @@ def keeping(holder, what="input", rules="backward"):
 
 
 # Said by the check itself; or of a list in a closure of backward, that backward closes over another program's value.
-KEPT = r"Keeping[\s\S]*(outside of ctx|closes over)"
+KEPT = r"Keeping[\s\S]*(outside ctx|closes over)"
 REFUSED = SECOND_DERIVATIVES | GRADIENTS_OF_PROGRAMS
 EVERY = GRADIENTS | REFUSED
 EVERY_HOLDER = pytest.mark.parametrize("holder", HOLDERS, ids=lambda h: h.__name__)
@@ -150,7 +150,7 @@ def test_an_array_kept_anywhere_outside_is_right_at_first_order_and_refused_at_s
 
 
 KINDS = [("input", "backward"), ("intermediate", "both"), ("output", "generated")]
-NAMED = r"Keeping[\s\S]*outside of ctx[\s\S]*(ctx\.\w+ =|save it on ctx)"
+NAMED = r"Keeping[\s\S]*outside ctx[\s\S]*(ctx\.\w+ =|save it on ctx)"
 
 
 @row("B14")
@@ -185,7 +185,7 @@ class OwnAttribute(jaxfn.Function):
 @pytest.mark.parametrize("program", REFUSED)
 def test_two_calls_that_keep_in_one_place(program):
     """The second call's array overwrites the first's, so that even the first derivative is of no use there."""
-    with pytest.raises(NotImplementedError, match=r"OwnAttribute[\s\S]*outside of ctx"):
+    with pytest.raises(NotImplementedError, match=r"OwnAttribute[\s\S]*outside ctx"):
         REFUSED[program](lambda x: OwnAttribute.apply(OwnAttribute.apply(x)))(X)
 
 

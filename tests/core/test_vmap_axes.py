@@ -557,7 +557,7 @@ def evaluated(loss):
     return function
 
 
-# Derivatives inside of vmap, outside of it, or on both sides, of a loss f(x, u); the vmap is over x, u, or both.
+# Derivatives inside vmap, outside it, or on both sides, of a loss f(x, u); the vmap is over x, u, or both.
 INTERLEAVED = {
     "grad(vmap)": lambda f, x, u: jax.grad(total_of(f, x))(u),
     "grad(vmap) with x of u": lambda f, x, u: jax.grad(lambda u: total_of(f, u * x)(u))(u),

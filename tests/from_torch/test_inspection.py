@@ -39,7 +39,7 @@ def line_of_culprit():
 def test_the_line_of_torch_code_is_told(around):
     f = around(jaxfn.from_torch(Root).apply)
     found = jaxfn.find_nan(jax.grad(lambda x, scale: f(x, scale).sum()), X, jnp.float32(2.0))
-    assert (found.function, found.method, found.value, found.index) == ("Root", "backward", "gradient of x", (2,))
+    assert (found.function, found.method, found.array, found.index) == ("Root", "backward", "gradient of x", (2,))
     assert f"test_inspection.py:{line_of_culprit()}: quotients" in found.line
 
 

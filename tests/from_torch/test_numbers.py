@@ -359,7 +359,7 @@ def observed(x: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "write to a view of a captured tensor": (lambda x: OUTSIDE.view(5)[:].add_(1) * x, "made outside of the"),
+    "write to a view of a captured tensor": (lambda x: OUTSIDE.view(5)[:].add_(1) * x, "made outside the"),
     "linearize": (lambda x: torch.func.linearize(torch.sin, x)[0], "torch.func.jvp.*test_numbers"),
     "bincount": (lambda x: torch.bincount((x * x).long(), minlength=6), "index_add_"),
     "repeat_interleave": (lambda x: x.repeat_interleave(x.long()), "output_size="),

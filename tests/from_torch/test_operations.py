@@ -50,7 +50,7 @@ from tests.support.operation_samples import (  # noqa: E402
 # Compiling takes most of the time, and these programs run once.
 QUICK = {"xla_backend_optimization_level": 0}
 
-# Operations whose derivative leaves backward operations in the graph where autograd runs inside of it.
+# Operations whose derivative leaves backward operations in the graph where autograd runs inside it.
 BACKWARD = """
 cdist _upsample_bilinear2d_aa grid_sampler_2d grid_sampler_3d log_softmax masked_scatter native_layer_norm sgn softmax
 nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d nn.functional.adaptive_max_pool2d

@@ -349,7 +349,7 @@ def test_a_parameter_that_is_no_attribute_of_the_module_is_refused(is_used_befor
         a=a,
         layer=lambda v, held=(a.weight,): v @ held[0].t(),
     ).double()
-    if is_used_before:  # as a constant, outside of any module
+    if is_used_before:  # as a constant, outside any module
         with pytest.warns(UserWarning, match="constants on JAX"):
             jax.grad(lambda x: jaxfn.from_torch(Checkpoint).apply(module.layer, x).sum())(X)
     net = jaxfn.from_torch(module)

@@ -121,7 +121,7 @@ def tolerance_of(program: Program) -> float:
 def is_refusal(error: BaseException) -> bool:
     """Whether an exception is jaxfn's own, in words that name the Function.
 
-    Or JAX's, of an eager `shard_map` inside of an eager `jax.checkpoint`.
+    Or JAX's, of an eager `shard_map` inside an eager `jax.checkpoint`.
     """
     if isinstance(error, NotImplementedError) and "symbolic_zeros support with shard_map" in str(error):
         return True

@@ -66,7 +66,7 @@ class Type:
         return replace(self, batches=self.batches.union(batches))
 
     def off(self, batch: str) -> Type:
-        """The same outside of that batch's transformation."""
+        """The same outside that batch's transformation."""
         return replace(self, batches=self.batches - {batch})
 
 

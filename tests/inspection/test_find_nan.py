@@ -137,13 +137,14 @@ def test_the_culprit_is_named(culprit, place, number, style, around, capsys):
     found = jaxfn.find_nan(loss_of(AROUND[around](chain(culprit, place, number, style))), X, WHEN)
     assert found is not None
     method = "backward" if place == "gradient" else "forward"
-    assert (found.function, found.method, found.value) == (culprit, method, TOLD[place])
-    assert (found.number, found.operation) == (number, OPERATIONS[number])
+    assert (found.function, found.method, found.array) == (culprit, method, TOLD[place])
+    assert (found.kind, found.operation) == (number, OPERATIONS[number])
     assert found.index[-1 if around != "vmap over columns" else 0] in (1, 0)
     lines, first = inspect.getsourcelines(poison)
     assert any(f"test_find_nan.py:{first + i}:" in found.line for i in range(len(lines)))
-    assert around not in INSIDE or INSIDE[around] in found.inside
-    assert capsys.readouterr().out.strip() == str(found)
+    assert around not in INSIDE or INSIDE[around] in found.enclosing
+    assert capsys.readouterr().out == ""
+    assert str(found).startswith(f"{number} first appears in {culprit}.{method}")
 
 
 @row("K4")
@@ -160,7 +161,7 @@ def test_nothing_is_found_where_there_is_nothing(style, around, capsys):
 def test_the_culprit_of_a_tangent_is_named(around):
     f = AROUND[around](chain("Second", "tangent", "nan", "both modes"))
     found = jaxfn.find_nan(lambda x: jax.jvp(partial(f, when=WHEN), (x,), (x,)), X)
-    assert (found.function, found.method, found.value) == ("Second", "jvp", "tangent of output 0")
+    assert (found.function, found.method, found.array) == ("Second", "jvp", "tangent of output 0")
 
 
 def while_steps(x):
@@ -285,7 +286,7 @@ FOUND = {
         lambda x: jnp.sign(SAVED_NAN(x, WHEN)), [X],
         {"function": "First", "method": "forward", "value": "saved saved"},
     ),
-    "a Function inside of another": (
+    "a Function inside another": (
         jax.grad(lambda x: calls_layer(x).sum()), [X], {"function": "Inner", "method": "forward", "value": "output 0"},
     ),
     "a batching rule": (jax.vmap(Batched.apply), [X], {"function": "Batched", "method": "vmap", "operation": "log"}),
@@ -349,7 +350,7 @@ def test_in_plain_code_the_operation_and_its_line_are_named():
         return (z * 0).sum()
 
     found = jaxfn.find_nan(f, x=jnp.array([[3.0, 2.0], [1.0, 4.0]]))
-    assert (found.function, found.number, found.index, found.shape) == (None, "inf", (1, 0), (2, 2))
+    assert (found.function, found.kind, found.index, found.shape) == (None, "inf", (1, 0), (2, 2))
     lines, first = inspect.getsourcelines(f)
     culprit = next(i for i, line in enumerate(lines) if "culprit" in line)
     assert f"test_find_nan.py:{first + culprit}:" in found.line
@@ -357,7 +358,7 @@ def test_in_plain_code_the_operation_and_its_line_are_named():
 
 @row("K4")
 def test_what_cannot_be_looked_into_is_said():
-    with pytest.raises(TypeError, match="find_nan runs the function"):
+    with pytest.raises(TypeError, match="find_nan evaluates the function"):
         jax.jit(lambda x: jaxfn.find_nan(jnp.log, x))(X)
 
     def writing(x):
@@ -376,10 +377,10 @@ def test_what_cannot_be_looked_into_is_said():
 def test_a_shard_map_is_reported_as_one_operation(around, inside, place):
     f = AROUND[around](over_devices(chain("Second", place, "nan", "reverse")))
     found = jaxfn.find_nan(loss_of(f), X, WHEN)
-    assert (found.function, found.method, found.number, found.operation) == (None, None, "nan", "shard_map")
+    assert (found.function, found.method, found.kind, found.operation) == (None, None, "nan", "shard_map")
     assert "test_find_nan.py:" in found.line
-    assert found.inside == inside
-    assert str(found).startswith("nan begins in a shard_map that is called in code outside of any Function\n")
+    assert found.enclosing == inside
+    assert str(found).startswith("nan first appears in a shard_map that is called in code outside any Function\n")
     assert "does not search inside shard_map" in str(found)
 
 
@@ -387,7 +388,9 @@ def test_a_shard_map_is_reported_as_one_operation(around, inside, place):
 def test_a_shard_map_in_a_function_is_reported_with_the_function():
     found = jaxfn.find_nan(over_devices_inside, -X)
     assert (found.function, found.method, found.operation) == ("over_devices_inside", "forward", "shard_map")
-    assert str(found).startswith("nan begins in a shard_map that is called in over_devices_inside.forward (output 0)\n")
+    assert str(found).startswith(
+        "nan first appears in a shard_map that is called in over_devices_inside.forward (output 0)\n"
+    )
 
 
 @row("K4")
@@ -404,7 +407,7 @@ def test_a_linear_solver_is_looked_into():
 
     b = jnp.array([1.0, -2.0, 3.0])
     found = jaxfn.find_nan(jax.jit(solved), b, X)
-    assert (found.number, found.operation, found.index) == ("nan", "log", (1,))
+    assert (found.kind, found.operation, found.index) == ("nan", "log", (1,))
     assert line_with("log") in found.line
     found = jaxfn.find_nan(jax.vmap(solved, in_axes=(0, None)), jnp.stack([b * b, b]), X)
     assert (found.operation, found.index) == ("log", (1, 1))

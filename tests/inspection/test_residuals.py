@@ -130,7 +130,7 @@ def test_each_residual_is_said_to_be_what_was_saved(around):
     }
     inside = {"scan": "scan of 3", "checkpoint, everything": "checkpoint", "shard_map": "shard_map"}.get(around)
     if inside != "checkpoint":  # which JAX_REMAT3 leaves none of
-        assert all(r.inside == ((inside,) if inside else ()) for r in ledger if r.function != "JAX")
+        assert all(r.enclosing == ((inside,) if inside else ()) for r in ledger if r.function != "JAX")
 
 
 @row("K2")

@@ -11,20 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxfn
 from jaxfn import KernelcheckError, KernelReport, kernelcheck
 from jaxfn._kernelcheck.error_bounds import expect
-from jaxfn._kernelcheck.float64 import doubled
+from jaxfn._kernelcheck.float64 import promote_to_float64
+from tests.support.checking import rule
 from tests.support.kernel_faults import KERNELS, shape
-from tests.support.marks import row, slow
+from tests.support.marks import cells, row, slow
 
 QUICK = ["vmap", "sizes", "donation", "jit", "padding", "determinism", "undifferentiated"]
-
-
-def rule(forward, backward):
-    made = jaxfn.function(forward)
-    made.backward(backward)
-    return made
 
 
 def saved(function):
@@ -91,17 +85,7 @@ def test_any_callable_will_do():
 
     by_jax.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
 
-    class Sine(jaxfn.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return jnp.sin(x)
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * jnp.cos(ctx.saved_tensors[0])
-
-    for kernel in (by_jax, Sine.apply, jnp.sin, jax.jit(jnp.sin)):
+    for kernel in (by_jax, sine.Function.apply, jax.jit(jnp.sin)):
         assert kernelcheck(kernel, jnp.sin, (shape(5),), skip=QUICK)
 
 
@@ -131,11 +115,7 @@ def test_arguments_of_any_structure():
     (failure,) = kernelcheck(
         wrong, reference, given, skip=[*QUICK, "scales", "constants"], raise_exception=False, dtypes=["float32"]
     ).failures
-    assert (
-        failure.what == "output['hits']"
-        and "1 of" not in failure.what
-        and "others than in the reference" in failure.message
-    )
+    assert failure.what == "output['hits']" and "others than in the reference" in failure.message
 
 
 @row("K1")
@@ -154,25 +134,20 @@ def test_argnums_choose_what_is_differentiated():
 
 @row("K1")
 @pytest.mark.parametrize(
-    "kwargs, message",
+    "kwargs, error, message",
     [
-        ({"skip": ["gradient"]}, "skip names 'gradient'"),
-        ({"dtypes": ["float64"]}, "float64 cannot be judged"),
-        ({"dtypes": []}, "at least one dtype"),
-        ({"argnums": 3}, "argnums names argument 3"),
-        ({"inputs": np.arange(3)}, "at least one floating-point array"),
-        ({"inputs": jax.ShapeDtypeStruct((3,), "int32")}, "only floating-point arrays are drawn"),
+        ({"skip": ["gradient"]}, ValueError, "skip names 'gradient'"),
+        ({"dtypes": ["float64"]}, ValueError, "expected float32"),
+        ({"dtypes": []}, ValueError, "at least one dtype"),
+        ({"argnums": 3}, ValueError, "argnums names argument 3"),
+        ({"inputs": np.arange(3)}, ValueError, "at least one floating-point array"),
+        ({"inputs": jax.ShapeDtypeStruct((3,), "int32")}, ValueError, "only floating-point arrays are drawn"),
+        ({"inputs": np.ones(3, np.complex64)}, TypeError, "gradcheck takes complex ones"),
     ],
 )
-def test_impossible_wishes_are_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
+def test_options_that_are_refused(kwargs, error, message):
+    with pytest.raises(error, match=message):
         kernelcheck(sine, jnp.sin, **{"inputs": shape(3), **kwargs})
-
-
-@row("K1")
-def test_complex_numbers_are_refused():
-    with pytest.raises(TypeError, match="gradcheck takes complex ones"):
-        kernelcheck(sine, jnp.sin, np.ones(3, np.complex64))
 
 
 @row("K1")
@@ -237,7 +212,7 @@ def test_rounding_of_a_gradient_that_is_exactly_zero_is_allowed(scale):
 
 
 @row("K1")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@cells("dtype", ["bfloat16"], ["float32", "bfloat16", "float16"])
 def test_a_kernel_is_measured_by_the_reference(dtype):
     """Of errors that are normal numbers, a kernel may have some that are little larger, and not many times as large."""
     generator = np.random.default_rng(0)
@@ -250,8 +225,8 @@ def test_a_kernel_is_measured_by_the_reference(dtype):
             scale = 20 * eps * 10 ** generator.uniform(-1, 0, size)
             errors = scale * generator.standard_normal((2, *exact.shape))
             expected = expect(exact, exact + errors[0], moved, dtype)
-            false_alarms += not expected.judge(exact + errors[1], 2.0).passed
-            missed += size == 1000 and expected.judge(exact + 5 * errors[1], 2.0).passed
+            false_alarms += not expected.compare(exact + errors[1], 2.0).passed
+            missed += size == 1000 and expected.compare(exact + 5 * errors[1], 2.0).passed
     assert false_alarms == missed == 0
 
 
@@ -260,8 +235,8 @@ def test_a_reference_that_is_exact_by_luck_does_not_forbid_rounding():
     exact = np.full((8, 3), 4.75)
     expected = expect(exact, exact, exact, "bfloat16")
     one_off = exact + 4.75 * 2.0**-8
-    assert expected.judge(exact, 2.0).passed and not expected.judge(one_off + 0.2, 2.0).passed
-    assert expected.judge(np.where(np.arange(24).reshape(8, 3) == 0, one_off, exact), 2.0).passed
+    assert expected.compare(exact, 2.0).passed and not expected.compare(one_off + 0.2, 2.0).passed
+    assert expected.compare(np.where(np.arange(24).reshape(8, 3) == 0, one_off, exact), 2.0).passed
 
 
 @row("K1")
@@ -269,10 +244,10 @@ def test_what_is_not_finite():
     exact = np.array([[np.inf, -np.inf, np.nan, 1e39, 1.0]])
     reference = np.array([[np.inf, -np.inf, np.nan, np.inf, 1.0]])
     expected = expect(exact, reference, exact, "float32")
-    assert expected.judge(reference, 2.0).passed
-    assert expected.judge(np.array([[np.inf, -np.inf, 5.0, 3e38, 1.0]]), 2.0).passed
+    assert expected.compare(reference, 2.0).passed
+    assert expected.compare(np.array([[np.inf, -np.inf, 5.0, 3e38, 1.0]]), 2.0).passed
     for values in ([0.0, -np.inf, np.nan, 1.0, 1.0], [np.inf, np.inf, 0.0, 0.0, 1.0], [np.inf, -np.inf, 0, 0, np.nan]):
-        assert not expected.judge(np.array([values]), 2.0).passed
+        assert not expected.compare(np.array([values]), 2.0).passed
 
 
 @row("K1")
@@ -317,12 +292,12 @@ def test_a_reference_that_casts_is_computed_in_double_precision():
     generator = np.random.default_rng(0)
     given = [generator.uniform(0.1, 1, size) for size in ((5, 4), (4, 3), (3,))]
     with jax.enable_x64(True):
-        function, note = doubled(with_gradients(casting), *given)
+        function, note = promote_to_float64(with_gradients(casting), *given)
         for got, wanted in zip(jax.jit(function)(*given), with_gradients(plain)(*given), strict=True):
             assert got.dtype == wanted.dtype == np.float64
             np.testing.assert_allclose(got, wanted, rtol=1e-11)
         assert "bfloat16, float16, float32" in note
-        assert doubled(with_gradients(plain), *given)[1] == ""
+        assert promote_to_float64(with_gradients(plain), *given)[1] == ""
 
 
 @row("K1")
@@ -337,7 +312,7 @@ def test_a_reference_that_draws_gets_the_same_numbers_in_double_precision():
     single = np.asarray(function(key, x))
     assert 0 < (single == 0).sum() < 9
     with jax.enable_x64(True):
-        run, note = doubled(function, key, x.astype(np.float64))
+        run, note = promote_to_float64(function, key, x.astype(np.float64))
         exact = np.asarray(run(key, x.astype(np.float64)))
     assert exact.dtype == np.float64 and "draws random numbers" in note and "by the same operations" in note
     np.testing.assert_allclose(exact, single, rtol=1e-6)

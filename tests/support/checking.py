@@ -27,6 +27,13 @@ def passes(*args, check=gradcheck, **kwargs):
     return report
 
 
+def rule(forward, backward):
+    """A Function of `forward(ctx, *inputs)` and `backward(ctx, *grad_outputs)`."""
+    function = jaxfn.function(forward)
+    function.backward(backward)
+    return function
+
+
 def scaled_sine(factor):
     """sin, with a backward that is `factor` times what it should be."""
 

@@ -1,14 +1,11 @@
-"""Mistakes planted in right backward rules, and who catches them.
+"""Mistakes planted in right backward rules.
 
 A base is a definition as in `gradcheck_pairs`, right for torch and JAX alike. A mutant is the base's source with one
-piece of text replaced, so it is the same mistake in both. `python -m tests.support.gradcheck_mutants` prints
-who catches what.
+piece of text replaced, so it is the same mistake in both.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import inspect
 import linecache
 import re
@@ -16,23 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.test_util
 import numpy as np
 
-from tests.support.gradcheck_pairs import (
-    complex_,
-    distinct,
-    generated,
-    integers,
-    output_saved,
-    positive,
-    real,
-    regular,
-    rule,
-    verdict,
-)
-from tests.support.libraries import Define, Jax, Kind, torch_library
+from tests.support.gradcheck_pairs import complex_, distinct, integers, output_saved, positive, real, regular, rule
+from tests.support.libraries import Define, Kind
 
 
 @dataclass(frozen=True)
@@ -62,10 +46,10 @@ class Mutant:
 
     Attributes:
       base: the right definition.
-      mistake: what kind it is.
+      mistake: what is wrong.
       old: the text, found once in the base's source.
-      new: what stands there instead.
-      kind: the check that is due to catch it; a mistake for gradgradcheck leaves the first derivative right.
+      new: what replaces it.
+      kind: the check that catches it; a mistake for gradgradcheck leaves the first derivative right.
     """
 
     base: Base
@@ -219,9 +203,7 @@ def softmax(lib):
         ("eps missing", "normalize(x, 0.05)\n        h", "normalize(x, 0.0)\n        h"),
         ("stale value", "(g * normal).sum(0)", "(g * x).sum(0)"),
     ],
-    second=[
-        ("scale cut off", "return h * scale", "return h * lib.detach(scale)"),
-    ],
+    second=[("scale cut off", "return h * scale", "return h * lib.detach(scale)")],
 )
 def layer_norm(lib):
     def normalize(x, eps):
@@ -278,9 +260,7 @@ def cross_entropy(lib):
         ("off by one", "g * x[k : k + 5]", "g * x[2 - k : 7 - k]"),
         ("border dropped", "(g * x[k : k + 5]).sum()", "(g * x[k : k + 5])[:-1].sum()"),
     ],
-    second=[
-        ("weight cut off", "w[k] * spread", "lib.detach(w[k]) * spread"),
-    ],
+    second=[("weight cut off", "w[k] * spread", "lib.detach(w[k]) * spread")],
 )
 def convolution(lib):
     def spread(g, k):
@@ -304,9 +284,7 @@ def convolution(lib):
         ("wrapped around", "if t > 0 else 0 * h[0]", ""),
         ("not accumulated", "grad_a + (carried", "(carried"),
     ],
-    second=[
-        ("state cut off", "before = h[t - 1]", "before = lib.detach(h)[t - 1]"),
-    ],
+    second=[("state cut off", "before = h[t - 1]", "before = lib.detach(h)[t - 1]")],
 )
 def recurrence(lib):
     def forward(x, a):
@@ -370,9 +348,7 @@ def quadratic_form(lib):
         ("wrong off the diagonal", "-lib.m.outer(u, y)", "-lib.m.diag(u * y)"),
         ("input for result", "outer(u, y)", "outer(u, b)"),
     ],
-    second=[
-        ("result cut off", "outer(u, y)", "outer(u, lib.detach(y))"),
-    ],
+    second=[("result cut off", "outer(u, y)", "outer(u, lib.detach(y))")],
 )
 def solve(lib):
     def backward(g, a, b, y):
@@ -557,74 +533,13 @@ def undefined_gradients(lib):
     return rule(lib, lambda x, y: (x * y, lib.m.sin(x)), backward, materialize=False)
 
 
-Check = Callable[[Kind, Define, tuple[Any, ...]], bool]  # whether it passes
-
-
-def _gradcheck(library: Callable[[], Any], fast: bool) -> Check:
-    def passes(kind: Kind, define: Define, args: tuple[Any, ...]) -> bool:
-        said = verdict(library(), kind, define(library()), args, fast_mode=fast)
-        assert said != "refuses", "the check did not get as far as a verdict"
-        return said == "passes"
-
-    return passes
-
-
-def _check_grads(kind: Kind, define: Define, args: tuple[Any, ...]) -> bool:
-    """`jax.test_util.check_grads`, of the first derivatives or of the first two."""
-    np.random.seed(0)  # check_grads projects on random vectors
-    chosen = [i for i, x in enumerate(args) if np.issubdtype(x.dtype, np.inexact)]
-    with jax.enable_x64(True):
-        f = define(Jax)
-
-        def of_chosen(*values: Any) -> Any:
-            full = dict(enumerate(args)) | dict(zip(chosen, values, strict=True))
-            return f(*full.values())
-
-        order = 1 if kind == "gradcheck" else 2
-        try:
-            jax.test_util.check_grads(of_chosen, [args[i] for i in chosen], order=order, modes=["rev"])
-        except AssertionError:
-            return False
-    return True
-
-
-CHECKS: dict[str, Check] = {
-    "jaxfn full": _gradcheck(lambda: Jax, fast=False),
-    "jaxfn fast": _gradcheck(lambda: Jax, fast=True),
-    "torch full": _gradcheck(torch_library, fast=False),
-    "torch fast": _gradcheck(torch_library, fast=True),
-    "check_grads": _check_grads,
+# torch compares within a relative 1e-3, and looks for no gradient that does not depend on an input.
+MISSED_BY_TORCH = {
+    "tanh: factor 1.001",
+    "tanh: factor 0.999",
+    "linear: factor 1.001",
+    "linear: gradient cut off",
+    "quadratic_form: factor 1.001",
+    "quadratic_form: factor 0.999",
+    "complex_product: factor 1.001",
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.support.gradcheck_mutants", description="Who catches which planted mistake."
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="how many inputs the right versions are checked on")
-    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), help="columns of the table")
-    options = parser.parse_args()
-    checks = {name: CHECKS[name] for name in options.only}
-    caught = dict.fromkeys(checks, 0)
-    for mutant in MUTANTS:
-        args = generated(mutant.base.inputs, 0)
-        missed = [name for name, passes in checks.items() if passes(mutant.kind, mutant.define, args)]
-        for name in checks.keys() - missed:
-            caught[name] += 1
-        print(f"{mutant.kind:13} {mutant}{'  MISSED by ' + ', '.join(missed) if missed else ''}", flush=True)
-    alarms = dict.fromkeys(checks, 0)
-    for each in BASES:
-        define = functools.cache(each.define)  # the same Function each time: nothing is compiled anew for a seed
-        for seed in range(options.seeds):
-            for kind in ("gradcheck", "gradgradcheck"):
-                for name, passes in checks.items():
-                    if not passes(kind, define, generated(each.inputs, seed)):
-                        print(f"{kind:13} {each}, right, seed {seed}  FALSE ALARM by {name}", flush=True)
-                        alarms[name] += 1
-    print(f"\n{'':12} {'caught':>9} of {len(MUTANTS)} {'false alarms':>14} of {len(BASES) * 2 * options.seeds}")
-    for name in checks:
-        print(f"{name:12} {caught[name]:9} {alarms[name]:14}")
-
-
-if __name__ == "__main__":
-    main()

@@ -16,11 +16,19 @@ import numpy as np
 
 import jaxfn
 
-F32 = "float32"
+CHECKS = (
+    "outputs", "gradients", "vacuous", "determinism", "scales", "constants", "jit", "padding", "vmap", "undefined",
+    "undifferentiated", "subsets", "sizes", "donation", "shard",
+)  # fmt: skip
+
+
+def all_but(*checks: str) -> list[str]:
+    """The checks to skip, so that these alone are made beside those of outputs and gradients; others compile more."""
+    return [check for check in CHECKS if check not in ("outputs", "gradients", *checks)]
 
 
 def shape(*sizes):
-    return jax.ShapeDtypeStruct(sizes, F32)
+    return jax.ShapeDtypeStruct(sizes, "float32")
 
 
 @dataclass(frozen=True)
@@ -85,82 +93,6 @@ def backward(ctx, grad_output):
 )
 
 
-def attention(q, k, v):
-    logits = q @ k.T / np.sqrt(q.shape[-1]).astype(q.dtype)
-    seen = jnp.arange(len(q))[:, None] >= jnp.arange(len(k))
-    return jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), -1) @ v
-
-
-ATTENTION = Kernel(
-    """
-def probabilities(q, k, top, norm):
-    rows, columns = jnp.arange(len(q))[:, None], jnp.arange(len(k))
-    logits = q @ k.T * q.shape[-1] ** -0.5
-    masked = jnp.where(rows >= columns, logits, -jnp.inf)
-    if top is None:
-        top = masked.max(-1, keepdims=True)
-        norm = jnp.exp(masked - top).sum(-1, keepdims=True)
-    return jnp.exp(masked - top) / norm, top, norm
-
-def forward(ctx, q, k, v):
-    ctx.dtype = q.dtype
-    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-    p, top, norm = probabilities(q, k, None, None)
-    output = p @ v
-    ctx.save_for_backward(q, k, v, top, norm, output)
-    return output.astype(ctx.dtype)
-
-def backward(ctx, grad_output):
-    q, k, v, top, norm, output = ctx.saved_tensors
-    g = grad_output.astype(jnp.float32)
-    p, _, _ = probabilities(q, k, top, norm)
-    delta = (g * output).sum(-1, keepdims=True)
-    grad_p = g @ v.T
-    scale = q.shape[-1] ** -0.5
-    grad_logits = p * (grad_p - delta) * scale
-    return grad_logits @ k, grad_logits.T @ q, p.T @ g
-""",
-    attention,
-    (shape(11, 4), shape(11, 4), shape(11, 4)),
-)
-
-
-def cross_entropy(logits, labels):
-    picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
-    return jax.nn.logsumexp(logits, -1) - picked
-
-
-CROSS_ENTROPY = Kernel(
-    """
-BLOCK = 4
-
-def padded(logits):
-    left = -logits.shape[1] % BLOCK
-    return jnp.pad(logits.astype(jnp.float32), ((0, 0), (0, left)), constant_values=-jnp.inf)
-
-def forward(ctx, logits, labels):
-    blocks = padded(logits).reshape(len(logits), -1, BLOCK)
-    top, total = jnp.full(len(logits), -jnp.inf), jnp.zeros(len(logits))
-    for i in range(blocks.shape[1]):
-        block = blocks[:, i]
-        now = jnp.maximum(top, block.max(-1))
-        total = total * jnp.exp(top - now) + jnp.exp(block - now[:, None]).sum(-1)
-        top = now
-    lse = top + jnp.log(total)
-    ctx.save_for_backward(logits, labels, lse)
-    return (lse - logits[jnp.arange(len(logits)), labels]).astype(logits.dtype)
-
-def backward(ctx, grad_output):
-    logits, labels, lse = ctx.saved_tensors
-    p = jnp.exp(logits.astype(jnp.float32) - lse[:, None])
-    p = p.at[jnp.arange(len(logits)), labels].add(-1)
-    return p * grad_output[:, None], None
-""",
-    cross_entropy,
-    (shape(5, 10), np.array([3, 0, 9, 4, 4])),
-)
-
-
 def moments(x, weight):
     mean = (x * weight).mean(0)
     return mean, ((x * weight - mean) ** 2).mean(0)
@@ -214,8 +146,6 @@ def backward(ctx, grad_output):
 
 KERNELS = {
     "layer norm": LAYER_NORM,
-    "attention": ATTENTION,
-    "cross entropy": CROSS_ENTROPY,
     "moments": MOMENTS,
     "doubled": DOUBLED,
 }
@@ -234,59 +164,23 @@ _COUNTS = """
     calls[0] += 1.0
     return 2 * x * calls[0]"""
 
-# (kernel, what is replaced, by what, the check that must find it)
+# (kernel, what is replaced, by what, the check that must find it); more mistakes of formulas are in `pallas_faults`
 FAULTS = [
     # Forward: the formula.
-    ("layer norm", "y * weight + bias", "y * weight", "outputs"),
     ("layer norm", "y * weight + bias", "y * bias + weight", "outputs"),
-    ("layer norm", "+ 1e-5)", "+ 1e-3)", "outputs"),
-    ("layer norm", "jnp.mean(centred * centred, -1", "jnp.sum(centred * centred, -1", "outputs"),
-    ("layer norm", "return (y * weight + bias)", "return 0 * (y * weight + bias)", "outputs"),
     ("layer norm", "return (y * weight + bias)", "return 1.0001 * (y * weight + bias)", "outputs"),
     ("layer norm", "mean = jnp.mean(x, -1, keepdims=True)", "mean = jnp.mean(x[:, :-1], -1, keepdims=True)", "outputs"),
     ("layer norm", "x = x.astype(jnp.float32)", "x = x.astype(jnp.bfloat16)", "outputs"),
-    ("attention", "rows >= columns", "rows > columns - 2", "outputs"),
-    ("attention", "rows >= columns", "rows >= 0 * columns", "outputs"),
-    ("attention", "q @ k.T * q.shape[-1] ** -0.5", "q @ k.T", "outputs"),
-    ("attention", "q @ k.T * q.shape[-1] ** -0.5", "k @ q.T * q.shape[-1] ** -0.5", "outputs"),
-    ("attention", "output = p @ v", "output = p[:, 1:] @ v[1:]", "outputs"),
-    ("attention", "output = p @ v", "output = p @ k", "outputs"),
-    ("attention", "output = p @ v", "output = (p.astype(jnp.bfloat16) @ v.astype(jnp.bfloat16)) * 1.0", "outputs"),
-    ("attention", "top = masked.max(-1, keepdims=True)", "top = jnp.zeros((len(q), 1))", "scales"),
-    ("cross entropy", "range(blocks.shape[1])", "range(blocks.shape[1] - 1)", "outputs"),
-    ("cross entropy", "range(blocks.shape[1])", "range(1, blocks.shape[1])", "outputs"),
-    ("cross entropy", "total * jnp.exp(top - now) +", "total +", "outputs"),
-    ("cross entropy", "now = jnp.maximum(top, block.max(-1))", "now = jnp.zeros(len(logits))", "scales"),
-    ("cross entropy", "constant_values=-jnp.inf", "constant_values=0.0", "outputs"),
     ("moments", "mean = y.mean(0)\n", "mean = y.sum(0) / (len(x) - 1)\n", "outputs"),
     # Backward.
     ("layer norm", "scaled - first - second * y", "scaled - second * y", "gradients"),
-    ("layer norm", "scaled - first - second * y", "scaled - first", "gradients"),
-    ("layer norm", "scaled = g * weight", "scaled = g", "gradients"),
     ("layer norm", "jnp.sum(g * y, 0)", "jnp.mean(g * y, 0)", "gradients"),
-    ("layer norm", "jnp.sum(g * y, 0)", "(g * y)[0]", "gradients"),
-    ("layer norm", "jnp.sum(g, 0)", "jnp.sum(g[:-1], 0)", "gradients"),
     ("layer norm", "jnp.sum(g, 0)", "jnp.sum(g.astype(jnp.bfloat16), 0)", "gradients"),
     ("layer norm", "return grad_x, grad_weight, grad_bias", "return grad_x, grad_bias, grad_weight", "gradients"),
-    ("layer norm", "return grad_x, grad_weight, grad_bias", "return 2 * grad_x, grad_weight, grad_bias", "gradients"),
-    ("layer norm", "return grad_x, grad_weight, grad_bias", "return None, None, None", "gradients"),
-    ("layer norm", "return grad_x, grad_weight, grad_bias", "return grad_x, 0 * grad_weight, grad_bias", "gradients"),
     ("layer norm", "g = grad_output.astype(jnp.float32)", "g = jnp.ones(grad_output.shape)", "gradients"),
-    ("attention", "grad_p - delta", "grad_p", "gradients"),
-    ("attention", "(grad_p - delta) * scale", "(grad_p - delta)", "gradients"),
-    ("attention", "grad_logits.T @ q", "grad_logits @ q", "gradients"),
-    ("attention", "return grad_logits @ k", "return grad_logits @ v", "gradients"),
-    ("attention", "p.T @ g", "p[1:].T @ g[1:]", "gradients"),
-    ("attention", "delta = (g * output)", "delta = (g * g)", "gradients"),
-    ("cross entropy", ".add(-1)", ".add(0)", "gradients"),
-    ("cross entropy", ".add(-1)", ".set(-1)", "gradients"),
-    ("cross entropy", "return p * grad_output[:, None], None", "return p, None", "gradients"),
-    ("cross entropy", "- lse[:, None])", "- lse[:1, None])", "gradients"),
     ("moments", "2 / len(x) * (y", "2 * (y", "gradients"),
     # What shows in one circumstance only.
-    ("cross entropy", "blocks = padded(logits)", "blocks = padded(logits)[:, :12]", "sizes"),
     ("layer norm", "jnp.sum(g, 0)", "g[:8].sum(0)", "sizes"),
-    ("attention", "p.T @ g", "p[:12].T @ g[:12]", "sizes"),
     ("moments", "if grad_variance is not None:", "if grad_mean is not None:", "undefined"),
     ("moments", "if grad_mean is not None:", "if True:", "undefined"),
     ("moments", "if ctx.needs_input_grad[1] else None", "if ctx.needs_input_grad[0] else None", "subsets"),

@@ -1,8 +1,8 @@
-"""What tests are marked with: rows of the contract, the lane, and what JAX's coming implementations do otherwise."""
+"""What tests are marked with: rows of the contract, slow tests, and what JAX's experimental implementations do otherwise."""
 
 import itertools
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,6 @@ import pytest
 row = pytest.mark.row
 # Runs with `--all` only: it takes long, and a quicker test is about the same row.
 slow = pytest.mark.slow
-
-sampled = pytest.mark.sampled
 
 
 def cells(names: str, quick: Sequence[Any], *values: Iterable[Any], ids: Any = None) -> pytest.MarkDecorator:
@@ -34,12 +32,7 @@ def cells(names: str, quick: Sequence[Any], *values: Iterable[Any], ids: Any = N
     return pytest.mark.parametrize(names, [*quick, *rest], ids=ids)
 
 
-def lane_cases(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
-    """The values of a parameter, all but these few slow."""
-    return [pytest.param(value, marks=() if value in quick else slow) for value in values]
-
-
-# JAX's coming implementations, which are switched on in the environment.
+# JAX's experimental implementations, which are switched on in the environment.
 COMING = bool(int(os.environ.get("JAX_CUSTOM_VJP3", "0")))
 ALL_PERTURBED = pytest.mark.xfail(
     COMING, reason="JAX_REMAT3 says that every input of a checkpoint is perturbed", strict=False

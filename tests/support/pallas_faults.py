@@ -1,15 +1,11 @@
 """Faults planted in the kernels of `examples/kernels`, and which check of kernelcheck finds each.
 
-A fault is one piece of text replaced in one function or class of a file. `python -m tests.support.pallas_faults` prints
-who finds what.
+A fault is one piece of text replaced in one function or class of a file.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import time
-from collections import Counter
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,6 +16,7 @@ import numpy as np
 
 import jaxfn
 from tests.support.kernel_examples import ATTENTION, CAUSAL, CROSS_ENTROPY, FOLDER, LAYER_NORM, Change, Kernel, small
+from tests.support.kernel_faults import all_but
 
 
 @dataclass(frozen=True)
@@ -70,17 +67,11 @@ def inputs(kernel: Kernel) -> tuple[Any, ...]:
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(2, 35, 5), (2, 37, 5), (2, 37, 7)])
 
 
-CHECKS = (
-    "outputs", "gradients", "vacuous", "determinism", "scales", "constants", "jit", "padding", "vmap", "undefined",
-    "subsets", "sizes", "donation", "shard",
-)  # fmt: skip
-
-
 def found_by(fault: Fault) -> list[str]:
-    """The checks that find it, of those that are due to; the others would compile more programs."""
+    """The checks that find it, of those of outputs and gradients and the one that is due to."""
     plain = fault.kernel.plain(small(fault.kernel.module))
     function = fault.kernel.of(fault.module())
-    skip = [check for check in CHECKS if check not in ("outputs", "gradients", fault.check)]
+    skip = all_but(fault.check)
     dtypes = ["float32", "bfloat16"] if fault.check else ["float32"]
     report = jaxfn.kernelcheck(function, plain, inputs(fault.kernel), dtypes=dtypes, skip=skip, raise_exception=False)
     return list(dict.fromkeys(f"{row.check} ({row.dtype})" for row in report.failures))
@@ -98,87 +89,29 @@ planted(
     "_forward_kernel",
     ("no mask", "jnp.where(within(x.shape, num_left, width), x - mean, 0)", "x - mean"),
     ("mask one column short", "within(x.shape, num_left, width)", "within(x.shape, num_left, width - 1)"),
-    ("mask one column too far", "within(x.shape, num_left, width)", "within(x.shape, num_left, width + 1)"),
     ("eps dropped", "variance + eps", "variance"),
-    ("eps after the root", "rsqrt(variance + eps)", "rsqrt(variance) + eps"),
-    ("eps squared", "variance + eps", "variance + eps * eps"),
-    ("mean not divided", "keepdims=True) / width\n    centered", "keepdims=True)\n    centered"),
-    ("mean over the padding", "keepdims=True) / width\n    centered", "keepdims=True) / x.shape[1]\n    centered"),
-    ("variance not divided", "keepdims=True) / width\n    rstd", "keepdims=True)\n    rstd"),
-    ("variance over the padding", "keepdims=True) / width\n    rstd", "keepdims=True) / x.shape[1]\n    rstd"),
     ("variance of a sample", "keepdims=True) / width\n    rstd", "keepdims=True) / (width - 1)\n    rstd"),
     ("variance with cancellation", "jnp.sum(centered * centered, axis=1, keepdims=True) / width",
      "jnp.sum(x * x, axis=1, keepdims=True) / width - mean * mean", "constants"),
-    ("absolute deviation", "centered * centered", "jnp.abs(centered)"),
-    ("no weight", "centered * rstd * weight + bias", "centered * rstd + bias"),
-    ("no bias", "centered * rstd * weight + bias", "centered * rstd * weight"),
     ("weight and bias swapped", "centered * rstd * weight + bias", "centered * rstd * bias + weight"),
-    ("not divided", "centered * rstd * weight", "centered * weight"),
-    ("divided twice", "centered * rstd * weight", "centered * rstd * rstd * weight"),
-    ("root for its inverse", "jax.lax.rsqrt", "jnp.sqrt"),
     ("mean not taken off", "x - mean", "x"),
-    ("mean added", "x - mean", "x + mean"),
-    ("zeros everywhere", "store(y_ref, centered", "store(y_ref, 0 * centered"),
-    ("bf16 accumulation of the mean", "jnp.sum(x, axis=1, keepdims=True) / width",
-     "jnp.sum(x, axis=1, keepdims=True, dtype=jnp.bfloat16) / width"),
-    ("bf16 accumulation of the variance", "jnp.sum(centered * centered, axis=1, keepdims=True)",
-     "jnp.sum(centered * centered, axis=1, keepdims=True, dtype=jnp.bfloat16)"),
     ("input rounded", "load(x_ref, num_left, width)", "load(x_ref, num_left, width).astype(jnp.bfloat16)"),
-    ("mean never written", "    store(mean_ref, mean, num_left, 1)\n", ""),
-    ("deviation never written", "    store(rstd_ref, rstd, num_left, 1)\n", ""),
-    ("variance written for deviation", "store(rstd_ref, rstd", "store(rstd_ref, variance"),
-    ("deviation written for mean", "store(mean_ref, mean", "store(mean_ref, rstd"),
     ("off by one block", "pl.program_id(1) * x_ref.shape[0]", "(pl.program_id(1) + 1) * x_ref.shape[0]"),
-    ("one row too few read", "load(x_ref, num_left, width)", "load(x_ref, num_left - 1, width)"),
     ("one column too few read", "load(x_ref, num_left, width)", "load(x_ref, num_left, width - 1)"),
-    ("one column of the weight too few read", "load(weight_ref, 1, width)", "load(weight_ref, 1, width - 1)"),
     ("read out of bounds", "load(x_ref, num_left, width)", "load(x_ref, num_left, 2 * width)"),
 )  # fmt: skip
 planted(
     LAYER_NORM,
     "_backward_kernel",
-    ("gradient through the mean dropped", "scaled - by_mean - normalized", "scaled - normalized"),
     ("gradient through the deviation dropped", "scaled - by_mean - normalized * by_deviation", "scaled - by_mean"),
-    ("wrong sign of the mean", "scaled - by_mean", "scaled + by_mean"),
-    ("wrong sign of the deviation", "- normalized * by_deviation", "+ normalized * by_deviation"),
-    ("mean N times", "jnp.sum(scaled, axis=1, keepdims=True) / width", "jnp.sum(scaled, axis=1, keepdims=True)"),
-    ("deviation N times", "jnp.sum(scaled * normalized, axis=1, keepdims=True) / width",
-     "jnp.sum(scaled * normalized, axis=1, keepdims=True)"),
-    ("mean over the padding", "jnp.sum(scaled, axis=1, keepdims=True) / width",
-     "jnp.sum(scaled, axis=1, keepdims=True) / x.shape[1]"),
-    ("deviation over the padding", "jnp.sum(scaled * normalized, axis=1, keepdims=True) / width",
-     "jnp.sum(scaled * normalized, axis=1, keepdims=True) / x.shape[1]"),
     ("scale missing", "store(grad_x_ref, rstd * (scaled", "store(grad_x_ref, (scaled"),
-    ("scale squared", "store(grad_x_ref, rstd * (scaled", "store(grad_x_ref, rstd * rstd * (scaled"),
     ("no weight", "scaled = grad_y * load(weight_ref, 1, width)", "scaled = grad_y"),
-    ("mean without the weight", "by_mean = jnp.sum(scaled,", "by_mean = jnp.sum(grad_y,"),
     ("deviation without the weight", "jnp.sum(scaled * normalized, axis=1", "jnp.sum(grad_y * normalized, axis=1"),
-    ("weight's gradient by x", "jnp.sum(grad_y * normalized, axis=0", "jnp.sum(grad_y * x, axis=0"),
     ("weight's gradient a mean", "jnp.sum(grad_y * normalized, axis=0", "jnp.mean(grad_y * normalized, axis=0"),
-    ("bias' gradient a mean", "jnp.sum(grad_y, axis=0", "jnp.mean(grad_y, axis=0"),
-    ("sums swapped", "store(grad_weight_ref, jnp.sum(grad_y * normalized, axis=0, keepdims=True), 1, width)\n"
-     "    store(grad_bias_ref, jnp.sum(grad_y, axis=0, keepdims=True), 1, width)",
-     "store(grad_bias_ref, jnp.sum(grad_y * normalized, axis=0, keepdims=True), 1, width)\n"
-     "    store(grad_weight_ref, jnp.sum(grad_y, axis=0, keepdims=True), 1, width)"),
     ("reduction over rows dropped", "jnp.sum(grad_y, axis=0, keepdims=True)", "grad_y[:1]"),
     ("rows beyond the array summed", "num_rows - pl.program_id(1) * x_ref.shape[0]", "num_rows"),
-    ("one row too many summed", "num_rows - pl", "num_rows + 1 - pl"),
     ("one row too few summed", "num_rows - pl", "num_rows - 1 - pl"),
-    ("zeros for x", "store(grad_x_ref, rstd", "store(grad_x_ref, 0 * rstd"),
     ("zeros for the weight", "store(grad_weight_ref, jnp", "store(grad_weight_ref, 0 * jnp"),
-    ("zeros for the bias", "store(grad_bias_ref, jnp", "store(grad_bias_ref, 0 * jnp"),
-    ("bias never written", "    store(grad_bias_ref, jnp.sum(grad_y, axis=0, keepdims=True), 1, width)\n", ""),
-    ("bf16 accumulation for the weight", "jnp.sum(grad_y * normalized, axis=0, keepdims=True)",
-     "jnp.sum(grad_y * normalized, axis=0, keepdims=True, dtype=jnp.bfloat16)"),
-    ("bf16 accumulation for the bias", "jnp.sum(grad_y, axis=0, keepdims=True)",
-     "jnp.sum(grad_y, axis=0, keepdims=True, dtype=jnp.bfloat16)"),
-    ("bf16 accumulation along a row", "jnp.sum(scaled, axis=1, keepdims=True)",
-     "jnp.sum(scaled, axis=1, keepdims=True, dtype=jnp.bfloat16)"),
-    ("mean not taken off", "(x - mean) * rstd", "x * rstd"),
-    ("not divided", "(x - mean) * rstd", "(x - mean)"),
-    ("one column of the gradient too few read", "load(grad_y_ref, num_left, width)",
-     "load(grad_y_ref, num_left, width - 1)"),
-    ("x read for the gradient", "load(grad_y_ref, num_left", "load(x_ref, num_left"),
     ("transposed by accident", "by_mean = jnp.sum(scaled, axis=1, keepdims=True)",
      "by_mean = jnp.sum(scaled, axis=0, keepdims=True)"),
 )  # fmt: skip
@@ -186,15 +119,9 @@ planted(
     LAYER_NORM,
     "LayerNorm",
     ("weight's gradient of the first block alone", "grad_weight.sum(1)", "grad_weight[:, 0]"),
-    ("bias' gradient of the first block alone", "grad_bias.sum(1)", "grad_bias[:, 0]"),
-    ("mean over blocks", "grad_weight.sum(1)", "grad_weight.mean(1)"),
-    ("gradients swapped", "grad_weight.sum(1), grad_bias.sum(1)", "grad_bias.sum(1), grad_weight.sum(1)"),
     ("no gradient of the bias", "grad_bias.sum(1)", "None"),
-    ("twice the gradient", "return grad_x,", "return 2 * grad_x,"),
     ("mean and deviation saved the wrong way", "mean=mean, rstd=rstd", "mean=rstd, rstd=mean"),
     ("the rows of the last block dropped", "pl.cdiv(num_rows, size)", "(num_rows // size)"),
-    ("mean kept in bf16", "numbers(Array((batch, num_rows, 1), jnp.float32), size),\n                numbers",
-     "numbers(Array((batch, num_rows, 1), jnp.bfloat16), size),\n                numbers"),
     ("weight saved for x", "x=inputs[0]", "x=0 * inputs[0] + inputs[1]"),
     ("output rounded", "Array((batch, num_rows, width), x.dtype)", "Array((batch, num_rows, width), jnp.bfloat16)"),
 )  # fmt: skip
@@ -202,110 +129,54 @@ planted(
     LAYER_NORM,
     "LayerNormGradient",
     ("the rows of the last block dropped", "steps = pl.cdiv(num_rows, size)", "steps = num_rows // size"),
-    ("sums in bf16", "width), jnp.float32)", "width), jnp.bfloat16)"),
     ("each step writes to the first", "lambda step: (step, 0, 0)", "lambda step: (0, 0, 0)"),
     ("x for the gradient", "rows(grad_y, size)", "rows(x, size)"),
-    ("mean and deviation swapped", "numbers(mean, size),\n                numbers(rstd, size)",
-     "numbers(rstd, size),\n                numbers(mean, size)"),
-    ("gradient rounded", "Array((batch, num_rows, width), x.dtype)", "Array((batch, num_rows, width), jnp.bfloat16)"),
 )  # fmt: skip
 planted(
     CROSS_ENTROPY,
     "_forward_kernel",
     ("words beyond the vocabulary summed", "jnp.where(word < num_words, logits, -jnp.inf)", "logits"),
     ("mask one word short", "word < num_words", "word < num_words - 1"),
-    ("mask one word too far", "word < num_words", "word <= num_words"),
-    ("label off by one", "word == labels", "word == labels + 1"),
     ("label within the block", "word = i * words + jax", "word = jax"),
     ("last block dropped", "pl.cdiv(num_words, words)", "num_words // words"),
-    ("first block dropped", "fori_loop(0, ", "fori_loop(1, "),
     ("sum not rescaled", "total * jnp.exp(largest - new)", "total"),
-    ("sum rescaled the wrong way", "jnp.exp(largest - new)", "jnp.exp(new - largest)"),
     ("largest of the block alone", "jnp.maximum(largest, jnp.max(logits, axis=1, keepdims=True))",
      "jnp.max(logits, axis=1, keepdims=True)", "scales"),
-    ("no largest", "jnp.maximum(largest, jnp.max(logits, axis=1, keepdims=True))", "jnp.zeros_like(largest)", "scales"),
-    ("largest not added", "log_sum = largest + jnp.log(total)", "log_sum = jnp.log(total)"),
     ("no logarithm", "largest + jnp.log(total)", "largest + total"),
     ("logit of the label not summed over blocks", "of_label += jnp.sum(", "of_label = jnp.sum("),
-    ("sum of the last block alone", "total = total * jnp.exp(largest - new) + jnp", "total = jnp"),
-    ("wrong sign", "log_sum - of_label", "of_label - log_sum"),
-    ("label not taken off", "log_sum - of_label", "log_sum"),
-    ("ignored rows have a loss", "jnp.where(labels == ignored, 0, jnp.where(is_word, log_sum - of_label, jnp.nan))",
-     "log_sum - of_label"),
-    ("zeros everywhere", "store(loss_ref, loss,", "store(loss_ref, 0 * loss,"),
     ("sum never written", "    store(log_sum_ref, log_sum, num_left, 1)\n", ""),
-    ("loss written for the sum", "store(log_sum_ref, log_sum,", "store(log_sum_ref, loss,"),
-    ("largest written for the sum", "store(log_sum_ref, log_sum,", "store(log_sum_ref, largest,"),
-    ("off by one block of rows", "num_rows - pl.program_id(1) * hidden_ref.shape[0]",
-     "num_rows - (pl.program_id(1) + 1) * hidden_ref.shape[0]"),
-    ("off by one block of words", "at=pl.ds(i * words, words)", "at=pl.ds(jnp.maximum(i - 1, 0) * words, words)"),
-    ("off by one word", "word = i * words", "word = 1 + i * words"),
     ("stale accumulator", "new, total, of_label\n\n", "new, total, so_far[2]\n\n"),
     ("one column too few", "num_words - i * words, width, at", "num_words - i * words, width - 1, at"),
-    ("one word too few", "num_words - i * words, width, at", "num_words - 1 - i * words, width, at"),
-    ("bf16 logits", "logits = dot(hidden, weight, 1, 1)", "logits = dot(hidden, weight, 1, 1).astype(jnp.bfloat16)"),
-    ("bf16 accumulation", "return new, total, of_label",
-     "return new, total.astype(jnp.bfloat16).astype(jnp.float32), of_label"),
-    ("exp2 for exp", "jnp.sum(jnp.exp(logits - new)", "jnp.sum(jnp.exp2(logits - new)"),
     ("read out of bounds", "num_words - i * words, width, at", "num_words + words - i * words, 2 * width, at"),
 )  # fmt: skip
 planted(
     CROSS_ENTROPY,
     "_grad_logits",
     ("label not taken off", " - (word == labels)", ""),
-    ("label added", "- (word == labels)", "+ (word == labels)"),
-    ("label off by one", "(word == labels)", "(word + 1 == labels)"),
     ("label within the block", "word = first_word + jax", "word = jax"),
     ("not normalized", "jnp.exp(logits - log_sum)", "jnp.exp(logits)"),
-    ("normalized the wrong way", "logits - log_sum", "logits + log_sum"),
     ("scale missing", "grad_loss * (softmax", "(softmax"),
-    ("scale added", "grad_loss * (softmax", "grad_loss + (softmax"),
-    ("ignored rows have a gradient",
-     "grad_loss = jnp.where(labels == ignored, 0, jnp.where(is_word, grad_loss, jnp.nan))", ""),
     ("the others are ignored", "labels == ignored, 0,", "labels != ignored, 0,"),
-    ("twice", "return grad_loss *", "return 2 * grad_loss *"),
     ("bf16 logits", "logits = dot(hidden, weight, 1, 1)", "logits = dot(hidden, weight, 1, 1).astype(jnp.bfloat16)"),
-    ("exp2 for exp", "jnp.exp(", "jnp.exp2("),
     ("a probability's derivative", "(softmax - (word == labels))", "softmax * (1 - softmax)"),
 )  # fmt: skip
 planted(
     CROSS_ENTROPY,
     "_hidden_kernel",
     ("last block dropped", "pl.cdiv(num_words, words)", "num_words // words"),
-    ("first block dropped", "fori_loop(0, ", "fori_loop(1, "),
     ("block alone", "return grad_hidden + dot", "return dot"),
-    ("wrong sign", "return grad_hidden + dot", "return grad_hidden - dot"),
-    ("accumulator not started at zero", "zeros = jnp.zeros(hidden.shape, jnp.float32)",
-     "zeros = hidden.astype(jnp.float32)"),
-    ("bf16 accumulation", "return grad_hidden + dot(grad.astype(weight.dtype), weight, 1, 0)",
-     "return (grad_hidden + dot(grad.astype(weight.dtype), weight, 1, 0)).astype(jnp.bfloat16).astype(jnp.float32)"),
     ("gradient of logits rounded", "grad.astype(weight.dtype)", "grad.astype(jnp.bfloat16).astype(weight.dtype)"),
-    ("hidden for weight", "dot(grad.astype(weight.dtype), weight, 1, 0)",
-     "dot(grad.astype(weight.dtype), hidden, 1, 0)"),
-    ("off by one block of words", "at=pl.ds(i * words, words)", "at=pl.ds(jnp.maximum(i - 1, 0) * words, words)"),
     ("wrong first word", "grad_loss, i * words,", "grad_loss, (i + 1) * words,"),
-    ("zeros", "store(grad_hidden_ref, jax", "store(grad_hidden_ref, 0 * jax"),
-    ("one column too few written", "zeros), num_left, width)", "zeros), num_left, width - 1)"),
-    ("off by one block of rows", "num_rows - pl.program_id(1)", "num_rows - (1 + pl.program_id(1))"),
     ("read out of bounds", "num_words - i * words, width, at", "num_words + words - i * words, 2 * width, at"),
 )  # fmt: skip
 planted(
     CROSS_ENTROPY,
     "_weight_kernel",
     ("last block dropped", "pl.cdiv(num_rows, size)", "num_rows // size"),
-    ("first block dropped", "fori_loop(0, ", "fori_loop(1, "),
-    ("block alone", "return grad_weight + dot", "return dot"),
-    ("accumulator not started at zero", "zeros = jnp.zeros(weight.shape, jnp.float32)",
-     "zeros = weight.astype(jnp.float32)"),
-    ("bf16 accumulation", "return grad_weight + dot(grad.astype(hidden.dtype), hidden, 0, 0)",
-     "return (grad_weight + dot(grad.astype(hidden.dtype), hidden, 0, 0)).astype(jnp.bfloat16).astype(jnp.float32)"),
     ("transposed", "hidden, 0, 0)", "hidden, 1, 0)"),
-    ("off by one block of rows", "pl.ds(i * size, size)", "pl.ds(jnp.maximum(i - 1, 0) * size, size)"),
     ("rows beyond the array summed", "num_rows - i * size,", "num_rows,"),
-    ("one row too few summed", "num_rows - i * size,", "num_rows - 1 - i * size,"),
     ("wrong first word", "pl.program_id(1) * weight_ref.shape[0]", "pl.program_id(1) * hidden_ref.shape[0]"),
     ("word within the block", "grad_loss, first_word,", "grad_loss, 0,"),
-    ("zeros", "store(grad_weight_ref, jax", "store(grad_weight_ref, 0 * jax"),
     ("mean over rows", "store(grad_weight_ref, jax", "store(grad_weight_ref, 1 / num_rows * jax"),
     ("one word too few written", "zeros), num_words - first_word", "zeros), num_words - 1 - first_word"),
 )  # fmt: skip
@@ -313,41 +184,27 @@ planted(
     CROSS_ENTROPY,
     "CrossEntropy",
     ("no gradient of the weight", "return grad_hidden, grad_weight,", "return grad_hidden, None,"),
-    ("twice the gradient", "return grad_hidden,", "return 2 * grad_hidden,"),
     ("gradients depend on each other", "if ctx.needs_input_grad.hidden else",
      "if ctx.needs_input_grad.weight else", "subsets"),
     ("the rows of the last block dropped", "pl.cdiv(num_rows, size)", "num_rows // size"),
-    ("sum kept in bf16", "[numbers(Array((batch, num_rows, 1), jnp.float32), size)] * 2",
-     "[numbers(Array((batch, num_rows, 1), kind), size) for kind in (jnp.float32, jnp.bfloat16)]"),
 )  # fmt: skip
 planted(
     CAUSAL,
     "_Attention",
     ("scale missing", "self.scale * dot", "dot"),
-    ("scale twice", "self.scale * dot", "self.scale * self.scale * dot"),
     ("mask shows the next key", "column <= first_query", "column <= 1 + first_query"),
     ("mask hides the own key", "column <= first_query", "column < first_query"),
-    ("mask the other way", "column <= first_query", "column >= first_query"),
     ("mask within the block of keys", "column = first_key + jax", "column = jax"),
     ("mask within the block of queries", "column <= first_query + jax", "column <= jax"),
-    ("mask of the wrong axis", "broadcasted_iota(jnp.int32, scores.shape, 0)",
-     "broadcasted_iota(jnp.int32, scores.shape, 1)"),
     ("no mask", "if self.causal:\n            is_seen", "if False:\n            is_seen"),
-    ("zeros for -inf", "jnp.where(is_seen, scores, -jnp.inf)", "jnp.where(is_seen, scores, 0)"),
     ("one block of keys too few", "first_query + self.queries + self.keys - 1,", "first_query + self.queries - 1,"),
-    ("queries start a block late", "jax.lax.div(first_key, self.queries) if",
-     "1 + jax.lax.div(first_key, self.queries) if"),
     ("last block of queries dropped", "pl.cdiv(self.num_queries, self.queries)", "self.num_queries // self.queries"),
-    ("bf16 scores", "self.scale * dot(query, key, 1, 1)", "self.scale * dot(query, key, 1, 1).astype(jnp.bfloat16)"),
-    ("not scaled up to a float32", "self.scale * dot(query, key, 1, 1)",
-     "dot(query * self.scale, key, 1, 1) * (1 + 1e-4)"),
 )  # fmt: skip
 planted(
     ATTENTION,
     "_Attention",
     ("keys beyond the array seen", "column < self.num_keys", "column < self.num_keys + self.keys"),
     ("one key too few seen", "column < self.num_keys", "column < self.num_keys - 1"),
-    ("one key too many seen", "column < self.num_keys", "column <= self.num_keys"),
     ("last block of keys dropped", "num_blocks = pl.cdiv(self.num_keys, self.keys)",
      "num_blocks = self.num_keys // self.keys"),
     ("causal where it is not asked", "if not self.causal:", "if False:"),
@@ -357,109 +214,46 @@ planted(
     "_forward_kernel",
     ("sum not rescaled", "total = rescale * total +", "total = total +"),
     ("output not rescaled", "rescale * output + dot", "output + dot"),
-    ("rescaled the wrong way", "jnp.exp(largest - new)", "jnp.exp(new - largest)"),
     ("largest of the block alone", "jnp.maximum(largest, jnp.max(scores, axis=1, keepdims=True))",
      "jnp.max(scores, axis=1, keepdims=True)", "scales"),
     ("not divided", "output / total", "output"),
-    ("divided twice", "output / total", "output / total / total"),
     ("sum without the logarithm", "largest + jnp.log(total)", "largest + total"),
-    ("largest not kept", "largest + jnp.log(total)", "jnp.log(total)"),
-    ("sum of the last block alone", "total = rescale * total + jnp", "total = jnp"),
     ("output of the last block alone", "rescale * output + dot", "dot"),
-    ("key for value", "load(value_ref, of.num_keys - first_key, of.value_width, at)",
-     "jnp.zeros((of.keys, output.shape[1]), query_ref.dtype) + load(key_ref, of.num_keys - first_key, 1, at)[:, :1]"),
     ("off by one block of keys", "first_key, at = i * of.keys, pl.ds(i * of.keys, of.keys)",
      "first_key, at = i * of.keys, pl.ds(jnp.maximum(i - 1, 0) * of.keys, of.keys)"),
-    ("first block dropped", "fori_loop(0, ", "fori_loop(1, "),
-    ("zeros everywhere", "store(output_ref, output", "store(output_ref, 0 * output"),
     ("sums never written", "    store(log_sum_ref, largest + jnp.log(total), of.num_queries - first_query, 1)\n", ""),
     ("one column of the value too few read", "of.value_width, at)", "of.value_width - 1, at)"),
-    ("one column of the query too few read", "load(query_ref, of.num_queries - first_query, of.width)",
-     "load(query_ref, of.num_queries - first_query, of.width - 1)"),
-    ("one query too few read", "load(query_ref, of.num_queries - first_query, of.width)",
-     "load(query_ref, of.num_queries - 1 - first_query, of.width)"),
-    ("off by one block of queries", "first_query = pl.program_id(1) * of.queries",
-     "first_query = (1 + pl.program_id(1)) * of.queries"),
-    ("bf16 accumulation of the output", "rescale * output + dot(weights.astype(value.dtype), value, 1, 0)",
-     "(rescale * output + dot(weights.astype(value.dtype), value, 1, 0)).astype(jnp.bfloat16).astype(jnp.float32)"),
-    ("bf16 accumulation of the sum", "return new, total,",
-     "return new, total.astype(jnp.bfloat16).astype(jnp.float32),"),
-    ("weights rounded", "weights.astype(value.dtype)", "weights.astype(jnp.bfloat16).astype(value.dtype)"),
-    ("exp2 for exp", "jnp.exp(scores - new)", "jnp.exp2(scores - new)"),
 )  # fmt: skip
 planted(
     CAUSAL,
     "_query_kernel",
     ("shift missing", "(dot(grad_output, value, 1, 1) - shift)", "dot(grad_output, value, 1, 1)"),
-    ("shift added", "1, 1) - shift)", "1, 1) + shift)"),
     ("scale missing", "of.scale * jax", "jax"),
-    ("scale squared", "of.scale * jax", "of.scale * of.scale * jax"),
     ("probabilities missing", "grad_scores = probabilities * (", "grad_scores = ("),
     ("probabilities not normalized", "first_key) - log_sum)", "first_key))"),
-    ("block alone", "return grad_query + dot", "return dot"),
-    ("wrong sign", "return grad_query + dot", "return grad_query - dot"),
-    ("query for key", "dot(grad_scores.astype(key.dtype), key, 1, 0)",
-     "dot(grad_scores.astype(key.dtype), query, 1, 0)"),
-    ("first block dropped", "fori_loop(0, ", "fori_loop(1, "),
-    ("zeros", "store(grad_query_ref, grad_query", "store(grad_query_ref, 0 * grad_query"),
-    ("bf16 accumulation", "return grad_query + dot(grad_scores.astype(key.dtype), key, 1, 0)",
-     "return (grad_query + dot(grad_scores.astype(key.dtype), key, 1, 0)).astype(jnp.bfloat16).astype(jnp.float32)"),
-    ("gradient of scores rounded", "grad_scores.astype(key.dtype)",
-     "grad_scores.astype(jnp.bfloat16).astype(key.dtype)"),
-    ("queries after these seen", "of.scores(query, key, first_query, first_key)",
-     "of.scores(query, key, first_query + 1, first_key)"),
     ("sum and shift swapped", "log_sum, shift = load(log_sum_ref, num_left, 1), load(shift_ref, num_left, 1)",
      "shift, log_sum = load(log_sum_ref, num_left, 1), load(shift_ref, num_left, 1)"),
-    ("one column of the value too few read", "of.value_width, at)", "of.value_width - 1, at)"),
-    ("accumulator not started at zero", "zeros = jnp.zeros(query.shape, jnp.float32)",
-     "zeros = query.astype(jnp.float32)"),
 )  # fmt: skip
 planted(
     CAUSAL,
     "_key_value_kernel",
-    ("shift missing", "(dot(grad_output, value, 1, 1) - shift)", "dot(grad_output, value, 1, 1)"),
-    ("scale missing", "of.scale * grad_key", "grad_key"),
     ("scale on the value too", "store(grad_value_ref, grad_value,", "store(grad_value_ref, of.scale * grad_value,"),
-    ("probabilities missing for the key", "grad_scores = probabilities * (", "grad_scores = ("),
-    ("probabilities not normalized", "first_key) - log_sum)", "first_key))"),
     ("scores for probabilities", "dot(probabilities.astype(value.dtype), grad_output, 0, 0)",
      "dot(grad_scores.astype(value.dtype), grad_output, 0, 0)"),
-    ("block alone for the value", "grad_value += dot", "grad_value = dot"),
     ("block alone for the key", "return grad_key + dot", "return dot"),
     ("stale accumulator", "query, 0, 0), grad_value\n", "query, 0, 0), so_far[1]\n"),
-    ("first block dropped", "fori_loop(*of.query_blocks(first_key),",
-     "fori_loop(1 + of.query_blocks(first_key)[0], of.query_blocks(first_key)[1],"),
-    ("zeros for the key", "store(grad_key_ref, of.scale", "store(grad_key_ref, 0 * of.scale"),
-    ("zeros for the value", "store(grad_value_ref, grad_value", "store(grad_value_ref, 0 * grad_value"),
     ("queries beyond the array summed", "queries_left = of.num_queries - first_query", "queries_left = of.num_queries"),
-    ("one query too few summed", "queries_left = of.num_queries - first_query",
-     "queries_left = of.num_queries - 1 - first_query"),
-    ("off by one block of queries", "pl.ds(i * of.queries, of.queries)",
-     "pl.ds(jnp.maximum(i - 1, 0) * of.queries, of.queries)"),
     ("mask within the block", "of.scores(query, key, first_query, first_key)", "of.scores(query, key, 0, first_key)"),
-    ("bf16 accumulation for the value", "grad_value += dot(probabilities.astype(value.dtype), grad_output, 0, 0)",
-     "grad_value = grad_value + dot(probabilities.astype(value.dtype), grad_output, 0, 0)\n"
-     "        grad_value = grad_value.astype(jnp.bfloat16).astype(jnp.float32)"),
-    ("bf16 probabilities", "probabilities.astype(value.dtype)",
-     "probabilities.astype(jnp.bfloat16).astype(value.dtype)"),
-    ("key and value swapped", "store(grad_value_ref, grad_value, num_left, of.value_width)",
-     "store(grad_value_ref, 0 * grad_value + grad_key[:, :1], num_left, of.value_width)"),
 )  # fmt: skip
 planted(
     CAUSAL,
     "FlashAttention",
-    ("gradients swapped by halves", "return grad_query, grad_key, grad_value,",
-     "return grad_query, -grad_key, grad_value,"),
-    ("no gradient of the value", "return grad_query, grad_key, grad_value,", "return grad_query, grad_key, None,"),
     ("shift of the gradient alone", " * output.astype(jnp.float32), axis=2", ", axis=2"),
-    ("shift a mean", "shift = jnp.sum(", "shift = jnp.mean("),
     ("shift in bf16", "axis=2, keepdims=True)", "axis=2, keepdims=True).astype(jnp.bfloat16).astype(jnp.float32)"),
     ("gradients depend on each other", "if ctx.needs_input_grad.query:", "if ctx.needs_input_grad.key:", "subsets"),
     ("value's gradient with the key's alone", "if ctx.needs_input_grad.key or ctx.needs_input_grad.value:",
      "if ctx.needs_input_grad.key:", "subsets"),
     ("the queries of the last block dropped", "pl.cdiv(of.num_queries, of.queries)", "of.num_queries // of.queries"),
-    ("sums kept in bf16", "Array((batch, of.num_queries, 1), jnp.float32)",
-     "Array((batch, of.num_queries, 1), jnp.bfloat16)"),
     ("key saved for value", "value=value,", "value=jnp.broadcast_to(key[..., :1], value.shape),"),
 )  # fmt: skip
 planted(
@@ -518,25 +312,3 @@ planted(
     ("the last rows not seen", "pl.cdiv(block.array.shape[1], size) * size", "size"),
     file="blocks",
 )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Plants every fault, and prints which checks find it.")
-    parser.add_argument("names", nargs="*", help="only faults with one of these in their name")
-    names = parser.parse_args().names
-    by: Counter[str] = Counter()
-    missed: list[Fault] = []
-    chosen = [fault for fault in FAULTS if not names or any(name in str(fault) for name in names)]
-    for fault in chosen:
-        begin = time.perf_counter()
-        checks = found_by(fault)
-        by.update(checks[:1])
-        missed += [] if checks else [fault]
-        print(f"{fault!s:100} {', '.join(checks) or 'NOT FOUND':40} {time.perf_counter() - begin:5.1f} s", flush=True)
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} found, first by: {dict(by.most_common())}")
-    for fault in missed:
-        print(f"not found: {fault}")
-
-
-if __name__ == "__main__":
-    main()
