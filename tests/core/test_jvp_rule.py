@@ -547,7 +547,7 @@ def test_generate_jvp_rule_and_a_jvp():
             return tangent
 
     for call in (Both.apply, jax.grad(Both.apply), lambda x: tangent_of(Both.apply, x)):
-        with pytest.raises(RuntimeError, match="Both has both generate_jvp_rule=True and a jvp"):
+        with pytest.raises(RuntimeError, match="Both has both generate_jvp_rule=True and its own jvp"):
             call(1.0)
 
 

@@ -372,7 +372,7 @@ def test_torchs_old_style():
     for call in (lambda: Scale(2.0)(X), Scale, lambda: Scale(X)):
         with pytest.raises(TypeError, match="Scale cannot be instantiated") as caught:
             call()
-        assert "call Scale.apply(...)" in str(caught.value) and "an argument of forward" in str(caught.value)
+        assert "Call Scale.apply(...)" in str(caught.value) and "arguments of forward" in str(caught.value)
 
 
 @row("L1")

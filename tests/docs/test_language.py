@@ -41,7 +41,7 @@ HOME_MADE = {
     r"lanes?": "test tier",
     r"likewise": "name the object again",
     r"(?<!there )(?<!There )(?:is|are) no (?!longer|more\b)": "is not a",
-    r"inside|outside": "inside, outside",
+    r"inside of|outside of": "inside, outside",
 }
 # Quotations of torch, names of APIs, and numbers of bits in a format.
 QUOTED = re.compile(r"`[^`\n]*`|\"by hand\"")

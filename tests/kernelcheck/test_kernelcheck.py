@@ -44,7 +44,7 @@ def test_a_report_that_is_true():
     assert row.error is not None and row.allowed is not None and 0 <= row.error <= row.allowed
     table = str(report).splitlines()
     assert table[0].endswith("against sin: passed")
-    assert table[1].split() == ["dtype", "worst", "place", "error", "allowed", "ulps", "in", "norm", "allowed"]
+    assert table[1].split() == ["dtype", "worst", "entry", "error", "allowed", "ulps", "in", "norm", "allowed"]
     assert "bfloat16" in str(report) and "vmap: passed" in str(report)
     content = json.loads(report.to_json())
     assert content["passed"] and content["rows"][0]["worst"][0]["allowed"] == row.allowed
@@ -61,7 +61,7 @@ def test_an_error_that_says_what_is_wrong_and_where():
     x = np.linspace(-2, 2, 7, dtype=np.float32).astype(np.float64)
     entry = worst.worst[0]
     ratio = entry.value / entry.expected  # of the rule and the derivative, whatever the cotangent
-    np.testing.assert_allclose(ratio, np.tan(x[entry.place]), rtol=1e-4)
+    np.testing.assert_allclose(ratio, np.tan(x[entry.index]), rtol=1e-4)
     assert "entries are further off than is allowed" in str(caught.value)
     assert not json.loads(report.to_json())["passed"]
     again = pickle.loads(pickle.dumps(caught.value))

@@ -1,4 +1,4 @@
-"""What tests are marked with: rows of the contract, slow tests, and what JAX's experimental implementations do otherwise."""
+"""Marks of tests: rows of the contract, slow tests, and differences of JAX's experimental implementations."""
 
 import itertools
 import os
