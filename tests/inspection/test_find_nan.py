@@ -257,69 +257,69 @@ TWO_ROWS = jnp.array([[True, False, True], [True, True, True]])
 # A function, its arguments, and what is found.
 FOUND = {
     "step of a while loop": (
-        while_steps, [X], {"function": "Second", "method": "forward", "operation": "log", "inside": ("while: step 3",)},
+        while_steps, [X], {"function": "Second", "method": "forward", "operation": "log", "enclosing": ("while: step 3",)},
     ),
     "the first of several": (
-        lambda x: INF_THEN_NAN(x, WHEN) + SAVED_NAN(x, WHEN), [X], {"function": "Second", "number": "inf"},
+        lambda x: INF_THEN_NAN(x, WHEN) + SAVED_NAN(x, WHEN), [X], {"function": "Second", "kind": "inf"},
     ),
     "an infinity that nothing comes of": (safe_reciprocal, [jnp.array([0.0, 2.0])], None),
     "and the NaN of its derivative": (  # which begins where zero is divided by
-        jax.grad(lambda x: jnp.where(x == 0, 0.0, 1 / x).sum()), [jnp.array([0.0, 2.0])], {"number": "inf"},
+        jax.grad(lambda x: jnp.where(x == 0, 0.0, 1 / x).sum()), [jnp.array([0.0, 2.0])], {"kind": "inf"},
     ),
     "a mask of infinities": (attention, [jnp.ones((2, 3)), TWO_ROWS], None),
     "a mask that leaves nothing": (
-        attention, [jnp.ones((2, 3)), TWO_ROWS.at[0].set(False)], {"number": "nan", "index": (0, 0)},
+        attention, [jnp.ones((2, 3)), TWO_ROWS.at[0].set(False)], {"kind": "nan", "index": (0, 0)},
     ),
     "an argument": (
         lambda p: (p["w"] * 2).sum(), [{"b": X, "w": jnp.array([1.0, jnp.nan])}],
-        {"operation": "argument", "value": "args[0]['w']", "number": "nan", "index": (1,)},
+        {"operation": "argument", "array": "args[0]['w']", "kind": "nan", "index": (1,)},
     ),
     "an argument with an infinity before": (
         lambda x: jnp.exp(-x), [jnp.array([jnp.inf, jnp.nan])],
-        {"operation": "argument", "value": "args[0]", "number": "nan", "index": (1,)},
+        {"operation": "argument", "array": "args[0]", "kind": "nan", "index": (1,)},
     ),
     "a constant": (
         lambda x: x + jnp.array([1, jnp.nan]), [jnp.array([jnp.inf, 1.0])],
-        {"number": "nan", "value": "a constant of the program"},
+        {"kind": "nan", "array": "a constant of the program"},
     ),
     "a value inside that no result shows": (  # of forward alone
         lambda x: jnp.sign(SAVED_NAN(x, WHEN)), [X],
-        {"function": "First", "method": "forward", "value": "saved saved"},
+        {"function": "First", "method": "forward", "array": "saved saved"},
     ),
     "a Function inside another": (
-        jax.grad(lambda x: calls_layer(x).sum()), [X], {"function": "Inner", "method": "forward", "value": "output 0"},
+        jax.grad(lambda x: calls_layer(x).sum()), [X], {"function": "Inner", "method": "forward", "array": "output 0"},
     ),
     "a batching rule": (jax.vmap(Batched.apply), [X], {"function": "Batched", "method": "vmap", "operation": "log"}),
     "what is selected": (selected, [jnp.array([0.0, -1.0])], {"operation": "sqrt"}),
     "a NaN, which an infinity does not lead to": (
         lambda x, y: (jnp.log(y) + jnp.sqrt(x)).sum(), [jnp.array([-1.0, 2]), jnp.array([1.0, 0])],
-        {"number": "nan", "operation": "sqrt"},
+        {"kind": "nan", "operation": "sqrt"},
     ),
     "a scope of the user": (in_user_scope, [X - 1], {"function": None}),
     "a scope of the user in a Function": (
-        outer, [X - 1], {"function": "outer", "method": "forward", "value": "output 0"},
+        outer, [X - 1], {"function": "outer", "method": "forward", "array": "output 0"},
     ),
     "2000 operations before the end": (halved_2000_times, [jnp.array([1.0, -1.0])], {"operation": "log"}),
     "complex": (lambda x: jnp.log(x * 1j), [jnp.array([1.0, 0.0])], {"index": (1,)}),
-    "bfloat16": (jnp.exp, [jnp.array([1.0, 100.0], jnp.bfloat16)], {"number": "inf", "index": (1,)}),
+    "bfloat16": (jnp.exp, [jnp.array([1.0, 100.0], jnp.bfloat16)], {"kind": "inf", "index": (1,)}),
     "a mask that is saved": (jax.grad(logsumexp), [jnp.array([-1.0, 1.0, 2.0])], None),
     "with logs": (
         jaxfn.with_logs(root), [jnp.array([4.0, -1.0])], {"function": "root", "method": "forward", "operation": "sqrt"},
     ),
     "a jvp that is transposed": (
         jax.grad(lambda x: root(x).sum()), [jnp.array([4.0, 0.0])],
-        {"number": "inf", "operation": "div", "index": (1,)},
+        {"kind": "inf", "operation": "div", "index": (1,)},
     ),
     "no result of a shard_map": (  # its backward replaces a NaN that it has saved
         lambda x: loss_of(over_devices(SAVED_NAN))(x, WHEN), [X], None,
     ),
     "before a shard_map": (
         lambda x: over_devices(lambda x, when: x * 2)(jnp.log(x), WHEN).sum(), [-X],
-        {"number": "nan", "operation": "log"},
+        {"kind": "nan", "operation": "log"},
     ),
     "a step of a solver": (  # which divides by the length of what the matrix makes of a vector, here zero
         lambda b: jax.scipy.sparse.linalg.cg(lambda v: 0 * v, b)[0], [X],
-        {"number": "inf", "operation": "div", "inside": ("while: step 0",)},
+        {"kind": "inf", "operation": "div", "enclosing": ("while: step 0",)},
     ),
     "a singular matrix": (
         jnp.linalg.solve, [jnp.array([[1.0, 2.0], [2.0, 4.0]]), jnp.ones(2)],
@@ -327,7 +327,7 @@ FOUND = {
     ),
     "a choice by platform": (
         lambda x: jax.lax.platform_dependent(x, tpu=jnp.sin, cpu=jnp.log), [X - 0.4],
-        {"number": "nan", "operation": "log"},
+        {"kind": "nan", "operation": "log"},
     ),
 }  # fmt: skip
 
