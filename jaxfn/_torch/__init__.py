@@ -96,12 +96,13 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
     from jaxfn._torch.adopt.module import AdoptedModule
     from jaxfn._torch.adopt.nested import NESTED
     from jaxfn._torch.adopt.self_test import check_torch
-    from jaxfn._torch.trace.state import Replacements
+    from jaxfn._torch.trace.state import Replacements, TraceConfig
 
     check_torch()
+    config = TraceConfig(Replacements.of(ops or {}), NESTED)
     if isinstance(torch_function, torch.nn.Module):
-        return AdoptedModule(torch_function, Replacements.of(ops or {}), NESTED)
+        return AdoptedModule(torch_function, config)
     if not is_function_class:
-        return adopted_function(torch_function, Replacements.of(ops or {}), NESTED)
+        return adopted_function(torch_function, config)
     caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
-    return adopt(torch_function, ops or {}, caller, NESTED)
+    return adopt(torch_function, caller, config)

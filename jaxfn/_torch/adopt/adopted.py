@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -20,8 +20,8 @@ from jaxfn._once_differentiable import once_differentiable
 from jaxfn._torch.adopt.definition import Definition
 from jaxfn._torch.adopt.explain import Explanation, Part
 from jaxfn._torch.adopt.program import BatchedForward, Forward, Spec, known_or_made, spec_of
-from jaxfn._torch.graph.recorder import NONE_STOOD_IN, StandIns
-from jaxfn._torch.trace.state import Nested, Replacements
+from jaxfn._torch.graph.recorder import NONE_STOOD_IN
+from jaxfn._torch.trace.state import TraceConfig
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import OtherTraceError, TranslationError
 from jaxfn._torch.values.flat import Flat, Slot, put_in, slots, take_out
@@ -164,7 +164,7 @@ class Adapter:
         vars(ctx).update(program=program, key=call.key)
         non_differentiable = [values[slot] for slot in slots(program.output) if slot in program.non_differentiable]
         # Inside other code, what was written is there afterwards, and nobody is to be warned; see `nested`.
-        dirty = [] if self.definition.is_applied_inside else [call.arrays[i] for i in program.dirty]
+        dirty = [] if self.definition.config.is_nested else [call.arrays[i] for i in program.dirty]
         ctx.save_for_backward(*program.to_keep("backward", call.arrays, values))
         if self.definition.has_jvp:
             ctx.save_for_forward(*program.to_keep("jvp", call.arrays, values))
@@ -216,7 +216,7 @@ class Adapter:
     def preview(self, arguments: Flat) -> tuple[Forward, bool]:
         """`forward` traced for torch tensors, and whether it or its backward draws random numbers."""
         args, kwargs = arguments.template
-        specs = [spec_of(x, self.definition.stood_in.permuted) for x in arguments.leaves]
+        specs = [spec_of(x, self.definition.config.externals.permuted) for x in arguments.leaves]
         program = self.traced(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
         return program, program.traced.draws or self._draws_in_backward(program)
 
@@ -236,7 +236,7 @@ class Adapter:
     def refuse_backward(self, program: Forward, error: TranslationError) -> None:
         """Has what was traced raise this error where it is differentiated."""
         program.refusal = type(error)(str(error))  # not the one that holds the frames
-        if self.definition.stood_in is not NONE_STOOD_IN:  # this is for one trace alone
+        if self.definition.config.externals is not NONE_STOOD_IN:  # this is for one trace alone
             self._refusals[_identities(program.arguments)] = program.refusal
 
     def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
@@ -276,7 +276,7 @@ class Adapter:
                 f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one "
                 "shape at a time. Export with fixed shapes"
             )
-        return Spec(tuple(array.shape), torch_dtype(array.dtype), self.definition.stood_in.permuted)
+        return Spec(tuple(array.shape), torch_dtype(array.dtype), self.definition.config.externals.permuted)
 
     def _warn(self, program: Forward) -> None:
         name = self.definition.name
@@ -343,26 +343,20 @@ def _matched(places: Sequence[Any], given: Sequence[Any], specs: Sequence[Spec])
 _BACKWARD = 0x6261636B
 
 
-def adopt(
-    function: Any,
-    ops: Mapping[Any, Callable[..., Any]],
-    module: str,
-    nested: Nested,
-    stood_in: StandIns | None = None,
-) -> type[Adopted]:
+def adopt(function: Any, module: str, config: TraceConfig) -> type[Adopted]:
     """The jaxfn Function of a torch one; the same one again for the same class and replacements.
 
     Args:
       function: the class.
-      ops: what stands for torch operations and functions in it.
       module: the `__module__` of the new class.
-      nested: what becomes of Functions that it applies.
-      stood_in: what stands for things made outside, in the code that applies it; `None` where the user does.
+      config: how it is traced.
     """
-    key = id(function), id(stood_in), frozenset((id(op), id(replacement)) for op, replacement in ops.items())
+    ops = config.replacements.all
+    replaced = frozenset((id(op), id(replacement)) for op, replacement in ops.items())
+    key = id(function), id(config.externals), config.is_nested, replaced
     found = _ADOPTED.get(key)
     if found is None:
-        found = _ADOPTED[key] = _make(function, ops, module, nested, stood_in)
+        found = _ADOPTED[key] = _make(function, module, config)
     return found
 
 
@@ -370,10 +364,8 @@ def adopt(
 _ADOPTED: weakref.WeakValueDictionary[Any, type[Adopted]] = weakref.WeakValueDictionary()
 
 
-def _make(
-    function: Any, ops: Mapping[Any, Callable[..., Any]], module: str, nested: Nested, stood_in: StandIns | None
-) -> type[Adopted]:
-    definition = Definition(function, Replacements.of(ops), nested, stood_in)
+def _make(function: Any, module: str, config: TraceConfig) -> type[Adopted]:
+    definition = Definition(function, config)
     adapter = Adapter(definition)
 
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:

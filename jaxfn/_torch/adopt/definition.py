@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from jaxfn._torch.adopt.captured import ORIGINAL
-from jaxfn._torch.graph.recorder import NONE_STOOD_IN, StandIns
-from jaxfn._torch.trace.state import Nested, Replacements
+from jaxfn._torch.trace.state import TraceConfig
 
 _BASE: Any = torch.autograd.Function
 
@@ -20,16 +19,14 @@ class TorchCode:
 
     Attributes:
       name: what it is called in messages.
-      replacements: what stands for torch operations and functions in it.
-      nested: what becomes of Functions that it applies.
+      config: How it is traced.
       key_name: the parameter that is the random key.
       call: how it is called, as part of a message.
     """
 
-    def __init__(self, name: str, replacements: Replacements, nested: Nested, parameters: Any, call: str) -> None:
+    def __init__(self, name: str, config: TraceConfig, parameters: Any, call: str) -> None:
         self.name = name
-        self.replacements = replacements
-        self.nested = nested
+        self.config = config
         self.key_name = "key" if "key" not in parameters else "jax_key"
         self.call = call
 
@@ -39,13 +36,10 @@ class Definition(TorchCode):
 
     Args:
       function: the class.
-      replacements: what stands for torch operations and functions in it.
-      nested: what becomes of Functions that it applies.
-      stood_in: what stands for things made outside, in the code that applies it; `None` where the user does.
+      config: How it is traced.
 
     Attributes:
       original: the class that the user wrote.
-      is_applied_inside: whether it is other torch code that applies it.
       is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
       stays_separate: whether the jaxfn Function has one, too.
       signature: of the jaxfn Function's `forward`: the torch one's, with the key, and with a ctx or without.
@@ -55,11 +49,9 @@ class Definition(TorchCode):
       takes_any_keyword: whether `forward` has `**kwargs`.
     """
 
-    def __init__(self, function: Any, replacements: Replacements, nested: Nested, stood_in: StandIns | None) -> None:
-        self.is_applied_inside = stood_in is not None
-        self.stood_in = NONE_STOOD_IN if stood_in is None else stood_in
+    def __init__(self, function: Any, config: TraceConfig) -> None:
         parameters = inspect.signature(function.forward).parameters
-        super().__init__(function.__name__, replacements, nested, parameters, f"{function.__name__}.apply")
+        super().__init__(function.__name__, config, parameters, f"{function.__name__}.apply")
         self.function = function
         self.original = getattr(function, ORIGINAL, function)
         self.is_separate = function.setup_context is not _BASE.setup_context

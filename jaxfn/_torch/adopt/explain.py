@@ -41,7 +41,7 @@ class Part:
             self.graph = str(traced.graph_module.graph).strip()
             self.operations = sorted({name_of(node.target) for node in nodes if node.op == "call_function"})
             self.unsupported = traced.missing
-            self.code = code(traced.graph_module, traced.code.replacements.operations)
+            self.code = code(traced.graph_module, traced.code.config.replacements.operations)
             self.draws = traced.draws
 
     def __str__(self) -> str:

@@ -9,16 +9,16 @@ from typing import Any
 
 from jaxfn._torch.adopt.definition import TorchCode, with_key
 from jaxfn._torch.adopt.whole import Whole
-from jaxfn._torch.trace.state import Nested, Replacements
+from jaxfn._torch.trace.state import TraceConfig
 from jaxfn._torch.values.statics import static_key
 
 
-def adopted_function(function: Callable[..., Any], replacements: Replacements, nested: Nested) -> Callable[..., Any]:
+def adopted_function(function: Callable[..., Any], config: TraceConfig) -> Callable[..., Any]:
     """A Python function of tensors as a function of JAX arrays, with a parameter more for the random key."""
     plain = function.func if isinstance(function, functools.partial) else function
     name = getattr(plain, "__name__", type(plain).__name__)
     signature = _signature(function)
-    code = TorchCode(name, replacements, nested, signature.parameters, name)
+    code = TorchCode(name, config, signature.parameters, name)
 
     def called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)

@@ -31,7 +31,7 @@ from jaxfn._torch.adopt.whole import Whole, WholeProgram
 from jaxfn._torch.graph.recorder import Recorder, StandIns, is_permuted
 from jaxfn._torch.trace.leftovers import extent
 from jaxfn._torch.trace.silent import refuse_writes
-from jaxfn._torch.trace.state import HeldTensors, Nested, Replacements, Tracing, current
+from jaxfn._torch.trace.state import HeldTensors, TraceConfig, Tracing, current
 from jaxfn._torch.trace.tensor_hooks import hooked
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
@@ -59,13 +59,13 @@ class AdoptedModule(Opaque):
 
     torch_module: torch.nn.Module
 
-    def __init__(self, module: torch.nn.Module, replacements: Replacements, nested: Nested) -> None:
+    def __init__(self, module: torch.nn.Module, config: TraceConfig) -> None:
         name = type(module).__name__
         lazy = [key for key, x in _tensors(module).items() if torch.nn.parameter.is_lazy(x)]
         if lazy:
             raise TranslationError(f"{name}: {', '.join(lazy)} has no shape yet. Call the module once in torch before")
         parameters = inspect.signature(module.forward).parameters
-        code = TorchCode(name, replacements, nested, parameters, "net.apply")
+        code = TorchCode(name, config, parameters, "net.apply")
         object.__setattr__(self, "torch_module", module)
         object.__setattr__(self, "_whole", Whole(code, self._called))
         object.__setattr__(self, "_modes", _modes(module))
@@ -100,8 +100,7 @@ class AdoptedModule(Opaque):
         """
         with _LOCK:
             if mode not in self._in_mode:
-                code = self._whole.code
-                self._in_mode[mode] = net = AdoptedModule(self.torch_module, code.replacements, code.nested)
+                self._in_mode[mode] = net = AdoptedModule(self.torch_module, self._whole.code.config)
                 object.__setattr__(net, "_modes", net._modes_after_train(mode))
                 object.__setattr__(net, "_in_mode", self._in_mode)
             return self._in_mode[mode]

@@ -35,7 +35,7 @@ class _Previewed(NamedTuple):
 def _previewed(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Previewed:
     arguments = take_out((tuple(args), dict(kwargs)))
     stood_in = tracing.recorder.stood_in_inside([*map(tracing.lower, arguments.leaves)], function.__name__)
-    adopted = adopt(function, tracing.replacements.all, __name__, NESTED, stood_in)
+    adopted = adopt(function, __name__, tracing.config._replace(externals=stood_in, is_nested=True))
     return _Previewed(adopted, arguments, *adopted.adapter.preview(arguments))
 
 

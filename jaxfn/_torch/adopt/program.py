@@ -73,7 +73,7 @@ class TracedGraph(Opaque):
         self.reads_outside = tracing.recorder.reads_outside
         self.loses_gradients = tracing.recorder.loses_gradients
         self.functions: list[Forward] = list(tracing.functions)
-        translation = Translation(self.graph_module, code.replacements.operations)
+        translation = Translation(self.graph_module, code.config.replacements.operations)
         self.unsupported = translation.unsupported
         self._constants = translation.constants
         # Called with arrays it runs as one compiled program; inside another program it leaves its operations there.
@@ -282,14 +282,14 @@ class Forward(Trace):
         self._owners = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
         self.input_specs = specs
         self._derivatives = Recent["Derivative"](_DERIVATIVES_KEPT)
-        tracing = Tracing(definition.name, definition.replacements, definition.nested, definition.stood_in)
+        tracing = Tracing(definition.name, definition.config)
         ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
         with running(tracing):
             inputs = self._new_inputs(tracing, needs_input_grad)
             output = self._run_code(ctx, inputs)
             self.written = sorted(tracing.written_inputs())
             dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
-            self.handed_on = [i for i in self.written if definition.is_applied_inside and i not in dirty]
+            self.handed_on = [i for i in self.written if definition.config.is_nested and i not in dirty]
             self.returns_one = not isinstance(output, tuple)
             new_values = [inputs[i].clone() for i in self.handed_on]
             ctx.non_differentiable = (*ctx.non_differentiable, *new_values)
@@ -316,7 +316,7 @@ class Forward(Trace):
                 Shared(slot, kind, i)
                 for slot, x in enumerate(made.leaves)
                 for kind, i, other in tensors
-                if definition.is_applied_inside and may_share_elements(x, other)
+                if definition.config.is_nested and may_share_elements(x, other)
             ]
         self.refusal: TranslationError | None = None  # why backward is not traced
         self.output, to_save, for_forward, self._attributes = made.template
@@ -520,18 +520,16 @@ class Derivative(Trace):
         function = definition.function.jvp if method == "jvp" else definition.backward
         assert function is not None
         self.needs_input_grad = needs_input_grad
-        tracing = Tracing(
-            definition.name, definition.replacements, definition.nested, definition.stood_in, is_differentiated=True
-        )
+        tracing = Tracing(definition.name, definition.config, is_differentiated=True)
         with running(tracing):
             ctx = forward.ctx(method, tracing, needs_input_grad)
             tracing.first_gradient = len(forward.input_specs if forward.runs_again else forward.kept[method])
-            order = definition.stood_in.permuted_gradients
+            order = definition.config.externals.permuted_gradients
             arguments = put_in(given, [tracing.input(x.shape, x.dtype, x.permuted or order) for x in specs])
             num_added = len(forward.handed_on)
             if method == "backward":
                 arguments = arguments[: len(arguments) - num_added]
-            with definition.stood_in.guarding(f"{definition.name}.{method}"):
+            with definition.config.externals.guarding(f"{definition.name}.{method}"):
                 if method == "backward" and takes_boxed_gradients(definition.function):
                     returned = function(ctx, list(arguments))
                 else:
@@ -564,7 +562,7 @@ class BatchedForward(Trace):
     def __init__(
         self, definition: Definition, arguments: Any, specs: Sequence[Spec], info: Any, in_dims: tuple[Any, ...]
     ) -> None:
-        tracing = Tracing(definition.name, definition.replacements, definition.nested, definition.stood_in)
+        tracing = Tracing(definition.name, definition.config)
         with running(tracing):
             inputs = put_in(arguments, [tracing.input(*spec, requires_grad=True) for spec in specs])
             made = take_out(definition.function.vmap(info, in_dims, *inputs))

@@ -220,7 +220,7 @@ class _NewProgram(NamedTuple):
 
     def _attempt(self, assumed: list[AssumedValue] | None, *, says_compiling: bool) -> _Attempt:
         code = self.whole.code
-        tracing = Tracing(code.name, code.replacements, code.nested, says_compiling=says_compiling)
+        tracing = Tracing(code.name, code.config, says_compiling=says_compiling)
         tracing.recorder.assumed = assumed
         tracing.arguments_require_grad = self.whole.arguments_require_grad
         try:

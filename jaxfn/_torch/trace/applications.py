@@ -38,7 +38,7 @@ def apply(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[
         with tracing.recorder.recomputing():
             return run(*inputs)
     if _is_one_node(tracing, function, args, kwargs):
-        return tracing.nested.apply(tracing, function, args, kwargs)
+        return tracing.config.nested.apply(tracing, function, args, kwargs)
     return _compat.apply_below(function)(*args, **kwargs)
 
 
@@ -80,7 +80,7 @@ def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_se
             returned, node = forward(*args, **kwargs), None
         else:
             with torch.set_grad_enabled(has_gradients):
-                returned = tracing.nested.apply(tracing, function, inputs, kwargs)
+                returned = tracing.config.nested.apply(tracing, function, inputs, kwargs)
             node = tracing, function, inputs, kwargs, returned
         if is_separate:  # for `_set_up`
             _APPLYING.applied, _APPLYING.recorded = function, node
@@ -104,7 +104,7 @@ def _keep(
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(y for y in outputs if isinstance(y, torch.Tensor) and not y.requires_grad))
     template = arguments.template
-    can_repeat = not written and tracing.nested.can_be_repeated(tracing, function, inputs, kwargs)
+    can_repeat = not written and tracing.config.nested.can_be_repeated(tracing, function, inputs, kwargs)
     if can_repeat:
         ctx.save_for_backward(*arguments.leaves)
 
@@ -121,7 +121,7 @@ def _keep(
             # Views, so that no input is reached through another one.
             tensors = [x.view_as(x) for x in ctx.saved_tensors]
             args, kwargs = put_in(template, tensors)
-            returned = tracing.nested.apply(tracing, function, args, kwargs)
+            returned = tracing.config.nested.apply(tracing, function, args, kwargs)
             outputs = returned if isinstance(returned, tuple) else (returned,)
             pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]
             values = (*args, *kwargs.values())

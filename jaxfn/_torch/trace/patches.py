@@ -272,7 +272,7 @@ class _Validating:
 
 def _standing_for(function: Any) -> Callable[[Any], Any]:
     def call(tracing: Tracing, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-        replacement = tracing.replacements.functions.get(function)
+        replacement = tracing.config.replacements.functions.get(function)
         if replacement is None:
             return function(*args, **kwargs)
         return call_replacement(tracing, function, replacement, args, kwargs)

@@ -55,7 +55,7 @@ def running(tracing: Tracing) -> Generator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_modes())  # another trace's, where its code applies this Function
         stack.enter_context(torch.no_grad())
-        stack.enter_context(patched(tracing.owner, tracing.replacements.functions))
+        stack.enter_context(patched(tracing.owner, tracing.config.replacements.functions))
         stack.enter_context(tracing.recorder)
         stack.enter_context(_Functionalization(tracing.recorder))
         stack.enter_context(PythonLevel(tracing))

@@ -49,9 +49,9 @@ class Replacements(NamedTuple):
                 "would never be called. Name the Python function that the code calls (as torch.matmul, or "
                 "torch.nn.functional.linear), or the operations that explain() shows."
             )
-        ops = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}  # jaxfn Functions
-        operations = {op: replacement for op, replacement in ops.items() if _is_operation(op)}
-        functions = {op: replacement for op, replacement in ops.items() if op not in operations}
+        callables = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}
+        operations = {op: replacement for op, replacement in callables.items() if _is_operation(op)}
+        functions = {op: replacement for op, replacement in callables.items() if op not in operations}
         return cls(ops, named_operations(operations), functions)
 
 
@@ -69,6 +69,22 @@ class Nested(NamedTuple):
 
     apply: Callable[[Tracing, Any, Sequence[Any], Mapping[str, Any]], Any]
     can_be_repeated: Callable[[Tracing, Any, Sequence[Any], Mapping[str, Any]], bool]
+
+
+class TraceConfig(NamedTuple):
+    """How torch code is traced.
+
+    Attributes:
+      replacements: The operations and functions that JAX functions replace.
+      nested: The handlers of Functions that the code applies.
+      externals: The graph inputs for tensors from outside the code.
+      is_nested: Whether the code is a Function that other torch code applies.
+    """
+
+    replacements: Replacements
+    nested: Nested
+    externals: StandIns = NONE_STOOD_IN
+    is_nested: bool = False
 
 
 # A context in which a module holds other tensors, by the names of its parameters and buffers.
@@ -92,9 +108,7 @@ class Tracing:
 
     Args:
       owner: whose code it is, for messages.
-      replacements: see there.
-      nested: see there.
-      stood_in: what stands for things made outside.
+      config: how it is traced.
       is_differentiated: whether what the code computes may be differentiated again, as in `backward`.
       says_compiling: what the code hears when it asks whether it is being compiled.
 
@@ -117,18 +131,15 @@ class Tracing:
     def __init__(
         self,
         owner: str,
-        replacements: Replacements,
-        nested: Nested,
-        stood_in: StandIns = NONE_STOOD_IN,
+        config: TraceConfig,
         *,
         is_differentiated: bool = False,
         says_compiling: bool = True,
     ) -> None:
         self.owner = owner
-        self.replacements = replacements
-        self.nested = nested
+        self.config = config
         self.is_differentiated = is_differentiated
-        self.recorder = Recorder(owner, replacements.operations, stood_in)
+        self.recorder = Recorder(owner, config.replacements.operations, config.externals)
         self.reads_flags = False
         self.asks_compiling = False
         self.asks_requires_grad = False
