@@ -13,7 +13,7 @@ from jaxfn._torch.adopt.nested import NESTED  # noqa: E402
 from jaxfn._torch.adopt.program import spec_of  # noqa: E402
 from jaxfn._torch.trace.leftovers import cleaned_up  # noqa: E402
 from jaxfn._torch.trace.running import running  # noqa: E402
-from jaxfn._torch.trace.state import Replacements, Tracing  # noqa: E402
+from jaxfn._torch.trace.state import Replacements, TraceConfig, Tracing  # noqa: E402
 from jaxfn._torch.values.arrays import to_jax  # noqa: E402
 from jaxfn._torch.values.flat import put_in, take_out  # noqa: E402
 
@@ -29,7 +29,7 @@ def recorded(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
 
 
 def _recorded(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    tracing = Tracing(OWNER, Replacements.of({}), NESTED)
+    tracing = Tracing(OWNER, TraceConfig(Replacements.of({}), NESTED))
     with running(tracing):
         made = take_out(function(*(tracing.input(*spec_of(tensor)) for tensor in tensors)), torch.is_tensor)
         values = [tracing.lower(tensor) for tensor in made.leaves]
