@@ -139,7 +139,7 @@ class Adapter:
             specs,
             lambda specs: BatchedForward(self.definition, arguments.template, specs, info, tuple(dims)),
         )
-        if batched.traced.draws and key_dim is not None:
+        if batched.draws and key_dim is not None:
             raise TranslationError(
                 f"{name}.vmap draws random numbers for the whole batch, by one key; it got a batch of keys. Pass a "
                 "single key"
@@ -179,7 +179,7 @@ class Adapter:
         outputs = program.output if isinstance(program.output, tuple) else (program.output,)
         template, arrays, specs = _matched(outputs, _summed_by_tensor(program, outputs, grad_outputs), program.specs)
         traced = program.derivative("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
-        if traced.traced.loses_gradients:
+        if traced.loses_gradients:
             self._say(
                 f"{self.definition.name}.backward gives gradients to tensors made outside of it (the parameters of a "
                 "module, say), which are constants on JAX and get none. Pass what is to be trained as arguments."
@@ -218,7 +218,7 @@ class Adapter:
         args, kwargs = arguments.template
         specs = [spec_of(x, self.definition.config.externals.permuted) for x in arguments.leaves]
         program = self.traced(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
-        return program, program.traced.draws or self._draws_in_backward(program)
+        return program, program.draws or self._draws_in_backward(program)
 
     def _draws_in_backward(self, program: Forward) -> bool:
         """Whether backward draws random numbers, as far as it can be traced; what cannot be may never be called."""
@@ -231,7 +231,7 @@ class Adapter:
             return False
         except Exception:
             return False
-        return backward is not None and backward.traced.draws
+        return backward is not None and backward.draws
 
     def refuse_backward(self, program: Forward, error: TranslationError) -> None:
         """Has what was traced raise this error where it is differentiated."""
@@ -248,13 +248,13 @@ class Adapter:
             program = self.traced(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
         except TranslationError as error:
             return Explanation(self.definition.name, [Part("forward", None, error)])
-        parts = [Part("forward", program.traced)]
+        parts = [Part("forward", program)]
         try:
             backward = program.whole_backward()
         except TranslationError as error:
             parts.append(Part("backward", None, error))
         else:
-            parts += [] if backward is None else [Part("backward", backward.traced)]
+            parts += [] if backward is None else [Part("backward", backward)]
         return Explanation(self.definition.name, parts)
 
     def _flags(self, names: Sequence[str], flags: Sequence[bool]) -> tuple[bool, ...]:
@@ -286,7 +286,7 @@ class Adapter:
                 "and only what forward returns is new."
             )
         is_narrow = jax.dtypes.canonicalize_dtype(np.float64) == np.float32
-        if is_narrow and program.traced.uses_double:
+        if is_narrow and program.uses_double:
             self._say(
                 f"{name} computes in float64, which JAX has only with jax.config.update('jax_enable_x64', True). It "
                 "runs in float32."

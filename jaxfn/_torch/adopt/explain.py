@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxfn._torch.adopt.captured import ORIGINAL
 from jaxfn._torch.adopt.definition import Definition
-from jaxfn._torch.adopt.program import Forward, TracedGraph
+from jaxfn._torch.adopt.program import Forward, TracedCode
 from jaxfn._torch.graph.code import code
 from jaxfn._torch.graph.recorder import AssumedValue
 from jaxfn._torch.graph.targets import name_of
@@ -30,7 +30,7 @@ class Part:
       functions: the Functions that are applied in it, each once.
     """
 
-    def __init__(self, name: str, traced: TracedGraph | None, error: TranslationError | None = None) -> None:
+    def __init__(self, name: str, traced: TracedCode | None, error: TranslationError | None = None) -> None:
         self.name = name
         self.error = error
         self.graph, self.operations, self.unsupported, self.code, self.draws = "", [], [], "", False
@@ -40,7 +40,7 @@ class Part:
             nodes = traced.graph_module.graph.nodes
             self.graph = str(traced.graph_module.graph).strip()
             self.operations = sorted({name_of(node.target) for node in nodes if node.op == "call_function"})
-            self.unsupported = traced.missing
+            self.unsupported = traced.unsupported
             self.code = code(traced.graph_module, traced.code.config.replacements.operations)
             self.draws = traced.draws
 
@@ -96,7 +96,7 @@ def _applied(programs: Sequence[Forward]) -> list[AppliedFunction]:
         function = getattr(program.definition.function, ORIGINAL, program.definition.function)
         times[function] += 1
         definitions[function] = program.definition
-        pending += program.traced.functions
+        pending += program.functions
     return [_described(function, definitions[function], number) for function, number in times.items()]
 
 

@@ -50,22 +50,32 @@ def spec_of(tensor: torch.Tensor, permuted: str | None = None) -> Spec:
     return Spec(tuple(tensor.shape), tensor.dtype, permuted)
 
 
-class TracedGraph(Opaque):
-    """A graph, and what there is to know about it.
+class TracedCode(Opaque):
+    """Code that was traced for some arguments: the graph of its operations, and how JAX runs that.
 
     Args:
-      code: whose it is.
-      name: "forward", "backward", "jvp" or "vmap".
-      tracing: the finished trace.
-      results: the tensors that the graph gives.
+      code: The code.
+      method: "forward", "backward", "jvp" or "vmap".
+      tracing: The finished trace.
+      results: The tensors that the graph returns.
 
     Attributes:
-      functions: the Functions that are applied in it, each as it was traced there.
+      graph_module: The graph.
+      draws: Whether it draws random numbers.
+      uses_double: Whether it computes in float64 or complex128.
+      reads_outside: Whether the code read values of tensors from outside, which may change.
+      loses_gradients: Whether the code differentiated by tensors from outside.
+      functions: The Functions that the code applies, each as it was traced there.
+      needs_input_grad: One flag for each input of `forward`, of a Function.
+      reads_flags: Whether the code read which inputs need a gradient.
     """
 
-    def __init__(self, code: TorchCode, name: str, tracing: Tracing, results: Sequence[torch.Tensor]) -> None:
+    needs_input_grad: tuple[bool, ...] = ()
+    reads_flags = False
+
+    def __init__(self, code: TorchCode, method: str, tracing: Tracing, results: Sequence[torch.Tensor]) -> None:
         self.code = code
-        self.name = name
+        self.method = method
         self.graph_module = tracing.finish(results)
         nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
         self.draws = any(draws_random_numbers(node.target) for node in nodes)
@@ -74,37 +84,41 @@ class TracedGraph(Opaque):
         self.loses_gradients = tracing.recorder.loses_gradients
         self.functions: list[Forward] = list(tracing.functions)
         translation = Translation(self.graph_module, code.config.replacements.operations)
-        self.unsupported = translation.unsupported
+        self._unsupported = translation.unsupported
         self._constants = translation.constants
-        # Called with arrays it runs as one compiled program; inside another program it leaves its operations there.
+        # Outside of `jax.jit` the graph is one compiled program; inside, its operations join the program of the caller.
         self._run = jax.jit(translation.run, inline=True)
         self._indices = translation.indices
         self._run_with_extremes = jax.jit(functools.partial(translation.run, returns_extremes=True))
 
     @property
     def is_translated(self) -> bool:
-        """Whether JAX can run it, and the Functions that it applies."""
-        return not self.missing
+        """Whether JAX can run the code and the Functions that it applies."""
+        return not self.unsupported
 
     @property
-    def missing(self) -> list[Unsupported]:
-        """The operations that cannot be translated, also those in the Functions that it applies."""
-        inside = [entry for function in self.functions for entry in function.traced.missing]
-        return list(dict.fromkeys([*self.unsupported, *inside]))
+    def unsupported(self) -> list[Unsupported]:
+        """The operations that have no translation, also those in the Functions that the code applies."""
+        inside = [entry for function in self.functions for entry in function.unsupported]
+        return list(dict.fromkeys([*self._unsupported, *inside]))
 
-    def run(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
-        """The graph's results for JAX arrays.
+    def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
+        """Whether the trace is valid for these flags."""
+        return not self.reads_flags or self.needs_input_grad == needs_input_grad
+
+    def run_graph(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
+        """Computes the graph's results for JAX arrays.
 
         Raises:
-          TranslationError: an operation has no translation; random numbers are to be drawn, and there is no key.
-          IndexError: a concrete index is out of range, outside of `jax.jit`.
+          TranslationError: An operation has no translation; or the graph draws random numbers, and `key` is `None`.
+          IndexError: A concrete index is out of range, outside of `jax.jit`.
         """
-        owner = self.code.name
-        if self.unsupported:
-            raise TranslationError(f"{owner}.{self.name}: {explain(self.missing)}")
+        where = f"{self.code.name}.{self.method}"
+        if self._unsupported:
+            raise TranslationError(f"{where}: {explain(self.unsupported)}")
         if self.draws and key is None:
             raise TranslationError(
-                f"{owner}.{self.name} draws random numbers, and on JAX those come from an explicit key: "
+                f"{where} draws random numbers, and on JAX those come from an explicit key: "
                 f"{self.code.call}(..., {self.code.key_name}=jax.random.key(0)), another key for each call"
             )
         try:
@@ -116,34 +130,16 @@ class TracedGraph(Opaque):
                 for index in (under_tracers(smallest).min(), under_tracers(largest).max()):
                     if not indices.low <= index < indices.size:
                         raise IndexError(
-                            f"{owner}.{self.name}: index {index} is out of range for a dimension of size "
-                            f"{indices.size}, at {indices.line}"
+                            f"{where}: index {index} is out of range for a dimension of size {indices.size}, at "
+                            f"{indices.line}"
                         )
             return results
         except TranslationError as error:
-            raise error if owner in str(error) else TranslationError(f"{owner}.{self.name}: {error}") from error
+            raise error if self.code.name in str(error) else TranslationError(f"{where}: {error}") from error
 
 
 def _is_double(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128)
-
-
-class Trace(Opaque):
-    """Code, traced for some arguments.
-
-    Attributes:
-      traced: the graph, and what there is to know about it.
-      needs_input_grad: one for each input of `forward`, of a Function.
-      reads_flags: whether it looked at which inputs need a gradient.
-    """
-
-    traced: TracedGraph
-    needs_input_grad: tuple[bool, ...] = ()
-    reads_flags = False
-
-    def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
-        """Whether it is as good for these flags."""
-        return not self.reads_flags or self.needs_input_grad == needs_input_grad
 
 
 class TorchContext(torch.autograd.function.FunctionCtx):
@@ -243,7 +239,7 @@ class Shared(NamedTuple):
     place: int
 
 
-class Forward(Trace):
+class Forward(TracedCode):
     """`forward`, traced.
 
     Args:
@@ -330,7 +326,7 @@ class Forward(Trace):
         self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
 
         in_output = set(slots(self.output))
-        self._constants: dict[int, torch.Tensor] = {}
+        self._constant_slots: dict[int, torch.Tensor] = {}
         self.sources: list[SlotSource] = []
         results: list[torch.Tensor] = []
         for slot, value in enumerate(values):
@@ -340,17 +336,17 @@ class Forward(Trace):
                 self._input_of[slot] = index
             elif slot not in in_output and tracing.recorder.is_constant(value):
                 self.sources.append(SlotSource("constant", slot))
-                self._constants[slot] = value
+                self._constant_slots[slot] = value
             else:
                 self.sources.append(SlotSource("result", len(results)))
                 results.append(value)
         self.kept = {
-            method: [slot for slot in sorted(set(slots((saved, self._attributes)))) if slot not in self._constants]
+            method: [slot for slot in sorted(set(slots((saved, self._attributes)))) if slot not in self._constant_slots]
             for method, saved in self._saved.items()
         }
         self._outputs = in_output
-        self.traced = TracedGraph(definition, "forward", tracing, results)
-        if self.runs_again and self.traced.draws:
+        super().__init__(definition, "forward", tracing, results)
+        if self.runs_again and self.draws:
             raise TranslationError(
                 f"{definition.name}.forward draws random numbers and keeps tensors with autograd's graph on ctx, for "
                 "which it would have to run again in backward. Draw outside, and pass the numbers as an argument"
@@ -376,7 +372,7 @@ class Forward(Trace):
         """The value of each slot that has one on JAX."""
         # What JAX gives for a clone is the array itself. A result that is an input would count as that input where it
         # is saved, and one that is an output would be marked, or differentiated twice, where that one is.
-        results = self.traced.run(inputs, key)
+        results = self.run_graph(inputs, key)
         identity = ArrayIdentity(inputs)
         others = set(map(identity.key, inputs))
         values: dict[int, Any] = {}
@@ -442,7 +438,7 @@ class Forward(Trace):
         """
         if self.is_inside_own_backward:
             return set(range(len(self.input_specs)))
-        placeholders = [node for node in self.traced.graph_module.graph.nodes if node.op == "placeholder"]
+        placeholders = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
         used = {i for i, node in enumerate(placeholders) if node.users} | set(self.written) | self.read_by_backward()
         backward = self.whole_backward()
         if backward is not None:
@@ -471,7 +467,7 @@ class Forward(Trace):
         backward = self.whole_backward()
         if backward is None:
             return set()
-        of_backward = [node for node in backward.traced.graph_module.graph.nodes if node.op == "placeholder"]
+        of_backward = [node for node in backward.graph_module.graph.nodes if node.op == "placeholder"]
         return {i for i, node in zip(kept, of_backward, strict=False) if node.users}
 
     def inputs_written(self, method: str, tracing: Tracing) -> set[int]:
@@ -486,7 +482,7 @@ class Forward(Trace):
             ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
             self._run_code(ctx, self._new_inputs(tracing, needs_input_grad))
             return ctx.after_forward(method)
-        tensors = {slot: tracing.constant(value) for slot, value in self._constants.items()}
+        tensors = {slot: tracing.constant(value) for slot, value in self._constant_slots.items()}
         for slot in self.kept[method]:
             # What was computed without autograd, or detached, requires no gradient.
             requires_grad = any(needs_input_grad) if slot in self._outputs else None
@@ -498,7 +494,7 @@ class Forward(Trace):
         return ctx
 
 
-class Derivative(Trace):
+class Derivative(TracedCode):
     """`backward` or `jvp`, traced.
 
     Args:
@@ -541,14 +537,14 @@ class Derivative(Trace):
             tracing.refuse_written_afterwards()
         self.returned: Any = made.template
         self.reads_flags = tracing.reads_flags
-        self.traced = TracedGraph(definition, method, tracing, values)
+        super().__init__(definition, method, tracing, values)
 
     def run(self, kept: Sequence[Any], given: Sequence[Any], key: Any) -> tuple[Any, ...]:
         """Runs the rule on JAX arrays."""
-        return put_in(self.returned, self.traced.run([*kept, *given], key))
+        return put_in(self.returned, self.run_graph([*kept, *given], key))
 
 
-class BatchedForward(Trace):
+class BatchedForward(TracedCode):
     """`vmap`, traced.
 
     Args:
@@ -569,14 +565,14 @@ class BatchedForward(Trace):
             values = [tracing.lower(tensor) for tensor in made.leaves]
             tracing.refuse_written_afterwards()
         self._returned: Any = made.template
-        self.traced = TracedGraph(definition, "vmap", tracing, values)
+        super().__init__(definition, "vmap", tracing, values)
 
     def run(self, inputs: Sequence[Any], key: Any) -> Any:
         """Runs the batching rule on JAX arrays; returns outputs and out_dims."""
-        return put_in(self._returned, self.traced.run(inputs, key))
+        return put_in(self._returned, self.run_graph(inputs, key))
 
 
-_T = TypeVar("_T", bound=Trace)
+_T = TypeVar("_T", bound=TracedCode)
 
 
 def known_or_made(
@@ -606,7 +602,7 @@ def known_or_made(
                 raise
             with cleaned_up(owner):
                 found = make(wide)
-        if key is not None and not found.traced.reads_outside:
+        if key is not None and not found.reads_outside:
             known.put(key, found)
     return found
 

@@ -15,7 +15,7 @@ from jaxfn._primitives import DeferredError
 from jaxfn._torch._compat import without_functions
 from jaxfn._torch.adopt.definition import TorchCode
 from jaxfn._torch.adopt.explain import Explanation, Part
-from jaxfn._torch.adopt.program import Spec, Trace, TracedGraph, known_or_made
+from jaxfn._torch.adopt.program import Spec, TracedCode, known_or_made
 from jaxfn._torch.adopt.refusing import without_derivative
 from jaxfn._torch.graph.recorder import AssumedValue
 from jaxfn._torch.trace.leftovers import cleaned_up
@@ -31,7 +31,7 @@ from jaxfn._tree import as_array, is_array_leaf
 _PROGRAMS_KEPT = 256
 
 
-class WholeProgram(Trace):
+class WholeProgram(TracedCode):
     """Code, traced for some arguments.
 
     Args:
@@ -81,13 +81,13 @@ class WholeProgram(Trace):
             None if hook is None else DeferredError(TranslationError, _HOOKED.format(code.name, hook))
         )
         self._are_trained = are_trained
-        self.traced = TracedGraph(code, "forward", tracing, values)
+        super().__init__(code, "forward", tracing, values)
 
     def run(self, arrays: Sequence[Any], key: Any) -> Any:
         """Runs the code on JAX arrays."""
         if self.refusal is not None or self._refusal_of_second is not None:
             arrays = [self._with_refusals(x, t) for x, t in zip(arrays, self._are_trained, strict=True)]
-        return put_in(self.output, self.traced.run(arrays, key))
+        return put_in(self.output, self.run_graph(arrays, key))
 
     def _with_refusals(self, x: Any, is_trained: bool) -> Any:
         """An array that raises where a derivative by it would not be torch's."""
@@ -177,10 +177,10 @@ class Whole:
         name, new = self.code.name, self._new_program(arguments, num_trained)
         try:
             with cleaned_up(name):
-                return Explanation(name, [Part("forward", new().traced)])
+                return Explanation(name, [Part("forward", new())])
         except TranslationError as error:
             program, assumed = _assuming(new)
-            return Explanation(name, [Part("forward", program and program.traced, error)], assumed)
+            return Explanation(name, [Part("forward", program, error)], assumed)
 
     def _new_program(self, arguments: tuple[Any, ...], num_trained: int) -> _NewProgram:
         flat = take_out(arguments, is_array_leaf)
@@ -255,7 +255,7 @@ class _Attempt(NamedTuple):
     @property
     def is_translated(self) -> bool:
         """Whether there is a program, which JAX can run."""
-        return isinstance(self.result, WholeProgram) and self.result.traced.is_translated
+        return isinstance(self.result, WholeProgram) and self.result.is_translated
 
     @property
     def says_why(self) -> bool:
