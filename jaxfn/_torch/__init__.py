@@ -14,16 +14,18 @@ from jaxfn._torch.values.errors import TranslationError as TranslationError
 if TYPE_CHECKING:
     import torch
 
-    from jaxfn._torch.adopt.adopted import Adopted
-    from jaxfn._torch.adopt.module import AdoptedModule
+    from jaxfn._torch.convert.function_class import ConvertedFunction
+    from jaxfn._torch.convert.module import ConvertedModule
 
 _Ops = Mapping[Any, Callable[..., Any]]
 
 
 @overload
-def from_torch(torch_function: torch.nn.Module, *, ops: _Ops | None = None) -> AdoptedModule: ...
+def from_torch(torch_function: torch.nn.Module, *, ops: _Ops | None = None) -> ConvertedModule: ...
 @overload
-def from_torch(torch_function: type[torch.autograd.Function], *, ops: _Ops | None = None) -> type[Adopted]: ...
+def from_torch(
+    torch_function: type[torch.autograd.Function], *, ops: _Ops | None = None
+) -> type[ConvertedFunction]: ...
 @overload
 def from_torch(torch_function: Callable[..., Any], *, ops: _Ops | None = None) -> Callable[..., Any]: ...
 def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
@@ -43,7 +45,7 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
         are. A custom operation keeps the backward that torch has for it, unless a jaxfn Function replaces it.
 
     Returns:
-      Of a module, an `AdoptedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.
+      Of a module, an `ConvertedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.
       Of a Python function, a function of arrays in place of tensors with a parameter more, `key`; other tensors that it
       uses are constants. Of a Function, a subclass of `jaxfn.Function` with the name, docstring and parameters of the
       torch one, which takes JAX and NumPy arrays in place of tensors; `torch.Tensor` and `torch.nn.Module` arguments
@@ -91,18 +93,18 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
             + is_instance
             * ". Pass its class, and to apply what __init__ was given"
         )
-    from jaxfn._torch.adopt.adopted import adopt
-    from jaxfn._torch.adopt.function import adopted_function
-    from jaxfn._torch.adopt.module import AdoptedModule
-    from jaxfn._torch.adopt.nested import NESTED
-    from jaxfn._torch.adopt.self_test import check_torch
+    from jaxfn._torch.convert.function_class import convert_function_class
+    from jaxfn._torch.convert.module import ConvertedModule
+    from jaxfn._torch.convert.nested import NESTED_APPLY
+    from jaxfn._torch.convert.python_function import convert_callable
+    from jaxfn._torch.convert.self_test import check_torch
     from jaxfn._torch.trace.state import Replacements, TraceConfig
 
     check_torch()
-    config = TraceConfig(Replacements.of(ops or {}), NESTED)
+    config = TraceConfig(Replacements.of(ops or {}), NESTED_APPLY)
     if isinstance(torch_function, torch.nn.Module):
-        return AdoptedModule(torch_function, config)
+        return ConvertedModule(torch_function, config)
     if not is_function_class:
-        return adopted_function(torch_function, config)
+        return convert_callable(torch_function, config)
     caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
-    return adopt(torch_function, caller, config)
+    return convert_function_class(torch_function, caller, config)

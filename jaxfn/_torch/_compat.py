@@ -30,21 +30,21 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
-    "APPLYING_CLASS",
-    "AUTOGRAD_OF_OPERATIONS",
+    "APPLY_CLASS",
     "BELOW_FUNCTIONALIZATION",
+    "CAUSAL_MASK_DETECTION",
     "CLAMP_SPLITS_TIES",
-    "DETECTING_CAUSAL",
+    "CUSTOM_OP_AUTOGRAD",
+    "FAKE_IMPLEMENTATIONS",
     "FAKE_TENSOR_LOG",
+    "GRAD_PREPROCESS",
     "HAS_COMPILED_APPLY",
     "LINEAR_CROSS_ENTROPY",
-    "MAKING_LEAVES",
     "OPERATION_TYPES",
     "PACK",
     "PAD",
     "SCRIPT_TYPES",
     "SOLVE_FACTORS_TRANSPOSE",
-    "WITHOUT_VALUES",
     "CheckpointFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -57,31 +57,31 @@ __all__ = [
     "UnsupportedOperatorException",
     "accumulation_hooks",
     "any_requires_grad",
-    "apply_below",
-    "decomposed",
+    "decompose",
     "decompositions",
-    "functional",
     "global_backward_hooks",
     "global_forward_hooks",
     "gradient_hooks",
-    "has_formula",
-    "has_formula_for_gpus_alone",
-    "held_by",
+    "has_cuda_only_backward",
+    "has_registered_backward",
     "interpret_script",
     "is_accumulating",
     "is_below_autograd",
     "is_composite",
     "is_custom",
-    "memory",
+    "make_wrapper",
     "module_backward_hooks",
+    "original_apply",
     "plain_torch",
     "python_kernel",
-    "saved_by",
+    "saved_values",
     "script_attributes",
+    "storage_id",
     "takes_boxed_gradients",
+    "tensor_dicts",
+    "to_functional",
     "without_functions",
     "without_modes",
-    "wrapper",
 ]
 
 without_modes = _disable_current_modes  # 2.8 to 2.15: no `TorchDispatchMode` inside
@@ -128,10 +128,10 @@ def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 # What asks for the values of transformers' masks, to choose a kernel: a mask, a flag, a size (2.8 to 2.15).
-DETECTING_CAUSAL = torch.nn.modules.transformer, "_detect_is_causal_mask"
+CAUSAL_MASK_DETECTION = torch.nn.modules.transformer, "_detect_is_causal_mask"
 
 # What `torch.autograd.functional` makes its inputs leaves by: them, and two flags (2.8 to 2.15).
-MAKING_LEAVES = torch.autograd.functional, "_grad_preprocess"
+GRAD_PREPROCESS = torch.autograd.functional, "_grad_preprocess"
 
 OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
 
@@ -163,11 +163,11 @@ def is_composite(operation: Any) -> bool:
 
 # Where a custom operation looks up whether gradients are on and an argument requires one, as only then it applies the
 # Function that torch made of the registered backward (2.13).
-AUTOGRAD_OF_OPERATIONS = torch._library.autograd, "_C"
+CUSTOM_OP_AUTOGRAD = torch._library.autograd, "_C"
 any_requires_grad = torch._C._any_requires_grad  # pyright: ignore
 
 # In 2.8 such an operation ends in an assertion of torch's own; the versions in between were not tried.
-_TRACES_AUTOGRAD_OF_OPERATIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+_TRACES_CUSTOM_OP_AUTOGRAD = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 _Key: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage]
 _DEFINITIONS: Mapping[str, Any] = torch._library.custom_ops.OPDEFS  # pyright: ignore  # of `custom_op`, 2.13
@@ -199,7 +199,7 @@ def python_kernel(operation: Any) -> Callable[..., Any] | None:
     return None if key is None else functools.partial(operation._op_dk, key)
 
 
-def has_formula(operation: Any) -> bool:
+def has_registered_backward(operation: Any) -> bool:
     """Whether a backward is registered in Python for a custom operation (2.13)."""
     definition = _DEFINITIONS.get(operation._schema.name)
     if definition is not None:
@@ -209,12 +209,14 @@ def has_formula(operation: Any) -> bool:
 
 def is_traceable(operation: Any) -> bool:
     """Whether torch can trace a custom operation: before 2.13 none for which it made a Function."""
-    return _TRACES_AUTOGRAD_OF_OPERATIONS or not (operation._schema.name in _DEFINITIONS or has_formula(operation))
+    return _TRACES_CUSTOM_OP_AUTOGRAD or not (
+        operation._schema.name in _DEFINITIONS or has_registered_backward(operation)
+    )
 
 
-def has_formula_for_gpus_alone(operation: Any) -> bool:
+def has_cuda_only_backward(operation: Any) -> bool:
     """Whether a backward is registered in Python for GPUs, and none for what is traced as on a CPU (2.13)."""
-    return _has_python_code(operation, "AutogradCUDA") and not has_formula(operation)
+    return _has_python_code(operation, "AutogradCUDA") and not has_registered_backward(operation)
 
 
 @contextlib.contextmanager
@@ -235,17 +237,17 @@ def is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # pyright: ignore
 
 
-def functional(tensor: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:
+def to_functional(tensor: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:
     """A tensor of which `mode` sees what is written to it (2.8 to 2.15)."""
     return FunctionalTensor(torch._to_functional_tensor(tensor), mode)  # pyright: ignore
 
 
-def wrapper(kind: type[torch.Tensor], dtype: torch.dtype) -> Any:
+def make_wrapper(kind: type[torch.Tensor], dtype: torch.dtype) -> Any:
     """An empty tensor of a subclass, which says what happens to it (2.8 to 2.15)."""
     return torch.Tensor._make_wrapper_subclass(kind, (0,), dtype=dtype)  # pyright: ignore
 
 
-def memory(tensor: torch.Tensor) -> int | None:
+def storage_id(tensor: torch.Tensor) -> int | None:
     """Returns an identifier of a tensor's storage; `None` for a tensor without one (2.8 to 2.15)."""
     is_dense = tensor.layout is torch.strided and not isinstance(tensor, FakeTensor)
     return tensor.untyped_storage()._cdata if is_dense else None  # pyright: ignore[reportPrivateUsage]
@@ -257,12 +259,12 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     return {**decomposition_table, **core_aten_decompositions()}
 
 
-def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:
+def decompose(operation: Any, args: Any, kwargs: Any) -> Any:
     """An operation in terms of others, as its kernel says; `NotImplemented` if torch knows none (2.8 to 2.15)."""
     return operation.decompose(*args, **kwargs) if operation._can_decompose() else NotImplemented
 
 
-def _grouped_mm_without_values(
+def _fake_grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     groups = [offs.shape[0]] if a.dim() == 2 and b.dim() == 2 else [a.shape[0]] if a.dim() == 3 and b.dim() == 3 else []
@@ -271,8 +273,8 @@ def _grouped_mm_without_values(
 
 # What operations give for tensors without values, where torch says it of fewer dtypes than they take: 2.8 to 2.13 know
 # `grouped_mm` of bfloat16 alone.
-WITHOUT_VALUES: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten._grouped_mm.default: _grouped_mm_without_values  # pyright: ignore
+FAKE_IMPLEMENTATIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: _fake_grouped_mm  # pyright: ignore
 }
 
 
@@ -284,7 +286,7 @@ FunctionMeta: Any = torch.autograd.function.FunctionMeta  # 2.8 to 2.15
 # class below, which then is where `apply = SomeFunction.apply`, taken beforehand, comes by too.
 HAS_COMPILED_APPLY = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 
-APPLYING_CLASS: Any = torch.autograd.Function if HAS_COMPILED_APPLY else _SingleLevelFunction
+APPLY_CLASS: Any = torch.autograd.Function if HAS_COMPILED_APPLY else _SingleLevelFunction
 
 
 with torch.inference_mode(False), torch.enable_grad():  # whoever imports this may be inside of others
@@ -301,7 +303,7 @@ _factors = torch.ops.aten._linalg_solve_ex(torch.tensor([[2.0, 1.0], [0.0, 1.0]]
 SOLVE_FACTORS_TRANSPOSE = _factors[0, 1].item() == 0
 
 
-def apply_below(function: Any) -> Any:
+def original_apply(function: Any) -> Any:
     """`apply` of a Function as torch has it, past stand-ins (2.8 to 2.15)."""
     return super(_SingleLevelFunction, function).apply
 
@@ -311,7 +313,7 @@ def takes_boxed_gradients(function: Any) -> bool:
     return getattr(function, "boxed_grads_call", False)
 
 
-def saved_by(node: Any) -> list[Any]:
+def saved_values(node: Any) -> list[Any]:
     """Returns what a node of autograd's graph has saved, tensors included, as far as it still exists (2.8 to 2.15)."""
     saved: list[Any] = []
     for name in _saved_names(type(node)):
@@ -368,6 +370,6 @@ def module_backward_hooks(module: Any) -> list[tuple[str, Callable[..., Any]]]:
     return [(method, hook) for method, registered in hooks.items() for hook in registered.values()]
 
 
-def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the dicts of a module's own parameters and buffers (2.8 to 2.15)."""
     return module._parameters, module._buffers  # pyright: ignore

@@ -17,7 +17,7 @@ import numpy
 import torch
 
 # Where a source line is not the user's.
-_NOT_USERS = (*(Path(str(module.__file__)).parent for module in (torch, jax, numpy)), Path(__file__).parents[2])
+_LIBRARIES = (*(Path(str(module.__file__)).parent for module in (torch, jax, numpy)), Path(__file__).parents[2])
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
@@ -45,12 +45,12 @@ def running_line(frames: Iterable[FrameType] | None = None) -> Line | None:
     line: Line | None = None
     for frame in running_frames() if frames is None else frames:
         code, number = frame.f_code, frame.f_lineno
-        if not is_users(code.co_filename):
+        if not is_user_code(code.co_filename):
             continue
         if line is None:
             text = linecache.getline(code.co_filename, number).strip()
             line = Line(code.co_filename, number, code.co_name, text, None)
-        name = _name_of(code, frame.f_globals.get("__name__", ""))
+        name = _importable_name(code, frame.f_globals.get("__name__", ""))
         if name is not None:
             return line._replace(callable=name)
     return line
@@ -58,15 +58,15 @@ def running_line(frames: Iterable[FrameType] | None = None) -> Line | None:
 
 def source_line(frames: Iterable[FrameType] | None = None) -> str:
     """The line of the user's code that is running, as part of a message; `frames` as for `running_line`."""
-    return as_text(running_line(frames))
+    return format_line(running_line(frames))
 
 
-def as_text(line: Line | None) -> str:
+def format_line(line: Line | None) -> str:
     """A line as part of a message."""
     return f'\n  File "{line.file}", line {line.number}, in {line.function}\n    {line.text}' if line else ""
 
 
-def naming(line: Line | None) -> str:
+def ops_hint(line: Line | None) -> str:
     """That the function around a line may be named in `ops=`, as part of a message."""
     name = None if line is None else line.callable
     return f". Or name a JAX function to stand for the one around it: ops={{{name}: jax_function}}" if name else ""
@@ -81,7 +81,7 @@ def running_frames() -> Iterator[FrameType]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _name_of(code: CodeType, module: str) -> str | None:
+def _importable_name(code: CodeType, module: str) -> str | None:
     """Returns the name by which the function of this code is found in its module; `None` if it is not."""
     found: Any = sys.modules.get(module)
     for part in code.co_qualname.split("."):
@@ -92,10 +92,10 @@ def _name_of(code: CodeType, module: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def is_users(filename: str) -> bool:
+def is_user_code(filename: str) -> bool:
     """Whether code of this file is the user's, and not torch's, jaxfn's or Python's."""
     path = Path(filename)
-    if filename.startswith("<") or any(map(path.is_relative_to, _NOT_USERS)):
+    if filename.startswith("<") or any(map(path.is_relative_to, _LIBRARIES)):
         return False
     is_standard = path.is_relative_to(_STANDARD_LIBRARY)
     return not is_standard or "site-packages" in path.relative_to(_STANDARD_LIBRARY).parts

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 # A torch operation (its overload, its packet, its `torch.library` definition or its name) to a JAX function.
-Operations = Mapping[Any, Callable[..., Any]]
+OperationMap = Mapping[Any, Callable[..., Any]]
 
 
-def name_of(target: Any) -> str:
+def operation_name(target: Any) -> str:
     """A torch operation's name as torch prints it, such as `aten.add.Tensor`."""
     definition = getattr(target, "_opoverload", target)
     if isinstance(definition, str):
@@ -21,9 +21,9 @@ def name_of(target: Any) -> str:
     return getattr(definition, "__name__", None) or str(definition)
 
 
-def named_operations(ops: Operations | None) -> dict[str, Callable[..., Any]]:
+def key_by_name(ops: OperationMap | None) -> dict[str, Callable[..., Any]]:
     """The replacements by the names of the operations."""
-    return {name_of(target): function for target, function in (ops or {}).items()}
+    return {operation_name(target): function for target, function in (ops or {}).items()}
 
 
 class JaxCall:

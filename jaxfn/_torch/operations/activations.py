@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch.operations.table import enter_all, operation, refuse
+from jaxfn._torch.operations.table import mark_unsupported, operation, register_all
 
-enter_all({"aten.silu": jax.nn.silu})
+register_all({"aten.silu": jax.nn.silu})
 
 
 @operation("aten.relu")
@@ -91,8 +91,8 @@ def hardswish(x: Array) -> Array:
     return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
 
 
-refuse("rrelu has no translation", "aten.rrelu_with_noise_backward")
-refuse(
+mark_unsupported("rrelu has no translation", "aten.rrelu_with_noise_backward")
+mark_unsupported(
     "torch's decomposition of it counts labels after the first -1",
     "aten.multilabel_margin_loss_forward",
     "aten.multilabel_margin_loss_backward",

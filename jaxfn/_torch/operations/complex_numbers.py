@@ -9,9 +9,9 @@ import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch.operations.promotion import to_inexact
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import operation, register_all
 
-enter_all(
+register_all(
     {
         "aten._conj": jnp.conj,
         "aten._conj_physical": jnp.conj,

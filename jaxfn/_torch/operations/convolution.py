@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxfn._torch.operations.table import operation
 
 
-@operation("aten.convolution", takes_half=True)
+@operation("aten.convolution", accepts_half=True)
 def convolution(
     x: Array,
     weight: Array,
@@ -49,7 +49,7 @@ def _mirrored(weight: Array, groups: int) -> Array:
     return jnp.flip(kernel, range(2, kernel.ndim))
 
 
-@operation("aten.convolution_backward", takes_half=True)
+@operation("aten.convolution_backward", accepts_half=True)
 def convolution_backward(
     gradient: Array,
     x: Array,

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import operation, register_all
 
-enter_all(
+register_all(
     {
         "aten.empty": jnp.zeros,
         "aten.empty_like": jnp.zeros_like,

@@ -8,6 +8,6 @@ import jax
 from jax import Array
 
 
-def pulled_back(forward: Callable[[Array], Array], gradient: Array, x: Array) -> Array:
+def apply_vjp(forward: Callable[[Array], Array], gradient: Array, x: Array) -> Array:
     """The gradient at `x` that belongs to a gradient of `forward(x)`."""
     return jax.vjp(forward, x)[1](gradient)[0]

@@ -12,16 +12,16 @@ from jax import Array, lax
 from jaxfn._torch._compat import CLAMP_SPLITS_TIES
 from jaxfn._torch.operations.promotion import (
     as_dtype,
+    compute_dtype,
     is_inexact,
-    promoted,
-    promoted_to_inexact,
+    promote,
+    promote_to_inexact,
     result_type,
     to_inexact,
-    widened,
 )
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import operation, register_all
 
-enter_all(
+register_all(
     {
         "aten.acos": jnp.arccos,
         "aten.acosh": jnp.arccosh,
@@ -47,31 +47,31 @@ enter_all(
         "aten.tan": jnp.tan,
         "aten.tanh": jnp.tanh,
         "aten.trunc": jnp.trunc,
-        "aten.mul": promoted(jnp.multiply),
-        "aten.deg2rad": promoted_to_inexact(jnp.deg2rad),
-        "aten.rad2deg": promoted_to_inexact(jnp.rad2deg),
-        "aten.reciprocal": promoted_to_inexact(jnp.reciprocal),
-        "aten.rsqrt": promoted_to_inexact(lax.rsqrt),
-        "aten.sigmoid": promoted_to_inexact(lax.logistic),
+        "aten.mul": promote(jnp.multiply),
+        "aten.deg2rad": promote_to_inexact(jnp.deg2rad),
+        "aten.rad2deg": promote_to_inexact(jnp.rad2deg),
+        "aten.reciprocal": promote_to_inexact(jnp.reciprocal),
+        "aten.rsqrt": promote_to_inexact(lax.rsqrt),
+        "aten.sigmoid": promote_to_inexact(lax.logistic),
         "aten.frexp": jnp.frexp,
         "aten.signbit": jnp.signbit,
     }
 )
-enter_all(
+register_all(
     {
-        "aten.atan2": promoted_to_inexact(jnp.arctan2),
-        "aten.copysign": promoted_to_inexact(jnp.copysign),
-        "aten.gcd": promoted(jnp.gcd),
-        "aten.hypot": promoted_to_inexact(jnp.hypot),
-        "aten.lcm": promoted(jnp.lcm),
-        "aten.maximum": promoted(jnp.maximum),
-        "aten.minimum": promoted(jnp.minimum),
-        "aten.remainder": promoted(jnp.remainder),
-        "aten.logaddexp": promoted_to_inexact(jnp.logaddexp),
-        "aten.logaddexp2": promoted_to_inexact(jnp.logaddexp2),
-        "aten.heaviside": promoted(jnp.heaviside),
+        "aten.atan2": promote_to_inexact(jnp.arctan2),
+        "aten.copysign": promote_to_inexact(jnp.copysign),
+        "aten.gcd": promote(jnp.gcd),
+        "aten.hypot": promote_to_inexact(jnp.hypot),
+        "aten.lcm": promote(jnp.lcm),
+        "aten.maximum": promote(jnp.maximum),
+        "aten.minimum": promote(jnp.minimum),
+        "aten.remainder": promote(jnp.remainder),
+        "aten.logaddexp": promote_to_inexact(jnp.logaddexp),
+        "aten.logaddexp2": promote_to_inexact(jnp.logaddexp2),
+        "aten.heaviside": promote(jnp.heaviside),
     },
-    takes_half=True,
+    accepts_half=True,
 )
 
 
@@ -89,25 +89,25 @@ def absolute(x: Array) -> Array:
     return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
-@operation("aten.add", takes_half=True)
+@operation("aten.add", accepts_half=True)
 def add(x: Any, y: Any, alpha: Any = 1) -> Array:
     return _sum(x, y) if alpha == 1 else _scaled_sum(x, y, alpha)
 
 
-@operation("aten.sub", takes_half=True)
+@operation("aten.sub", accepts_half=True)
 def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
     return _difference(x, y) if alpha == 1 else _scaled_sum(x, y, -alpha)
 
 
-_sum, _difference = promoted(jnp.add), promoted(jnp.subtract)
+_sum, _difference = promote(jnp.add), promote(jnp.subtract)
 
 
-@promoted
+@promote
 def _scaled_sum(x: Array, y: Array, alpha: Array) -> Array:
     return x + alpha * y
 
 
-@operation("aten.rsub", takes_half=True)
+@operation("aten.rsub", accepts_half=True)
 def rsub(x: Any, y: Any, alpha: Any = 1) -> Array:
     return sub(y, x, alpha)
 
@@ -133,7 +133,7 @@ def floor_divide(x: Any, y: Any) -> Array:
     return div(x, y, "floor")
 
 
-@operation("aten.nextafter", takes_half=True)
+@operation("aten.nextafter", accepts_half=True)
 def nextafter(x: Array, y: Array) -> Array:
     """JAX has no derivative of it; torch's follows x where there is a step."""
     dtype = result_type(x, y)
@@ -143,21 +143,21 @@ def nextafter(x: Array, y: Array) -> Array:
     return step + jnp.where(jnp.isfinite(x) & (x != y), x - fixed, 0)
 
 
-@operation("aten.fmod", takes_half=True)
-@promoted
+@operation("aten.fmod", accepts_half=True)
+@promote
 def fmod(x: Array, y: Array) -> Array:
     return lax.rem(*jnp.broadcast_arrays(x, y))
 
 
-@operation("aten.pow", takes_half=True)
+@operation("aten.pow", accepts_half=True)
 def power(x: Any, exponent: Any) -> Array:
     if isinstance(exponent, (int, float)) and abs(exponent) <= 64 and float(exponent).is_integer():
         dtype = result_type(x, exponent)
-        return jnp.power(jnp.asarray(x, dtype).astype(widened(dtype)), int(exponent))
+        return jnp.power(jnp.asarray(x, dtype).astype(compute_dtype(dtype)), int(exponent))
     return _power(x, exponent)
 
 
-@promoted
+@promote
 def _power(x: Array, exponent: Array) -> Array:
     if is_inexact(x):
         return jnp.power(x, exponent)
@@ -166,22 +166,22 @@ def _power(x: Array, exponent: Array) -> Array:
     return jnp.where(exponent < 0, inverse, jnp.power(x, jnp.maximum(exponent, 0)))
 
 
-@operation("aten.fmax", takes_half=True)
-@promoted
+@operation("aten.fmax", accepts_half=True)
+@promote
 def fmax(x: Array, y: Array) -> Array:
     return jnp.where((x >= y) | jnp.isnan(y), x, y)
 
 
-@operation("aten.fmin", takes_half=True)
-@promoted
+@operation("aten.fmin", accepts_half=True)
+@promote
 def fmin(x: Array, y: Array) -> Array:
     return jnp.where((x <= y) | jnp.isnan(y), x, y)
 
 
-_with_bounds = functools.partial(promoted, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
+_with_bounds = functools.partial(promote, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
 
 
-@operation("aten.clamp", "aten.clamp_min", takes_half=True)
+@operation("aten.clamp", "aten.clamp_min", accepts_half=True)
 def clamp(x: Array, low: Any, high: Any = None) -> Array:
     """The derivative at a bound is a convention, which torch changed in 2.15."""
     if not CLAMP_SPLITS_TIES:
@@ -224,7 +224,7 @@ def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
     return jnp.where(low == high, _clamp_to_x(x, low, high), jnp.minimum(jnp.maximum(x, low), high))
 
 
-@operation("aten.clamp_max", takes_half=True)
+@operation("aten.clamp_max", accepts_half=True)
 def clamp_max(x: Array, high: Any) -> Array:
     return clamp(x, None, high)
 

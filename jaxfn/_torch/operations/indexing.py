@@ -16,14 +16,14 @@ import numpy as np
 from jax import Array
 
 from jaxfn._torch.operations.dims import along, vector
-from jaxfn._torch.operations.promotion import result_type, single_for_half
+from jaxfn._torch.operations.promotion import half_to_single, result_type
 from jaxfn._torch.operations.shapes import to_dtype
-from jaxfn._torch.operations.table import moving, operation, refuse
+from jaxfn._torch.operations.table import data_movement, mark_unsupported, operation
 from jaxfn._torch.values.errors import TranslationError
 
 Indices = Sequence[Array | None]
 
-refuse(
+mark_unsupported(
     "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; `torch.where` "
     "keeps the size",
     "aten.nonzero",
@@ -34,12 +34,12 @@ refuse(
     "aten._unique2",
     "aten.unique_dim",
 )
-refuse(
+mark_unsupported(
     "the size of its result depends on the largest value, whatever `minlength` is, and JAX compiles for known sizes; "
     "`torch.zeros(n).index_add_(0, values, weights)` counts n values",
     "aten.bincount",
 )
-refuse(
+mark_unsupported(
     "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; with "
     "`output_size=` it is known",
     "aten.repeat_interleave.Tensor",
@@ -58,7 +58,7 @@ def read(x: Array, at: Any, *, wraps: bool = False) -> Array:
     return x.at[at].get(mode="fill", wrap_negative_indices=wraps)
 
 
-@moving("aten.index", "aten._unsafe_index")
+@data_movement("aten.index", "aten._unsafe_index")
 def index(x: Array, indices: Indices) -> Array:
     if any(_is_mask(i) for i in indices):
         raise TranslationError(
@@ -76,7 +76,7 @@ def _positions(indices: Indices) -> tuple[Any, ...]:
     return tuple(slice(None) if i is None else i for i in indices)
 
 
-@moving("aten.index_put", "aten._unsafe_index_put")
+@data_movement("aten.index_put", "aten._unsafe_index_put")
 def index_put(x: Array, indices: Indices, values: Array, accumulate: bool = False, *_: Any) -> Array:
     values = to_dtype(values, x.dtype)
     if any(_is_mask(i) for i in indices):
@@ -102,7 +102,7 @@ def _mask_put(x: Array, indices: Indices, values: Array, accumulate: bool) -> Ar
     return jnp.where(chosen, places + values if accumulate else values, places).reshape(x.shape)
 
 
-@moving("aten.masked_scatter")
+@data_movement("aten.masked_scatter")
 def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     shape = jnp.broadcast_shapes(x.shape, mask.shape)
     mask = jnp.broadcast_to(mask, shape)
@@ -111,7 +111,7 @@ def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     return jnp.where(mask, values.astype(x.dtype), x)
 
 
-@moving("aten.masked_scatter_backward")
+@data_movement("aten.masked_scatter_backward")
 def masked_scatter_backward(gradient: Array, mask: Array, sizes: Sequence[int]) -> Array:
     """Returns the gradients of what came from `source`, in order; elements that were not used get 0."""
     mask = jnp.broadcast_to(mask, gradient.shape).reshape(-1)
@@ -120,18 +120,18 @@ def masked_scatter_backward(gradient: Array, mask: Array, sizes: Sequence[int]) 
     return flat.at[order].set(gradient.reshape(-1), mode="drop").reshape(tuple(sizes))
 
 
-@moving("aten.take")
+@data_movement("aten.take")
 def take(x: Array, indices: Array) -> Array:
     return read(x.reshape(-1), indices, wraps=True)
 
 
-@moving("aten.put")
+@data_movement("aten.put")
 def put(x: Array, indices: Array, source: Array, accumulate: bool = False) -> Array:
     how = "add" if accumulate else "set"
     return combined(x.reshape(-1), indices.reshape(-1), source.reshape(-1), how, wraps=True).reshape(x.shape)
 
 
-@moving("aten.index_select")
+@data_movement("aten.index_select")
 def index_select(x: Array, dim: int, indices: Array) -> Array:
     rows = read(vector(x), along(vector(x), dim, vector(indices)))
     return rows.reshape(()) if x.ndim == 0 else rows
@@ -163,7 +163,7 @@ _COMBINE = {
 }
 
 
-@moving("aten.scatter")
+@data_movement("aten.scatter")
 def scatter(x: Array, dim: int, indices: Array, source: Any, reduce: str | None = None) -> Array:
     """Writes `source` (a tensor, read as far as `indices` reach, or a number) to `x` along `dim`."""
     flat, places = vector(x), vector(indices)
@@ -181,11 +181,11 @@ def combined(x: Array, at: Any, values: Array, how: str, *, wraps: bool = False)
     if x.dtype == np.bool_:
         how = {"add": "max", "multiply": "min"}.get(how, how)
     if how != "set":
-        x, values = single_for_half((x, values))
+        x, values = half_to_single((x, values))
     return getattr(x.at[at], how)(values, mode="drop", wrap_negative_indices=wraps)
 
 
-@moving("aten.scatter_add")
+@data_movement("aten.scatter_add")
 def scatter_add(x: Array, dim: int, indices: Array, source: Array) -> Array:
     return scatter(x, dim, indices, source, "add")
 
@@ -221,13 +221,13 @@ def index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Any = 1)
     return combined(flat, at, vector(source) * jnp.asarray(alpha, x.dtype), "add").reshape(x.shape)
 
 
-@moving("aten.index_copy")
+@data_movement("aten.index_copy")
 def index_copy(x: Array, dim: int, indices: Array, source: Array) -> Array:
     flat = vector(x)
     return combined(flat, along(flat, dim, vector(indices)), vector(source), "set").reshape(x.shape)
 
 
-@moving("aten.index_fill")
+@data_movement("aten.index_fill")
 def index_fill(x: Array, dim: int, indices: Array, value: Any) -> Array:
     flat = vector(x)
     at = along(flat, dim, vector(indices))
@@ -244,7 +244,7 @@ def index_reduce(x: Array, dim: int, indices: Array, source: Array, reduce: str,
     return scatter_reduce(flat, dim, spread, source, reduce, include_self).reshape(x.shape)
 
 
-@moving("aten.embedding")
+@data_movement("aten.embedding")
 def embedding(weight: Array, indices: Array, padding_idx: int = -1, *_: Any) -> Array:
     """Rows of `weight`; the one at `padding_idx` gets no gradient."""
     rows = read(weight, indices)
@@ -290,13 +290,13 @@ def searchsorted(
     if sorter is not None:
         boundaries = gather(boundaries, boundaries.ndim - 1, sorter)
 
-    def find(edges: Array, x: Array) -> Array:
+    def find_implementation(edges: Array, x: Array) -> Array:
         return jnp.searchsorted(edges, x, "right" if right or side == "right" else "left")
 
     if boundaries.ndim == 1:
-        return find(boundaries, values)
+        return find_implementation(boundaries, values)
     rows = math.prod(boundaries.shape[:-1])
-    found = jax.vmap(find)(boundaries.reshape(rows, -1), values.reshape(rows, -1))
+    found = jax.vmap(find_implementation)(boundaries.reshape(rows, -1), values.reshape(rows, -1))
     return found.reshape(values.shape)
 
 

@@ -11,13 +11,13 @@ import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch._compat import SOLVE_FACTORS_TRANSPOSE
-from jaxfn._torch.operations.derivative import pulled_back
-from jaxfn._torch.operations.promotion import single_for_half, widened
+from jaxfn._torch.operations.derivative import apply_vjp
+from jaxfn._torch.operations.promotion import compute_dtype, half_to_single
 from jaxfn._torch.operations.reductions import vector_norm
-from jaxfn._torch.operations.table import enter_all, operation, refuse
+from jaxfn._torch.operations.table import mark_unsupported, operation, register_all
 from jaxfn._torch.values.errors import TranslationError
 
-enter_all(
+register_all(
     {
         "aten.mm.default": jnp.matmul,
         "aten.bmm.default": jnp.matmul,
@@ -25,16 +25,16 @@ enter_all(
         "aten.dot": jnp.dot,
         "aten.vdot": jnp.vdot,
     },
-    takes_half=True,
+    accepts_half=True,
 )
-enter_all({"aten.linalg_eig": jnp.linalg.eig, "aten._linalg_eigvals": jnp.linalg.eigvals})
+register_all({"aten.linalg_eig": jnp.linalg.eig, "aten._linalg_eigvals": jnp.linalg.eigvals})
 
 
-@operation("aten.addmm.default", "aten.addmv", "aten.baddbmm.default", takes_half=True)
+@operation("aten.addmm.default", "aten.addmv", "aten.baddbmm.default", accepts_half=True)
 def addmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """`beta` 0 leaves `x` out, nan and all; half precision is rounded to once, in the end."""
-    product = scaled(jnp.matmul(first, second, preferred_element_type=widened(first.dtype)), alpha)
-    return product if beta == 0 else scaled(single_for_half(x), beta) + product
+    product = scaled(jnp.matmul(first, second, preferred_element_type=compute_dtype(first.dtype)), alpha)
+    return product if beta == 0 else scaled(half_to_single(x), beta) + product
 
 
 @operation("aten.addr")
@@ -48,7 +48,7 @@ def addbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any =
     return product if beta == 0 else scaled(x, beta) + product
 
 
-@operation("aten._grouped_mm", takes_half=True)
+@operation("aten._grouped_mm", accepts_half=True)
 def grouped_mm(a: Array, b: Array, ends: Array | None = None, bias: None = None, dtype: Any = None) -> Array:
     """One product for each group: of rows or columns up to `ends`, where a matrix has no axis of groups.
 
@@ -57,7 +57,7 @@ def grouped_mm(a: Array, b: Array, ends: Array | None = None, bias: None = None,
     Note: JAX (0.10 to 0.12) has no second derivatives of `lax.ragged_dot`, and batches it only where all its operands
     are batched.
     """
-    product = functools.partial(jnp.einsum, preferred_element_type=widened(a.dtype))
+    product = functools.partial(jnp.einsum, preferred_element_type=compute_dtype(a.dtype))
     if ends is None:
         return product("gmk,gkn->gmn", a, b)
     length = a.shape[0] if b.ndim == 3 else b.shape[1]  # of the axis that is in groups
@@ -114,22 +114,22 @@ def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
 # of its elements as its transpose, and autograd, which uses the factors again, knows.
 
 
-def det_otherwise(a: Array) -> tuple[Array, Array, Array]:
+def det_noncontiguous(a: Array) -> tuple[Array, Array, Array]:
     # JAX differentiates no determinant of an empty matrix, which is 1.
     value = jnp.linalg.det(a) if a.size else jnp.ones(a.shape[:-2], a.dtype)
     return value, *_factored(a)[:2]
 
 
-@operation("aten._linalg_det", otherwise=det_otherwise)
+@operation("aten._linalg_det", for_noncontiguous=det_noncontiguous)
 def det(a: Array) -> tuple[Array, Array, Array]:
-    return det_otherwise(a)[0], *_factored_in_memory_order(a)[:2]
+    return det_noncontiguous(a)[0], *_factored_in_memory_order(a)[:2]
 
 
-def slogdet_otherwise(a: Array) -> tuple[Array, Array, Array, Array]:
+def slogdet_noncontiguous(a: Array) -> tuple[Array, Array, Array, Array]:
     return *jnp.linalg.slogdet(a), *_factored(a)[:2]
 
 
-@operation("aten._linalg_slogdet", otherwise=slogdet_otherwise)
+@operation("aten._linalg_slogdet", for_noncontiguous=slogdet_noncontiguous)
 def slogdet(a: Array) -> tuple[Array, Array, Array, Array]:
     return *jnp.linalg.slogdet(a), *_factored_in_memory_order(a)[:2]
 
@@ -143,13 +143,13 @@ def _solved(a: Array, b: Array, left: bool) -> Array:
     return solution[..., 0] if is_vector else solution
 
 
-def solve_otherwise(
+def solve_noncontiguous(
     a: Array, b: Array, left: bool = True, check_errors: bool = False
 ) -> tuple[Array, Array, Array, Array]:
     return _solved(a, b, left), *_factored(a)
 
 
-@operation("aten._linalg_solve_ex", otherwise=solve_otherwise)
+@operation("aten._linalg_solve_ex", for_noncontiguous=solve_noncontiguous)
 def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array, Array]:
     return _solved(a, b, left), *(_factored_in_memory_order if SOLVE_FACTORS_TRANSPOSE else _factored)(a)
 
@@ -246,13 +246,13 @@ def geqrf(a: Array) -> tuple[Array, Array]:
     return reflections.mT, taus
 
 
-refuse(
+mark_unsupported(
     "JAX has no LDL factorization; use torch.linalg.eigh or lu_factor, or cholesky if the matrix is positive definite",
     "aten.linalg_ldl_factor_ex",
     "aten.linalg_ldl_factor",
     "aten.linalg_ldl_solve",
 )
-refuse(
+mark_unsupported(
     "the shapes of what it returns depend on the rank; `torch.linalg.pinv(a) @ b` is the solution",
     "aten.linalg_lstsq",
 )
@@ -330,7 +330,7 @@ def cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Arra
 
 @operation("aten._cdist_backward")
 def cdist_backward(gradient: Array, a: Array, b: Array, p: float, distances: Array) -> Array:
-    return pulled_back(lambda a: cdist(a, b, p), gradient, a)
+    return apply_vjp(lambda a: cdist(a, b, p), gradient, a)
 
 
 @operation("aten._pdist_forward")
@@ -341,4 +341,4 @@ def pdist(a: Array, p: float = 2) -> Array:
 
 @operation("aten._pdist_backward")
 def pdist_backward(gradient: Array, a: Array, p: float, distances: Array) -> Array:
-    return pulled_back(lambda a: pdist(a, p), gradient, a)
+    return apply_vjp(lambda a: pdist(a, p), gradient, a)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch.operations.derivative import pulled_back
+from jaxfn._torch.operations.derivative import apply_vjp
 from jaxfn._torch.operations.promotion import is_inexact
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import operation, register_all
 
 
 class Windows(NamedTuple):
@@ -187,7 +187,7 @@ def avg_pool(
 
 
 def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
-    return pulled_back(lambda x: avg_pool(spatial, x, *options), gradient, x)
+    return apply_vjp(lambda x: avg_pool(spatial, x, *options), gradient, x)
 
 
 @operation("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
@@ -203,11 +203,11 @@ def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
 
 
 def adaptive_avg_pool_backward(spatial: int, gradient: Array, x: Array) -> Array:
-    return pulled_back(lambda x: adaptive_avg_pool(x, gradient.shape[-spatial:]), gradient, x)
+    return apply_vjp(lambda x: adaptive_avg_pool(x, gradient.shape[-spatial:]), gradient, x)
 
 
 for _n in (2, 3):
-    enter_all(
+    register_all(
         {
             f"aten.max_pool{_n}d_with_indices": partial(max_pool, _n),
             f"aten.max_pool{_n}d_with_indices_backward": partial(max_pool_backward, _n),

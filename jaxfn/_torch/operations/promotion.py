@@ -50,7 +50,7 @@ def _raised_to_category(result: Any, other: Any, *, weak: bool) -> Any:
     return other
 
 
-def promoted(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Array] | None = None) -> Any:
+def promote(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Array] | None = None) -> Any:
     """`function` of operands that have been cast to their common dtype first; `None` stays.
 
     Where that is half precision, they come rounded to it, Python numbers too, and in single precision.
@@ -64,7 +64,9 @@ def promoted(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Arr
     @functools.wraps(function)
     def cast_first(*operands: Any, **options: Any) -> Any:
         dtype = result_type(*(operand for operand in operands if operand is not None))
-        return function(*(None if x is None else cast(x, dtype).astype(widened(dtype)) for x in operands), **options)
+        return function(
+            *(None if x is None else cast(x, dtype).astype(compute_dtype(dtype)) for x in operands), **options
+        )
 
     return cast_first
 
@@ -80,12 +82,12 @@ def as_dtype(x: Any, dtype: Any) -> jax.Array:
         return jnp.asarray(x, dtype)
 
 
-def widened(dtype: Any) -> np.dtype[Any]:
+def compute_dtype(dtype: Any) -> np.dtype[Any]:
     """Single precision for half precision, in which torch computes what it returns in half."""
     return np.dtype(np.float32) if _is_half(dtype) else np.dtype(dtype)
 
 
-def single_for_half(arguments: Any) -> Any:
+def half_to_single(arguments: Any) -> Any:
     """The arguments of an operation, with single precision for half precision."""
 
     def widen(x: Any) -> Any:
@@ -98,9 +100,9 @@ def _is_half(dtype: Any) -> bool:
     return dtype in (np.float16, jnp.bfloat16)
 
 
-def promoted_to_inexact(function: Callable[..., Any]) -> Callable[..., Any]:
+def promote_to_inexact(function: Callable[..., Any]) -> Callable[..., Any]:
     """`promoted`, for a function that is defined on floating point numbers only."""
-    return promoted(functools.wraps(function)(lambda *operands: function(*map(to_inexact, operands))))
+    return promote(functools.wraps(function)(lambda *operands: function(*map(to_inexact, operands))))
 
 
 def to_inexact(x: Any) -> jax.Array:

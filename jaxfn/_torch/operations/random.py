@@ -1,6 +1,6 @@
 """Random numbers, drawn through JAX: the distributions are torch's, the numbers are not.
 
-Every function gets a key of its own first, which `Translation` of `graph/interpreter.py` makes of the call's.
+Every function gets a key of its own first, which `TranslatedGraph` of `graph/interpreter.py` makes of the call's.
 """
 
 from __future__ import annotations

@@ -14,30 +14,30 @@ from jax import Array
 from jaxfn._torch.operations.dims import axes
 from jaxfn._torch.operations.elementwise import absolute
 from jaxfn._torch.operations.promotion import is_inexact, to_inexact
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import operation, register_all
 
 Dim = int | Sequence[int] | None
 
 
-def accumulated(x: Array, dtype: Any) -> Array:
+def cast_for_accumulation(x: Array, dtype: Any) -> Array:
     """`x` in the dtype in which sums and products are taken: integers in 64 bits unless `dtype` says otherwise."""
     if dtype is None:
         dtype = x.dtype if is_inexact(x) else jax.dtypes.canonicalize_dtype(np.int64)
     return x.astype(dtype)
 
 
-def reduced(
+def reduce(
     function: Callable[..., Array], x: Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Array:
     """Applies a function such as `jnp.sum` over some axes."""
     return function(x if dtype is None else x.astype(dtype), axes(x, dim), keepdims=keepdim)
 
 
-def accumulating(
+def reduce_accumulated(
     function: Callable[..., Array], x: Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Array:
     """Applies a sum or product over some axes, with integers accumulated as torch does."""
-    return reduced(function, accumulated(x, dtype), dim, keepdim)
+    return reduce(function, cast_for_accumulation(x, dtype), dim, keepdim)
 
 
 def extreme_place(function: Callable[..., Array], x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
@@ -50,15 +50,15 @@ def extreme(function: Callable[..., Array], x: Array, dim: int, keepdim: bool) -
     return chosen(x, extreme_place(function, x, dim, keepdim=True), dim, keepdim)
 
 
-enter_all(
+register_all(
     {
-        "aten.sum": partial(accumulating, jnp.sum),
-        "aten.prod": partial(accumulating, jnp.prod),
-        "aten.mean": partial(reduced, jnp.mean),
-        "aten.any": partial(reduced, jnp.any),
-        "aten.all": partial(reduced, jnp.all),
-        "aten.amax": partial(reduced, jnp.max),
-        "aten.amin": partial(reduced, jnp.min),
+        "aten.sum": partial(reduce_accumulated, jnp.sum),
+        "aten.prod": partial(reduce_accumulated, jnp.prod),
+        "aten.mean": partial(reduce, jnp.mean),
+        "aten.any": partial(reduce, jnp.any),
+        "aten.all": partial(reduce, jnp.all),
+        "aten.amax": partial(reduce, jnp.max),
+        "aten.amin": partial(reduce, jnp.min),
         "aten.max.default": jnp.max,
         "aten.min.default": jnp.min,
         "aten.argmax": partial(extreme_place, jnp.argmax),
@@ -97,7 +97,7 @@ def std_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: b
 
 @operation("aten.aminmax")
 def aminmax(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
-    return reduced(jnp.min, x, dim, keepdim), reduced(jnp.max, x, dim, keepdim)
+    return reduce(jnp.min, x, dim, keepdim), reduce(jnp.max, x, dim, keepdim)
 
 
 def chosen(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.derivative import pulled_back
-from jaxfn._torch.operations.table import enter_all, moving, operation
+from jaxfn._torch.operations.derivative import apply_vjp
+from jaxfn._torch.operations.table import data_movement, operation, register_all
 
 Table = np.ndarray[Any, Any]
 # For an axis (length, new length, align_corners, scale factor or None): the places every new element
@@ -117,7 +117,7 @@ def _backward(
 ) -> Array:
     """Interpolation is linear, so its derivative is its transpose, wherever it is taken."""
     zeros = jnp.zeros(tuple(input_size), gradient.dtype)
-    return pulled_back(lambda x: forward(x, size, *options).astype(gradient.dtype), gradient, zeros)
+    return apply_vjp(lambda x: forward(x, size, *options).astype(gradient.dtype), gradient, zeros)
 
 
 _METHODS: dict[str, Callable[..., Array]] = {
@@ -131,7 +131,7 @@ _METHODS: dict[str, Callable[..., Array]] = {
 }
 
 for _name, _forward in _METHODS.items():
-    enter_all(
+    register_all(
         {
             f"aten.{_name}": _forward,
             f"aten.{_name}_backward": partial(_backward, _forward),
@@ -158,17 +158,17 @@ def _replicated(places: Table, length: int) -> Table:
 
 
 def _pad_backward(forward: Callable[..., Array], gradient: Array, x: Array, padding: Sequence[int]) -> Array:
-    return pulled_back(lambda x: forward(x, padding), gradient, x)
+    return apply_vjp(lambda x: forward(x, padding), gradient, x)
 
 
 for _name, _places in (("reflection", _reflected), ("replication", _replicated)):
     for _n in (1, 2, 3):
         _forward = partial(_pad, _places)
-        enter_all({f"aten.{_name}_pad{_n}d": _forward}, takes_half=True)
-        enter_all({f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward)})
+        register_all({f"aten.{_name}_pad{_n}d": _forward}, accepts_half=True)
+        register_all({f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward)})
 
 
-@moving("aten.constant_pad_nd")
+@data_movement("aten.constant_pad_nd")
 def constant_pad_nd(x: Array, padding: Sequence[int], value: Any = 0) -> Array:
     pads = [(padding[i], padding[i + 1], 0) for i in range(0, len(padding), 2)]
     config = [*[(0, 0, 0)] * (x.ndim - len(pads)), *reversed(pads)]

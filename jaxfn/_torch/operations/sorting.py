@@ -11,8 +11,8 @@ from jax import Array, lax
 
 from jaxfn._torch.operations.dims import vector
 from jaxfn._torch.operations.promotion import is_inexact
-from jaxfn._torch.operations.reductions import accumulated, chosen
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.reductions import cast_for_accumulation, chosen
+from jaxfn._torch.operations.table import operation, register_all
 
 
 @operation("aten.sort")
@@ -38,9 +38,9 @@ def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Ar
     return chosen(x, lax.slice_in_dim(order, k - 1, k, axis=dim), dim, keepdim)
 
 
-def middle_of_all(skip_nan: bool, x: Array) -> Array:
+def median_of_all(skip_nan: bool, x: Array) -> Array:
     """The lower one of two middle elements of all."""
-    return _shared(x, middle(skip_nan, x.reshape(-1), 0)[0])
+    return _shared(x, median(skip_nan, x.reshape(-1), 0)[0])
 
 
 def _shared(x: Array, chosen: Array) -> Array:
@@ -52,7 +52,7 @@ def _shared(x: Array, chosen: Array) -> Array:
     return chosen + (change.sum() / jnp.maximum(equal.sum(), 1)).astype(x.dtype)
 
 
-def middle(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+def median(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     """The lower one of two middle elements, and its place; nan if there is one and it is not skipped."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
@@ -67,19 +67,19 @@ def middle(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tu
     return chosen(x, jnp.take_along_axis(order, jnp.broadcast_to(position, shape), dim), dim, keepdim)
 
 
-enter_all(
+register_all(
     {
-        "aten.median.dim": partial(middle, False),
-        "aten.nanmedian.dim": partial(middle, True),
-        "aten.median.default": partial(middle_of_all, False),
-        "aten.nanmedian.default": partial(middle_of_all, True),
+        "aten.median.dim": partial(median, False),
+        "aten.nanmedian.dim": partial(median, True),
+        "aten.median.default": partial(median_of_all, False),
+        "aten.nanmedian.default": partial(median_of_all, True),
     }
 )
 
 
-def cumulated(function: Callable[..., Array], x: Array, dim: int, *, dtype: Any = None) -> Array:
+def apply_cumulative(function: Callable[..., Array], x: Array, dim: int, *, dtype: Any = None) -> Array:
     """Applies a function such as `jnp.cumsum` along an axis."""
-    return function(vector(accumulated(x, dtype)), dim).reshape(x.shape)
+    return function(vector(cast_for_accumulation(x, dtype)), dim).reshape(x.shape)
 
 
 @operation("aten.logcumsumexp")
@@ -103,10 +103,10 @@ def cumulative_extreme(better: Callable[..., Array], x: Array, dim: int) -> tupl
     return jnp.take_along_axis(flat, order, dim).reshape(x.shape), order.reshape(x.shape)
 
 
-enter_all(
+register_all(
     {
-        "aten.cumsum": partial(cumulated, jnp.cumsum),
-        "aten.cumprod": partial(cumulated, jnp.cumprod),
+        "aten.cumsum": partial(apply_cumulative, jnp.cumsum),
+        "aten.cumprod": partial(apply_cumulative, jnp.cumprod),
         "aten.cummax": partial(cumulative_extreme, jnp.greater_equal),
         "aten.cummin": partial(cumulative_extreme, jnp.less_equal),
     }

@@ -11,33 +11,33 @@ import jax.scipy.special as jsp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.promotion import promoted_to_inexact, to_inexact
-from jaxfn._torch.operations.table import enter_all, operation, refuse
+from jaxfn._torch.operations.promotion import promote_to_inexact, to_inexact
+from jaxfn._torch.operations.table import mark_unsupported, operation, register_all
 
-enter_all(
+register_all(
     {
         "aten.erf": jsp.erf,
         "aten.erfc": jsp.erfc,
         "aten.erfinv": jsp.erfinv,
         "aten.i0": jsp.i0,
-        "aten.igamma": promoted_to_inexact(jsp.gammainc),
-        "aten.igammac": promoted_to_inexact(jsp.gammaincc),
+        "aten.igamma": promote_to_inexact(jsp.gammainc),
+        "aten.igammac": promote_to_inexact(jsp.gammaincc),
         "aten.special_entr": jsp.entr,
         "aten.special_i0e": jsp.i0e,
         "aten.special_i1": jsp.i1,
         "aten.special_i1e": jsp.i1e,
-        "aten.special_log_ndtr": promoted_to_inexact(jsp.log_ndtr),
+        "aten.special_log_ndtr": promote_to_inexact(jsp.log_ndtr),
         "aten.special_modified_bessel_i0": jsp.i0,
         "aten.special_modified_bessel_i1": jsp.i1,
-        "aten.special_ndtri": promoted_to_inexact(jsp.ndtri),
-        "aten.xlogy": promoted_to_inexact(jsp.xlogy),
-        "aten.special_xlog1py": promoted_to_inexact(jsp.xlog1py),
+        "aten.special_ndtri": promote_to_inexact(jsp.ndtri),
+        "aten.xlogy": promote_to_inexact(jsp.xlogy),
+        "aten.special_xlog1py": promote_to_inexact(jsp.xlog1py),
         "aten.sinc": jnp.sinc,
     }
 )
 
 
-refuse(
+mark_unsupported(
     "torch decomposes it into an operation that JAX does not have",
     "aten.special_bessel_j0",
     "aten.special_bessel_j1",
@@ -84,7 +84,7 @@ def lgamma_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Ar
     return lgamma(*primals), tangents[0] * polygamma(0, *primals)
 
 
-enter_all({"aten.lgamma": lgamma, "aten.digamma": partial(polygamma, 0)})
+register_all({"aten.lgamma": lgamma, "aten.digamma": partial(polygamma, 0)})
 
 
 @operation("aten.special_spherical_bessel_j0")

@@ -37,49 +37,49 @@ class Operation(NamedTuple):
 
     function: Callable[..., Any]
     draws: bool = False
-    reads_memory: bool = False
-    otherwise: Callable[..., Any] | None = None
-    takes_half: bool = False
+    reads_storage: bool = False
+    for_noncontiguous: Callable[..., Any] | None = None
+    accepts_half: bool = False
 
 
 TABLE: dict[str, Operation] = {}
-REFUSED: dict[str, str] = {}
+UNSUPPORTED: dict[str, str] = {}
 
 
 def operation(
     *names: str,
     draws: bool = False,
-    reads_memory: bool = False,
-    otherwise: Callable[..., Any] | None = None,
-    takes_half: bool = False,
+    reads_storage: bool = False,
+    for_noncontiguous: Callable[..., Any] | None = None,
+    accepts_half: bool = False,
 ) -> Callable[[_F], _F]:
     """Enters the decorated function for the operations `names`; the options are as in `Operation`."""
 
-    def enter(function: _F) -> _F:
+    def register(function: _F) -> _F:
         for name in names:
-            _enter(name, Operation(function, draws, reads_memory, otherwise, takes_half or draws))
+            _register(name, Operation(function, draws, reads_storage, for_noncontiguous, accepts_half or draws))
         return function
 
-    return enter
+    return register
 
 
 # For what moves elements and computes nothing.
-moving = functools.partial(operation, takes_half=True)
+data_movement = functools.partial(operation, accepts_half=True)
 
 
-def enter_all(functions: Mapping[str, Callable[..., Any]], *, takes_half: bool = False) -> None:
+def register_all(functions: Mapping[str, Callable[..., Any]], *, accepts_half: bool = False) -> None:
     """Enters one function each."""
     for name, function in functions.items():
-        _enter(name, Operation(function, takes_half=takes_half))
+        _register(name, Operation(function, accepts_half=accepts_half))
 
 
-def refuse(reason: str, *names: str) -> None:
+def mark_unsupported(reason: str, *names: str) -> None:
     """Says why some operations are not in the table, and are not to be decomposed by torch."""
     for name in names:
-        REFUSED[name] = reason
+        UNSUPPORTED[name] = reason
 
 
-def _enter(name: str, entry: Operation) -> None:
+def _register(name: str, entry: Operation) -> None:
     if name in TABLE:
         raise ValueError(f"{name} is in the table already")
     TABLE[name] = entry
@@ -88,15 +88,15 @@ def _enter(name: str, entry: Operation) -> None:
 @functools.cache
 def entry_name(name: str) -> str | None:
     """The name of the entry that serves the operation `name`, or None."""
-    return next((form for form in _forms(name) if form in TABLE), None)
+    return next((candidate for candidate in _candidate_names(name) if candidate in TABLE), None)
 
 
-def refusal(name: str) -> str | None:
+def unsupported_reason(name: str) -> str | None:
     """Why the operation `name` cannot be translated, where more is known than that it is not in the table."""
-    return next((REFUSED[form] for form in _forms(name) if form in REFUSED), None)
+    return next((UNSUPPORTED[candidate] for candidate in _candidate_names(name) if candidate in UNSUPPORTED), None)
 
 
-def _forms(name: str) -> list[str]:
+def _candidate_names(name: str) -> list[str]:
     """The names an entry for `name` may have, the closest first."""
     namespace, packet, *overload = name.split(".")
     packets = [packet, packet.removesuffix("_copy")]

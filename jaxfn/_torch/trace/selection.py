@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from jaxfn._torch._compat import wrapper
-from jaxfn._torch.graph.source_lines import naming, running_line, source_line
+from jaxfn._torch._compat import make_wrapper
+from jaxfn._torch.graph.source_lines import ops_hint, running_line, source_line
 from jaxfn._torch.values.errors import TranslationError
 
 
@@ -30,21 +30,21 @@ class Selection(torch.Tensor):
     mask: torch.Tensor
 
     @staticmethod
-    def of(full: torch.Tensor, mask: torch.Tensor) -> Selection:
+    def from_parts(full: torch.Tensor, mask: torch.Tensor) -> Selection:
         """The selection with these parts."""
-        selection = wrapper(Selection, full.dtype)
+        selection = make_wrapper(Selection, full.dtype)
         selection.full, selection.mask = full, mask
         return selection
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse(str(func))
+        raise_unsupported(str(func))
 
 
-def refuse(what: str) -> NoReturn:
+def raise_unsupported(what: str) -> NoReturn:
     """Raises for what cannot be done with a selection."""
     raise TranslationError(
         f"{what} of elements selected by a mask, x[mask]: how many there are depends on values, and JAX's shapes are "
         "static. What works are functions of each element, and assignment to the same mask. Write the rest with "
-        f"torch.where, as in torch.where(mask, x, 0).sum(){naming(running_line())}{source_line()}"
+        f"torch.where, as in torch.where(mask, x, 0).sum(){ops_hint(running_line())}{source_line()}"
     )

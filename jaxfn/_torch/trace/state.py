@@ -17,11 +17,11 @@ from jaxfn._torch._compat import (
     plain_torch,
     without_functions,
 )
-from jaxfn._torch.graph.recorder import NONE_STOOD_IN, Recorder, StandIns
-from jaxfn._torch.graph.targets import name_of, named_operations
-from jaxfn._torch.trace.leftovers import note
-from jaxfn._torch.trace.selection import Selection, refuse
-from jaxfn._torch.trace.silent import DETACHED, stop_detached
+from jaxfn._torch.graph.recorder import NO_EXTERNALS, ExternalTensors, Recorder
+from jaxfn._torch.graph.targets import key_by_name, operation_name
+from jaxfn._torch.trace.detach import DETACHED, stop_detached
+from jaxfn._torch.trace.leaks import track
+from jaxfn._torch.trace.selection import Selection, raise_unsupported
 
 LEAF = "jaxfn_leaf"  # the attribute of an argument with the leaf of autograd's that it is a copy of
 
@@ -43,7 +43,7 @@ class Replacements(NamedTuple):
     def of(cls, ops: Mapping[Any, Callable[..., Any]]) -> Replacements:
         """Sorts them; refuses operations that no trace ever sees."""
         for op in filter(is_composite, ops):
-            name = name_of(op)
+            name = operation_name(op)
             raise ValueError(
                 f"ops={{{name}: ...}}: torch makes {name} of other operations before jaxfn sees it, so the replacement "
                 "would never be called. Name the Python function that the code calls (as torch.matmul, or "
@@ -52,14 +52,14 @@ class Replacements(NamedTuple):
         callables = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}
         operations = {op: replacement for op, replacement in callables.items() if _is_operation(op)}
         functions = {op: replacement for op, replacement in callables.items() if op not in operations}
-        return cls(ops, named_operations(operations), functions)
+        return cls(ops, key_by_name(operations), functions)
 
 
 def _is_operation(op: object) -> bool:
     return isinstance(op, (str, *OPERATION_TYPES)) or hasattr(op, "_opoverload")
 
 
-class Nested(NamedTuple):
+class NestedApply(NamedTuple):
     """The handlers of a Function that the code applies; they take the trace, the Function, and `apply`'s arguments.
 
     Attributes:
@@ -67,8 +67,8 @@ class Nested(NamedTuple):
       can_be_repeated: whether the same call once more gives the same again.
     """
 
-    apply: Callable[[Tracing, Any, Sequence[Any], Mapping[str, Any]], Any]
-    can_be_repeated: Callable[[Tracing, Any, Sequence[Any], Mapping[str, Any]], bool]
+    apply: Callable[[TraceState, Any, Sequence[Any], Mapping[str, Any]], Any]
+    can_repeat: Callable[[TraceState, Any, Sequence[Any], Mapping[str, Any]], bool]
 
 
 class TraceConfig(NamedTuple):
@@ -82,16 +82,16 @@ class TraceConfig(NamedTuple):
     """
 
     replacements: Replacements
-    nested: Nested
-    externals: StandIns = NONE_STOOD_IN
+    nested: NestedApply
+    externals: ExternalTensors = NO_EXTERNALS
     is_nested: bool = False
 
 
 # A context in which a module holds other tensors, by the names of its parameters and buffers.
-Holding = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
+TensorSwap = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
 
 
-class HeldTensors(NamedTuple):
+class ModuleTensors(NamedTuple):
     """The tensors that a module holds while it is traced.
 
     Attributes:
@@ -100,10 +100,10 @@ class HeldTensors(NamedTuple):
     """
 
     tensors: Mapping[str, torch.Tensor]
-    holding: Holding
+    swap: TensorSwap
 
 
-class Tracing:
+class TraceState:
     """One trace.
 
     Args:
@@ -130,38 +130,38 @@ class Tracing:
 
     def __init__(
         self,
-        owner: str,
+        name: str,
         config: TraceConfig,
         *,
         is_differentiated: bool = False,
-        says_compiling: bool = True,
+        is_compiling: bool = True,
     ) -> None:
-        self.owner = owner
+        self.name = name
         self.config = config
         self.is_differentiated = is_differentiated
-        self.recorder = Recorder(owner, config.replacements.operations, config.externals)
-        self.reads_flags = False
-        self.asks_compiling = False
-        self.asks_requires_grad = False
+        self.recorder = Recorder(name, config.replacements.operations, config.externals)
+        self.reads_needs_input_grad = False
+        self.reads_is_compiling = False
+        self.reads_requires_grad = False
         self.arguments_require_grad = False
-        self.first_gradient = 0
-        self._says_compiling = says_compiling
-        self.held: HeldTensors | None = None
-        self.written: Sequence[str] = ()
-        self.read_in_backward: list[tuple[str, str, torch.fx.Node]] = []
-        self.kept: list[tuple[torch.Tensor, torch.fx.Node, Callable[[], None]]] = []
-        self.part_names: Mapping[int, str] = {}
+        self.first_gradient_input = 0
+        self._is_compiling = is_compiling
+        self.module_tensors: ModuleTensors | None = None
+        self.mutated_parameters: Sequence[str] = ()
+        self.backward_reads: list[tuple[str, str, torch.fx.Node]] = []
+        self.saved_arguments: list[tuple[torch.Tensor, torch.fx.Node, Callable[[], None]]] = []
+        self.module_names: Mapping[int, str] = {}
         self.first_access: dict[tuple[int, str], str] = {}
-        self.hooked_where_used: str | None = None
+        self.hook_on_used_output: str | None = None
         self.functions: list[Any] = []
         self._requires_grad: dict[int, bool] = {}
         self._inputs: list[torch.Tensor] = []
 
-    def input(
+    def add_input(
         self,
         shape: Sequence[int],
         dtype: torch.dtype,
-        permuted: str | None = None,
+        memory_format_source: str | None = None,
         requires_grad: bool | None = None,
     ) -> torch.Tensor:
         """A new input of the trace.
@@ -173,7 +173,7 @@ class Tracing:
           requires_grad: what it says when asked, if it is one of the Function's.
         """
         with without_functions():
-            tensor = self.lift(self.recorder.input(shape, dtype, permuted))
+            tensor = self.lift(self.recorder.add_input(shape, dtype, memory_format_source))
             if requires_grad is not None:
                 if dtype.is_floating_point or dtype.is_complex:
                     tensor.requires_grad_()  # whatever it says, so that autograd inside works for any input
@@ -181,51 +181,51 @@ class Tracing:
         self._inputs.append(tensor)
         return tensor
 
-    def written_inputs(self) -> set[int]:
+    def mutated_inputs(self) -> set[int]:
         """The inputs that have another value than in the beginning."""
         return {i for i, x in enumerate(self._inputs) if self.recorder.input_index(self.lower(x)) != i}
 
-    def refuse_written_afterwards(self) -> None:
+    def check_saved_arguments(self) -> None:
         """Has Functions refuse to be differentiated that keep what was written to after them."""
-        for tensor, node, refuse_derivative in self.kept:
-            if not self.recorder.has_values_of(self.recorder.node(self.lower(tensor)), node):
+        for tensor, node, refuse_derivative in self.saved_arguments:
+            if not self.recorder.has_same_values(self.recorder.node(self.lower(tensor)), node):
                 refuse_derivative()
-        self.kept.clear()
+        self.saved_arguments.clear()
 
-    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
+    def add_constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor made in another trace that depended on no input."""
-        self.recorder.own(tensor)
+        self.recorder.add_local_constant(tensor)
         return self.lift(tensor)
 
-    def read_flags(self) -> None:
+    def note_flags_read(self) -> None:
         """Notes that the code looks at which inputs need a gradient."""
-        self.reads_flags = True
+        self.reads_needs_input_grad = True
 
-    def ask_whether_compiling(self) -> bool:
+    def is_compiling(self) -> bool:
         """Answers the code's question whether it is being compiled."""
-        self.asks_compiling = True
-        return self._says_compiling
+        self.reads_is_compiling = True
+        return self._is_compiling
 
     def requires_grad(self, tensor: torch.Tensor) -> bool | None:
         """Returns whether an input requires a gradient; `None` for a tensor that is no input."""
-        self.reads_flags |= id(tensor) in self._requires_grad
+        self.reads_needs_input_grad |= id(tensor) in self._requires_grad
         return self._requires_grad.get(id(tensor))
 
     def may_require_grad(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has a derivative that autograd does not know of, as gradients are off in `backward`.
 
-        Elsewhere arguments of a module or function have such ones, of which `as_argument` lets autograd know.
+        Elsewhere arguments of a module or function have such ones, of which `make_argument` lets autograd know.
         """
         is_unknown = self.is_differentiated or (self.recorder.follows_grad_mode and not self.arguments_require_grad)
         if DETACHED in vars(tensor) or not is_unknown:
             return False
         value = self.lower(tensor)
-        reached = self.recorder.reaches(value) if self.recorder.varies(value) else ()
-        may_be = any(i >= self.first_gradient or self._requires_grad.get(id(self._inputs[i])) for i in reached)
-        self.asks_requires_grad |= may_be
+        reached = self.recorder.differentiable_inputs(value) if self.recorder.is_differentiable(value) else ()
+        may_be = any(i >= self.first_gradient_input or self._requires_grad.get(id(self._inputs[i])) for i in reached)
+        self.reads_requires_grad |= may_be
         return may_be
 
-    def as_argument(self, tensor: torch.Tensor) -> torch.Tensor:
+    def make_argument(self, tensor: torch.Tensor) -> torch.Tensor:
         """An input that requires a gradient, and is no leaf, so that code may write to it."""
         if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
             return tensor
@@ -234,19 +234,19 @@ class Tracing:
         vars(argument)[LEAF] = tensor
         return argument
 
-    def part_name(self, module: torch.nn.Module) -> str:
+    def describe_module(self, module: torch.nn.Module) -> str:
         """Returns a module's name in messages."""
-        return f"{self.part_names.get(id(module)) or 'the module'} ({type(module).__name__})"
+        return f"{self.module_names.get(id(module)) or 'the module'} ({type(module).__name__})"
 
     def lift(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor from below functionalization as the code sees it."""
         with without_functions():
-            return note(FunctionalTensor.to_functional(tensor))
+            return track(FunctionalTensor.to_functional(tensor))
 
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
         """The present value of a tensor of the code's, as it is below functionalization."""
         if isinstance(tensor, Selection):
-            refuse("keeping or returning")
+            raise_unsupported("keeping or returning")
         if not isinstance(tensor, FunctionalTensor):
             return tensor
         with without_functions():
@@ -258,26 +258,26 @@ class Tracing:
         """Whether a value is a tensor that depends on the inputs."""
         return isinstance(value, FunctionalTensor) and self.recorder.is_traced(self.lower(value))
 
-    def is_same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+    def is_same_computation(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether two tensors have the same values, as far as it can be seen from how they were computed."""
-        return self.recorder.is_same(self.recorder.node(self.lower(a)), self.recorder.node(self.lower(b)))
+        return self.recorder.is_same_computation(self.recorder.node(self.lower(a)), self.recorder.node(self.lower(b)))
 
-    def call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
+    def record_call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
         """Records a call of a function of JAX arrays, which gives `value` (of `Recorder.fake` tensors)."""
         with without_functions():
             lowered = [self.lower(tensor) for tensor in tensors]
-            value = self.recorder.call(target, tuple(lowered), {}, value)
+            value = self.recorder.record_call(target, tuple(lowered), {}, value)
             return torch_tree.tree_map_only(torch.Tensor, self.lift, value)
 
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
         """The graph of everything that these outputs need. Nothing of the code's is held any more."""
         self._inputs.clear()
-        self.held = None
+        self.module_tensors = None
         with plain_torch():
             return self.recorder.finish(outputs)
 
 
-class _Thread(threading.local):
+class _ActiveTrace(threading.local):
     """The tracing state of a thread.
 
     Attributes:
@@ -285,14 +285,14 @@ class _Thread(threading.local):
       in_whole_backward: the torch Functions whose whole `backward` it is tracing, in advance.
     """
 
-    tracing: Tracing | None = None
-    in_whole_backward: tuple[Any, ...] = ()
+    state: TraceState | None = None
+    traced_backwards: tuple[Any, ...] = ()
 
 
-THREAD = _Thread()
+ACTIVE = _ActiveTrace()
 
 
-def current() -> Tracing:
+def active_trace() -> TraceState:
     """The innermost trace that this thread is making, for code that runs in traces alone."""
-    assert THREAD.tracing is not None
-    return THREAD.tracing
+    assert ACTIVE.state is not None
+    return ACTIVE.state

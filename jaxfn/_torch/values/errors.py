@@ -10,9 +10,9 @@ class TranslationError(RuntimeError):
     """
 
 
-class NeededValueError(TranslationError):
+class DataDependentError(TranslationError):
     """Python code asks for the value of a tensor, and while JAX traces there is none."""
 
 
-class OtherTraceError(TranslationError):
+class EscapedTensorError(TranslationError):
     """A tensor of one trace is used in another one."""

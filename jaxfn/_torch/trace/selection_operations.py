@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch.trace.selection import Selection, refuse
-from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.trace.selection import Selection, raise_unsupported
+from jaxfn._torch.trace.state import TraceState
 
 # Functions of each element alone. (A trailing underscore, for the in-place form, is left off.)
 _ELEMENTWISE = """
@@ -32,49 +32,51 @@ _METADATA = "dtype device is_cuda is_floating_point is_complex is_sparse require
 
 def select(tensor: torch.Tensor, mask: torch.Tensor) -> Selection:
     """`tensor[mask]`."""
-    return Selection.of(torch.where(_widened(mask, tensor), tensor, torch.ones_like(tensor)), mask)
+    return Selection.from_parts(torch.where(_expand_mask(mask, tensor), tensor, torch.ones_like(tensor)), mask)
 
 
-def assign(tracing: Tracing, tensor: torch.Tensor, mask: torch.Tensor, selection: Selection) -> None:
+def assign(state: TraceState, tensor: torch.Tensor, mask: torch.Tensor, selection: Selection) -> None:
     """`tensor[mask] = selection`."""
-    if not tracing.is_same(mask, selection.mask):
-        refuse("an assignment to another mask")
-    tensor.copy_(torch.where(_widened(mask, tensor), selection.full, tensor))
+    if not state.is_same_computation(mask, selection.mask):
+        raise_unsupported("an assignment to another mask")
+    tensor.copy_(torch.where(_expand_mask(mask, tensor), selection.full, tensor))
 
 
-def call(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+def call_with_selections(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     """A function of torch's with selections among its arguments."""
-    name = _name(func)
+    name = _function_name(func)
     if name in _METADATA.split():
         return func(*[x.full if isinstance(x, Selection) else x for x in args], **kwargs)
     if name not in _ELEMENTWISE.split():
-        refuse(f"`{name}`")
+        raise_unsupported(f"`{name}`")
     operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     first = next(x for x in operands if isinstance(x, Selection))
     rest = first.full.dim() - first.mask.dim()
     for operand in operands:
         if isinstance(operand, Selection):
-            if not tracing.is_same(operand.mask, first.mask):
-                refuse(f"`{name}` with a selection by another mask")
+            if not state.is_same_computation(operand.mask, first.mask):
+                raise_unsupported(f"`{name}` with a selection by another mask")
         elif operand.dim() > rest:
-            refuse(f"`{name}` with a tensor of shape {tuple(operand.shape)}, one entry for each selected element")
+            raise_unsupported(
+                f"`{name}` with a tensor of shape {tuple(operand.shape)}, one entry for each selected element"
+            )
     full = func(*torch_tree.tree_map(_full, args), **torch_tree.tree_map(_full, kwargs))
     if isinstance(args[0], Selection) and full is args[0].full:  # in place
         return args[0]
-    return Selection.of(full, first.mask) if isinstance(full, torch.Tensor) else full
+    return Selection.from_parts(full, first.mask) if isinstance(full, torch.Tensor) else full
 
 
 def _full(value: Any) -> Any:
     return value.full if isinstance(value, Selection) else value
 
 
-def _name(func: Any) -> str:
+def _function_name(func: Any) -> str:
     if getattr(func, "__name__", "") == "__get__":  # of a property
         return func.__self__.__name__
     name: str = func.__name__
     return name[2:-2] if name.startswith("__") else name.removesuffix("_")
 
 
-def _widened(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _expand_mask(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A mask with the dimensions that it does not speak of."""
     return mask.to(torch.bool).reshape(tuple(mask.shape) + (1,) * (tensor.dim() - mask.dim()))

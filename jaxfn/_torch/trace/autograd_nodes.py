@@ -21,19 +21,19 @@ class GradFn:
       node: the node.
     """
 
-    def __init__(self, owner: str, node: Any) -> None:
-        self._owner = owner
+    def __init__(self, name: str, node: Any) -> None:
+        self._name = name
         self.node = node
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         """The nodes that follow in backward."""
-        return tuple((node and GradFn(self._owner, node), i) for node, i in self.node.next_functions)
+        return tuple((node and GradFn(self._name, node), i) for node, i in self.node.next_functions)
 
     def register_hook(self, hook: Any) -> Any:
         """Refuses: JAX does not go through this graph."""
         raise TranslationError(
-            f"{self._owner} registers a hook on a `grad_fn`, {self.node.name()}, which torch's autograd calls and JAX "
+            f"{self._name} registers a hook on a `grad_fn`, {self.node.name()}, which torch's autograd calls and JAX "
             f"does not. Register a hook on the tensor, `tensor.register_hook(hook)`, where it is made{source_line()}"
         )
 
@@ -49,7 +49,7 @@ class GradFn:
         return getattr(self.node, name)
 
     def __eq__(self, other: object) -> bool:
-        return self.node is node_of(other)
+        return self.node is unwrap_node(other)
 
     def __hash__(self) -> int:
         return hash(self.node)
@@ -58,6 +58,6 @@ class GradFn:
 torch.autograd.graph.Node.register(GradFn)  # for `isinstance`
 
 
-def node_of(value: Any) -> Any:
+def unwrap_node(value: Any) -> Any:
     """autograd's own node of a `GradFn`; anything else as it is."""
     return value.node if type(value) is GradFn else value

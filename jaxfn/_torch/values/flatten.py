@@ -17,7 +17,7 @@ class Slot:
     index: int
 
 
-class Flat(NamedTuple):
+class FlatTensors(NamedTuple):
     """A value in two parts.
 
     Attributes:
@@ -34,7 +34,9 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def take_out(value: Any, is_leaf: Callable[[Any], bool] = is_tensor, *, each_once: bool = False) -> Flat:
+def flatten_tensors(
+    value: Any, is_leaf: Callable[[Any], bool] = is_tensor, *, deduplicate: bool = False
+) -> FlatTensors:
     """Takes leaves out of a value, however deep they are in lists, tuples and dicts.
 
     Args:
@@ -43,26 +45,26 @@ def take_out(value: Any, is_leaf: Callable[[Any], bool] = is_tensor, *, each_onc
       each_once: whether an object that is found again gets the slot that it has.
     """
     leaves: list[Any] = []
-    places: dict[int, Slot] = {}
+    slots_by_id: dict[int, Slot] = {}
 
     def slot(leaf: Any) -> Any:
         if not is_leaf(leaf):
             return leaf
-        if each_once and id(leaf) in places:
-            return places[id(leaf)]
+        if deduplicate and id(leaf) in slots_by_id:
+            return slots_by_id[id(leaf)]
         leaves.append(leaf)
-        return places.setdefault(id(leaf), Slot(len(leaves) - 1)) if each_once else Slot(len(leaves) - 1)
+        return slots_by_id.setdefault(id(leaf), Slot(len(leaves) - 1)) if deduplicate else Slot(len(leaves) - 1)
 
-    return Flat(leaves, torch_tree.tree_map(slot, value, is_leaf=_is_size))
+    return FlatTensors(leaves, torch_tree.tree_map(slot, value, is_leaf=_is_size))
 
 
-def put_in(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
+def unflatten_tensors(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
     """The value again, with other leaves."""
 
-    def filled(leaf: Any) -> Any:
+    def fill(leaf: Any) -> Any:
         return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
 
-    return torch_tree.tree_map(filled, template, is_leaf=_is_size)
+    return torch_tree.tree_map(fill, template, is_leaf=_is_size)
 
 
 def _is_size(value: object) -> bool:

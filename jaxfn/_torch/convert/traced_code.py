@@ -16,22 +16,22 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._compat import staging_traces, under_tracers
 from jaxfn._jaxpr import ArrayIdentity
 from jaxfn._torch._compat import takes_boxed_gradients, without_functions
-from jaxfn._torch.adopt.definition import Definition, TorchCode
-from jaxfn._torch.graph.interpreter import Translation, Unsupported, explain
+from jaxfn._torch.convert.definition import Definition, TorchCode
+from jaxfn._torch.graph.interpreter import TranslatedGraph, Unsupported, unsupported_message
 from jaxfn._torch.graph.targets import draws_random_numbers
-from jaxfn._torch.trace.leftovers import cleaned_up, may_share_elements
-from jaxfn._torch.trace.running import running
-from jaxfn._torch.trace.state import THREAD, Tracing
+from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
+from jaxfn._torch.trace.scope import trace_scope
+from jaxfn._torch.trace.state import ACTIVE, TraceState
 from jaxfn._torch.values.errors import TranslationError
-from jaxfn._torch.values.flat import Slot, put_in, slots, take_out
-from jaxfn._torch.values.statics import Recent, ambient_key, static_key
+from jaxfn._torch.values.flatten import Slot, flatten_tensors, slots, unflatten_tensors
+from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
 from jaxfn._tree import Opaque
 
 # How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
-_DERIVATIVES_KEPT = 32
+_MAX_RULES = 32
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """The type of a tensor while tracing.
 
     Attributes:
@@ -42,12 +42,12 @@ class Spec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    permuted: str | None = None
+    memory_format_source: str | None = None
 
 
-def spec_of(tensor: torch.Tensor, permuted: str | None = None) -> Spec:
-    """The `Spec` of a tensor."""
-    return Spec(tuple(tensor.shape), tensor.dtype, permuted)
+def tensor_spec(tensor: torch.Tensor, memory_format_source: str | None = None) -> TensorSpec:
+    """The `TensorSpec` of a tensor."""
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, memory_format_source)
 
 
 class TracedCode(Opaque):
@@ -71,19 +71,19 @@ class TracedCode(Opaque):
     """
 
     needs_input_grad: tuple[bool, ...] = ()
-    reads_flags = False
+    reads_needs_input_grad = False
 
-    def __init__(self, code: TorchCode, method: str, tracing: Tracing, results: Sequence[torch.Tensor]) -> None:
+    def __init__(self, code: TorchCode, method: str, state: TraceState, results: Sequence[torch.Tensor]) -> None:
         self.code = code
         self.method = method
-        self.graph_module = tracing.finish(results)
+        self.graph_module = state.finish(results)
         nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
         self.draws = any(draws_random_numbers(node.target) for node in nodes)
         self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
-        self.reads_outside = tracing.recorder.reads_outside
-        self.loses_gradients = tracing.recorder.loses_gradients
-        self.functions: list[Forward] = list(tracing.functions)
-        translation = Translation(self.graph_module, code.config.replacements.operations)
+        self.reads_external_values = state.recorder.reads_external_values
+        self.differentiates_externals = state.recorder.differentiates_externals
+        self.functions: list[TracedForward] = list(state.functions)
+        translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
         self._unsupported = translation.unsupported
         self._constants = translation.constants
         # Outside of `jax.jit` the graph is one compiled program; inside, its operations join the program of the caller.
@@ -104,7 +104,7 @@ class TracedCode(Opaque):
 
     def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
         """Whether the trace is valid for these flags."""
-        return not self.reads_flags or self.needs_input_grad == needs_input_grad
+        return not self.reads_needs_input_grad or self.needs_input_grad == needs_input_grad
 
     def run_graph(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
         """Computes the graph's results for JAX arrays.
@@ -115,7 +115,7 @@ class TracedCode(Opaque):
         """
         where = f"{self.code.name}.{self.method}"
         if self._unsupported:
-            raise TranslationError(f"{where}: {explain(self.unsupported)}")
+            raise TranslationError(f"{where}: {unsupported_message(self.unsupported)}")
         if self.draws and key is None:
             raise TranslationError(
                 f"{where} draws random numbers, and on JAX those come from an explicit key: "
@@ -159,7 +159,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
         saved: Sequence[torch.Tensor | None] = (),
         on_read: Callable[[], None] = lambda: None,
     ) -> None:
-        self.jaxfn = _Own(tuple(needs_input_grad), tuple(saved), on_read)
+        self.jaxfn = _CtxState(tuple(needs_input_grad), tuple(saved), on_read)
         self.to_save: tuple[torch.Tensor | None, ...] = ()
         self.saved_for_forward: tuple[torch.Tensor | None, ...] | None = None
         self.dirty_tensors: tuple[torch.Tensor, ...] = ()
@@ -188,7 +188,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
     @property
     def attributes(self) -> dict[str, Any]:
         """The attributes that the code itself assigned."""
-        return {name: value for name, value in vars(self).items() if name not in _OURS}
+        return {name: value for name, value in vars(self).items() if name not in _CTX_ATTRIBUTES}
 
     def after_forward(self, method: str) -> TorchContext:
         """The ctx as `backward` or `jvp` sees it, with all that `forward` left on it."""
@@ -202,7 +202,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
 
 
 @dataclasses.dataclass
-class _Own:
+class _CtxState:
     """The part of a ctx that jaxfn uses, apart from what the code assigns to it."""
 
     needs_input_grad: tuple[bool, ...]
@@ -210,7 +210,7 @@ class _Own:
     on_read: Callable[[], None]
 
 
-_OURS = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "non_differentiable", "materialize_grads")
+_CTX_ATTRIBUTES = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "non_differentiable", "materialize_grads")
 
 
 class SlotSource(NamedTuple):
@@ -222,10 +222,10 @@ class SlotSource(NamedTuple):
     """
 
     kind: str
-    place: int
+    position: int
 
 
-class Shared(NamedTuple):
+class StorageAlias(NamedTuple):
     """A slot that lies in the memory of an input or output.
 
     Attributes:
@@ -236,10 +236,10 @@ class Shared(NamedTuple):
 
     slot: int
     kind: str
-    place: int
+    position: int
 
 
-class Forward(TracedCode):
+class TracedForward(TracedCode):
     """`forward`, traced.
 
     Args:
@@ -267,7 +267,7 @@ class Forward(TracedCode):
         self,
         definition: Definition,
         arguments: Any,
-        specs: Sequence[Spec],
+        specs: Sequence[TensorSpec],
         needs_input_grad: tuple[bool, ...],
     ) -> None:
         self.definition = definition
@@ -275,54 +275,60 @@ class Forward(TracedCode):
         self.arguments = arguments
         # For each tensor, which input of forward it belongs to.
         args, kwargs = arguments
-        self._owners = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
+        self._input_indices = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
         self.input_specs = specs
-        self._derivatives = Recent["Derivative"](_DERIVATIVES_KEPT)
-        tracing = Tracing(definition.name, definition.config)
-        ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
-        with running(tracing):
-            inputs = self._new_inputs(tracing, needs_input_grad)
+        self._rules = LRUCache["TracedRule"](_MAX_RULES)
+        state = TraceState(definition.name, definition.config)
+        ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
+        with trace_scope(state):
+            inputs = self._new_inputs(state, needs_input_grad)
             output = self._run_code(ctx, inputs)
-            self.written = sorted(tracing.written_inputs())
+            self.mutated = sorted(state.mutated_inputs())
             dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
-            self.handed_on = [i for i in self.written if definition.config.is_nested and i not in dirty]
-            self.returns_one = not isinstance(output, tuple)
-            new_values = [inputs[i].clone() for i in self.handed_on]
+            self.implicit_outputs = [i for i in self.mutated if definition.config.is_nested and i not in dirty]
+            self.has_single_output = not isinstance(output, tuple)
+            new_values = [inputs[i].clone() for i in self.implicit_outputs]
             ctx.non_differentiable = (*ctx.non_differentiable, *new_values)
             unmarked = [x for i, x in enumerate(inputs) if i not in dirty]
-            if not self.returns_one and any(
+            if not self.has_single_output and any(
                 _is_among(x, output[:i]) for i, x in enumerate(output) if _is_among(x, unmarked)
             ):
                 # torch returns a view of it for each place.
                 output = tuple(x.view_as(x) if _is_among(x, unmarked) else x for x in output)
             if new_values:
-                output = (*((output,) if self.returns_one else output), *new_values)
+                output = (*((output,) if self.has_single_output else output), *new_values)
             for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
-            made = take_out((output, ctx.to_save, for_forward, ctx.attributes), each_once=True)
+            returned_flat = flatten_tensors((output, ctx.to_save, for_forward, ctx.attributes), deduplicate=True)
             with without_functions():
-                self.runs_again = not all(made.leaves[slot].is_leaf for slot in slots(made.template[1:]))
+                self.reruns_forward = not all(
+                    returned_flat.leaves[slot].is_leaf for slot in slots(returned_flat.template[1:])
+                )
             # Also after it was written to, an input is that input.
             places = {id(x): i for i, x in enumerate(inputs)}
-            self._input_of = {slot: places[id(x)] for slot, x in enumerate(made.leaves) if id(x) in places}
-            values = [tracing.lower(tensor) for tensor in made.leaves]
-            tracing.refuse_written_afterwards()
-            places = sorted(set(slots(made.template[0])))
-            tensors = [("input", i, x) for i, x in enumerate(inputs)] + [("output", i, made.leaves[i]) for i in places]
-            self.sharing = [
-                Shared(slot, kind, i)
-                for slot, x in enumerate(made.leaves)
-                for kind, i, other in tensors
-                if definition.config.is_nested and may_share_elements(x, other)
+            self._input_of = {slot: places[id(x)] for slot, x in enumerate(returned_flat.leaves) if id(x) in places}
+            values = [state.lower(tensor) for tensor in returned_flat.leaves]
+            state.check_saved_arguments()
+            places = sorted(set(slots(returned_flat.template[0])))
+            tensors = [("input", i, x) for i, x in enumerate(inputs)] + [
+                ("output", i, returned_flat.leaves[i]) for i in places
             ]
-        self.refusal: TranslationError | None = None  # why backward is not traced
-        self.output, to_save, for_forward, self._attributes = made.template
+            self.aliases = [
+                StorageAlias(slot, kind, i)
+                for slot, x in enumerate(returned_flat.leaves)
+                for kind, i, other in tensors
+                if definition.config.is_nested and may_overlap(x, other)
+            ]
+        self.backward_error: TranslationError | None = None  # why backward is not traced
+        self.output, to_save, for_forward, self._attributes = returned_flat.template
         self._saved = {"backward": to_save, "jvp": for_forward}
-        kept = f"a tensor that {definition.name}.forward keeps or returns"
-        self.specs = [spec_of(value, tracing.recorder.order_of(value, kept)) for value in values]
-        self.reads_flags = tracing.reads_flags
+        saved = f"a tensor that {definition.name}.forward keeps or returns"
+        self.specs = [tensor_spec(value, state.recorder.memory_format_of(value, saved)) for value in values]
+        self.reads_needs_input_grad = state.reads_needs_input_grad
         self.materialize_grads = ctx.materialize_grads
-        self.non_differentiable = [i for i, x in enumerate(made.leaves) if _is_among(x, ctx.non_differentiable)]
-        returned = {id(x): i for i, x in enumerate(made.leaves)}
+        self.non_differentiable = [
+            i for i, x in enumerate(returned_flat.leaves) if _is_among(x, ctx.non_differentiable)
+        ]
+        returned = {id(x): i for i, x in enumerate(returned_flat.leaves)}
         self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
 
         in_output = set(slots(self.output))
@@ -330,39 +336,39 @@ class Forward(TracedCode):
         self.sources: list[SlotSource] = []
         results: list[torch.Tensor] = []
         for slot, value in enumerate(values):
-            index = tracing.recorder.input_index(value)
+            index = state.recorder.input_index(value)
             if index is not None:
                 self.sources.append(SlotSource("input", index))
                 self._input_of[slot] = index
-            elif slot not in in_output and tracing.recorder.is_constant(value):
+            elif slot not in in_output and state.recorder.is_constant(value):
                 self.sources.append(SlotSource("constant", slot))
                 self._constant_slots[slot] = value
             else:
                 self.sources.append(SlotSource("result", len(results)))
                 results.append(value)
-        self.kept = {
+        self.saved_slots = {
             method: [slot for slot in sorted(set(slots((saved, self._attributes)))) if slot not in self._constant_slots]
             for method, saved in self._saved.items()
         }
         self._outputs = in_output
-        super().__init__(definition, "forward", tracing, results)
-        if self.runs_again and self.draws:
+        super().__init__(definition, "forward", state, results)
+        if self.reruns_forward and self.draws:
             raise TranslationError(
                 f"{definition.name}.forward draws random numbers and keeps tensors with autograd's graph on ctx, for "
                 "which it would have to run again in backward. Draw outside, and pass the numbers as an argument"
             )
 
-    def _new_inputs(self, tracing: Tracing, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
+    def _new_inputs(self, state: TraceState, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
         return [
-            tracing.input(*spec, requires_grad=needs_input_grad[owner])
-            for spec, owner in zip(self.input_specs, self._owners, strict=True)
+            state.add_input(*spec, requires_grad=needs_input_grad[owner])
+            for spec, owner in zip(self.input_specs, self._input_indices, strict=True)
         ]
 
     def _run_code(self, ctx: TorchContext, inputs: Sequence[torch.Tensor]) -> Any:
         """Runs the user's code on tensors; returns its output."""
         function = self.definition.function
-        args, kwargs = put_in(self.arguments, inputs)
-        if not self.definition.is_separate:
+        args, kwargs = unflatten_tensors(self.arguments, inputs)
+        if not self.definition.has_setup_context:
             return function.forward(ctx, *args, **kwargs)
         output = function.forward(*args, **kwargs)
         function.setup_context(ctx, (*args, *kwargs.values()), output)
@@ -378,123 +384,133 @@ class Forward(TracedCode):
         values: dict[int, Any] = {}
         for slot, source in enumerate(self.sources):  # those of the outputs come first
             if source.kind == "input":
-                values[slot] = inputs[source.place]
+                values[slot] = inputs[source.position]
             elif source.kind == "result":
-                value = results[source.place]
+                value = results[source.position]
                 values[slot] = jnp.array(value, copy=True) if identity.key(value) in others else value
                 others |= {identity.key(values[slot])} if slot in self._outputs else set()
         return values
 
-    def to_keep(self, method: str, inputs: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
+    def arrays_to_save(self, method: str, inputs: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
         """The arrays that "backward" or "jvp" needs, of the inputs and the slots' values."""
-        return list(inputs) if self.runs_again else [values[slot] for slot in self.kept[method]]
+        return list(inputs) if self.reruns_forward else [values[slot] for slot in self.saved_slots[method]]
 
-    def known(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
+    def values_of_inputs_and_outputs(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
         """The value of each slot that is an input or one of the outputs, which are given."""
-        of_inputs = {i: inputs[source.place] for i, source in enumerate(self.sources) if source.kind == "input"}
+        of_inputs = {i: inputs[source.position] for i, source in enumerate(self.sources) if source.kind == "input"}
         return of_inputs | dict(zip(slots(self.output), outputs, strict=True))
 
-    def derivative(
-        self, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
-    ) -> Derivative:
+    def trace_rule(
+        self, method: str, given: Any, specs: Sequence[TensorSpec], needs_input_grad: tuple[bool, ...]
+    ) -> TracedRule:
         """`backward` or `jvp`, traced for a template of gradients or tangents."""
-        if self.refusal is not None and method == "backward":
-            raise self.refusal
-        return known_or_made(
+        if self.backward_error is not None and method == "backward":
+            raise self.backward_error
+        return get_or_trace(
             f"{self.definition.name}.{method}",
-            self._derivatives,
+            self._rules,
             (method, given),
             specs,
-            lambda specs: Derivative(self, method, given, specs, needs_input_grad),
+            lambda specs: TracedRule(self, method, given, specs, needs_input_grad),
             needs_input_grad,
         )
 
     @property
-    def is_inside_own_backward(self) -> bool:
+    def is_in_own_backward(self) -> bool:
         """Whether `whole_backward` is tracing the `backward` of the same Function, which applies the Function again.
 
         The `backward` of this call is not traced in advance then: it contains another such call, and so on without end.
         """
-        return self.definition.original in THREAD.in_whole_backward
+        return self.definition.original in ACTIVE.traced_backwards
 
-    def whole_backward(self) -> Derivative | None:
+    def full_backward(self) -> TracedRule | None:
         """`backward` traced for all gradients, where there is one."""
         if self.definition.backward is None:
             return None
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
-        given = take_out(torch_tree.tree_map(_slot_or_none, outputs), lambda leaf: isinstance(leaf, Slot))
+        given = flatten_tensors(torch_tree.tree_map(_slot_or_none, outputs), lambda leaf: isinstance(leaf, Slot))
         specs = [self.specs[slot.index] for slot in given.leaves]
-        before = THREAD.in_whole_backward
-        THREAD.in_whole_backward = (*before, self.definition.original)
+        before = ACTIVE.traced_backwards
+        ACTIVE.traced_backwards = (*before, self.definition.original)
         try:
-            return self.derivative("backward", given.template, specs, (True,) * len(self.needs_input_grad))
+            return self.trace_rule("backward", given.template, specs, (True,) * len(self.needs_input_grad))
         finally:
-            THREAD.in_whole_backward = before
+            ACTIVE.traced_backwards = before
 
     def used_inputs(self) -> set[int]:
         """Returns the inputs that `forward` or `backward` computes with, writes to, or gives a gradient.
 
         All of them, if `is_inside_own_backward`.
         """
-        if self.is_inside_own_backward:
+        if self.is_in_own_backward:
             return set(range(len(self.input_specs)))
         placeholders = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
-        used = {i for i, node in enumerate(placeholders) if node.users} | set(self.written) | self.read_by_backward()
-        backward = self.whole_backward()
+        used = (
+            {i for i, node in enumerate(placeholders) if node.users}
+            | set(self.mutated)
+            | self.inputs_read_by_backward()
+        )
+        backward = self.full_backward()
         if backward is not None:
             with_gradient = {i for i, gradient in enumerate(backward.returned) if slots(gradient)}
-            used |= {i for i, owner in enumerate(self._owners) if owner in with_gradient}
+            used |= {i for i, owner in enumerate(self._input_indices) if owner in with_gradient}
         return used
 
-    def read_by_backward(self) -> set[int]:
+    def inputs_read_by_backward(self) -> set[int]:
         """Returns the inputs, as they were when `forward` was called, that `backward` computes with."""
-        read = self._read_by_backward()
-        return read if self.runs_again else {self._input_of[slot] for slot in read if slot in self._input_of}
+        read = self._slots_read_by_backward()
+        return read if self.reruns_forward else {self._input_of[slot] for slot in read if slot in self._input_of}
 
-    def shared_with_backward(self) -> list[Shared]:
+    def aliases_read_by_backward(self) -> list[StorageAlias]:
         """Returns the part of `sharing` that `backward` computes with."""
-        read = self._read_by_backward()
-        return [x for x in self.sharing if (x.slot in read if not self.runs_again else x.kind == "input")]
+        read = self._slots_read_by_backward()
+        return [x for x in self.aliases if (x.slot in read if not self.reruns_forward else x.kind == "input")]
 
-    def _read_by_backward(self) -> set[int]:
+    def _slots_read_by_backward(self) -> set[int]:
         """The slots that `backward` computes with; the inputs, where it runs `forward` again.
 
         All that `forward` keeps, if `is_inside_own_backward`.
         """
-        kept = range(len(self.input_specs)) if self.runs_again else self.kept["backward"]
-        if self.is_inside_own_backward:
-            return set(kept)
-        backward = self.whole_backward()
+        saved = range(len(self.input_specs)) if self.reruns_forward else self.saved_slots["backward"]
+        if self.is_in_own_backward:
+            return set(saved)
+        backward = self.full_backward()
         if backward is None:
             return set()
         of_backward = [node for node in backward.graph_module.graph.nodes if node.op == "placeholder"]
-        return {i for i, node in zip(kept, of_backward, strict=False) if node.users}
+        return {i for i, node in zip(saved, of_backward, strict=False) if node.users}
 
-    def inputs_written(self, method: str, tracing: Tracing) -> set[int]:
+    def mutated_inputs_of(self, method: str, state: TraceState) -> set[int]:
         """Returns the inputs that `ctx` gave to `backward` or `jvp` in this trace, and that were written to there."""
-        written = tracing.written_inputs()
-        kept = range(len(self.input_specs)) if self.runs_again else [self._input_of.get(i) for i in self.kept[method]]
-        return {place for i, place in enumerate(kept) if place is not None and i in written}
+        mutated = state.mutated_inputs()
+        saved = (
+            range(len(self.input_specs))
+            if self.reruns_forward
+            else [self._input_of.get(i) for i in self.saved_slots[method]]
+        )
+        return {position for i, position in enumerate(saved) if position is not None and i in mutated}
 
-    def ctx(self, method: str, tracing: Tracing, needs_input_grad: tuple[bool, ...]) -> TorchContext:
+    def make_ctx(self, method: str, state: TraceState, needs_input_grad: tuple[bool, ...]) -> TorchContext:
         """The ctx that `backward` or `jvp` gets in a new trace, whose first inputs are those of `to_keep`."""
-        if self.runs_again:
-            ctx = TorchContext(needs_input_grad, on_read=tracing.read_flags)
-            self._run_code(ctx, self._new_inputs(tracing, needs_input_grad))
+        if self.reruns_forward:
+            ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
+            self._run_code(ctx, self._new_inputs(state, needs_input_grad))
             return ctx.after_forward(method)
-        tensors = {slot: tracing.constant(value) for slot, value in self._constant_slots.items()}
-        for slot in self.kept[method]:
+        tensors = {slot: state.add_constant(value) for slot, value in self._constant_slots.items()}
+        for slot in self.saved_slots[method]:
             # What was computed without autograd, or detached, requires no gradient.
             requires_grad = any(needs_input_grad) if slot in self._outputs else None
             if slot in self._input_of:
-                requires_grad = needs_input_grad[self._owners[self._input_of[slot]]]
-            tensors[slot] = tracing.input(*self.specs[slot], requires_grad=requires_grad)
-        ctx = TorchContext(needs_input_grad, put_in(self._saved[method], tensors), on_read=tracing.read_flags)
-        vars(ctx).update(put_in(self._attributes, tensors))
+                requires_grad = needs_input_grad[self._input_indices[self._input_of[slot]]]
+            tensors[slot] = state.add_input(*self.specs[slot], requires_grad=requires_grad)
+        ctx = TorchContext(
+            needs_input_grad, unflatten_tensors(self._saved[method], tensors), on_read=state.note_flags_read
+        )
+        vars(ctx).update(unflatten_tensors(self._attributes, tensors))
         return ctx
 
 
-class Derivative(TracedCode):
+class TracedRule(TracedCode):
     """`backward` or `jvp`, traced.
 
     Args:
@@ -510,41 +526,50 @@ class Derivative(TracedCode):
     """
 
     def __init__(
-        self, forward: Forward, method: str, given: Any, specs: Sequence[Spec], needs_input_grad: tuple[bool, ...]
+        self,
+        forward: TracedForward,
+        method: str,
+        given: Any,
+        specs: Sequence[TensorSpec],
+        needs_input_grad: tuple[bool, ...],
     ) -> None:
         definition = forward.definition
         function = definition.function.jvp if method == "jvp" else definition.backward
         assert function is not None
         self.needs_input_grad = needs_input_grad
-        tracing = Tracing(definition.name, definition.config, is_differentiated=True)
-        with running(tracing):
-            ctx = forward.ctx(method, tracing, needs_input_grad)
-            tracing.first_gradient = len(forward.input_specs if forward.runs_again else forward.kept[method])
-            order = definition.config.externals.permuted_gradients
-            arguments = put_in(given, [tracing.input(x.shape, x.dtype, x.permuted or order) for x in specs])
-            num_added = len(forward.handed_on)
+        state = TraceState(definition.name, definition.config, is_differentiated=True)
+        with trace_scope(state):
+            ctx = forward.make_ctx(method, state, needs_input_grad)
+            state.first_gradient_input = len(
+                forward.input_specs if forward.reruns_forward else forward.saved_slots[method]
+            )
+            order = definition.config.externals.gradient_memory_format_source
+            arguments = unflatten_tensors(
+                given, [state.add_input(x.shape, x.dtype, x.memory_format_source or order) for x in specs]
+            )
+            num_added = len(forward.implicit_outputs)
             if method == "backward":
                 arguments = arguments[: len(arguments) - num_added]
-            with definition.config.externals.guarding(f"{definition.name}.{method}"):
+            with definition.config.externals.backward_guard(f"{definition.name}.{method}"):
                 if method == "backward" and takes_boxed_gradients(definition.function):
                     returned = function(ctx, list(arguments))
                 else:
                     returned = function(ctx, *arguments)
             returned = returned if isinstance(returned, tuple) else (returned,)
-            made = take_out((*returned, *[None] * num_added) if method == "jvp" else returned)
-            values = [tracing.lower(tensor) for tensor in made.leaves]
-            self.written = forward.inputs_written(method, tracing)
-            tracing.refuse_written_afterwards()
-        self.returned: Any = made.template
-        self.reads_flags = tracing.reads_flags
-        super().__init__(definition, method, tracing, values)
+            returned_flat = flatten_tensors((*returned, *[None] * num_added) if method == "jvp" else returned)
+            values = [state.lower(tensor) for tensor in returned_flat.leaves]
+            self.mutated = forward.mutated_inputs_of(method, state)
+            state.check_saved_arguments()
+        self.returned: Any = returned_flat.template
+        self.reads_needs_input_grad = state.reads_needs_input_grad
+        super().__init__(definition, method, state, values)
 
-    def run(self, kept: Sequence[Any], given: Sequence[Any], key: Any) -> tuple[Any, ...]:
+    def run(self, saved: Sequence[Any], given: Sequence[Any], key: Any) -> tuple[Any, ...]:
         """Runs the rule on JAX arrays."""
-        return put_in(self.returned, self.run_graph([*kept, *given], key))
+        return unflatten_tensors(self.returned, self.run_graph([*saved, *given], key))
 
 
-class BatchedForward(TracedCode):
+class TracedVmap(TracedCode):
     """`vmap`, traced.
 
     Args:
@@ -556,31 +581,31 @@ class BatchedForward(TracedCode):
     """
 
     def __init__(
-        self, definition: Definition, arguments: Any, specs: Sequence[Spec], info: Any, in_dims: tuple[Any, ...]
+        self, definition: Definition, arguments: Any, specs: Sequence[TensorSpec], info: Any, in_dims: tuple[Any, ...]
     ) -> None:
-        tracing = Tracing(definition.name, definition.config)
-        with running(tracing):
-            inputs = put_in(arguments, [tracing.input(*spec, requires_grad=True) for spec in specs])
-            made = take_out(definition.function.vmap(info, in_dims, *inputs))
-            values = [tracing.lower(tensor) for tensor in made.leaves]
-            tracing.refuse_written_afterwards()
-        self._returned: Any = made.template
-        super().__init__(definition, "vmap", tracing, values)
+        state = TraceState(definition.name, definition.config)
+        with trace_scope(state):
+            inputs = unflatten_tensors(arguments, [state.add_input(*spec, requires_grad=True) for spec in specs])
+            returned_flat = flatten_tensors(definition.function.vmap(info, in_dims, *inputs))
+            values = [state.lower(tensor) for tensor in returned_flat.leaves]
+            state.check_saved_arguments()
+        self._returned: Any = returned_flat.template
+        super().__init__(definition, "vmap", state, values)
 
     def run(self, inputs: Sequence[Any], key: Any) -> Any:
         """Runs the batching rule on JAX arrays; returns outputs and out_dims."""
-        return put_in(self._returned, self.run_graph(inputs, key))
+        return unflatten_tensors(self._returned, self.run_graph(inputs, key))
 
 
 _T = TypeVar("_T", bound=TracedCode)
 
 
-def known_or_made(
+def get_or_trace(
     owner: str,
-    known: Recent[_T],
+    cache: LRUCache[_T],
     template: Any,
-    specs: Sequence[Spec],
-    make: Callable[[Sequence[Spec]], _T],
+    specs: Sequence[TensorSpec],
+    trace: Callable[[Sequence[TensorSpec]], _T],
     needs_input_grad: tuple[bool, ...] = (),
 ) -> _T:
     """A trace for these arguments, an earlier one where there is one; kept, where that is safe.
@@ -588,22 +613,26 @@ def known_or_made(
     JAX's integers have 32 bits by default. Where torch or the code wants 64, they are traced as if they had.
     """
     try:
-        key = static_key(template), tuple(specs), ambient_key()
+        key = static_key(template), tuple(specs), torch_settings_key()
     except TypeError:
         key = None
-    found = None if key is None else known.get(key, lambda trace: trace.fits(needs_input_grad))
+    found = None if key is None else cache.get(key, lambda trace: trace.fits(needs_input_grad))
     if found is None:
         try:
-            with cleaned_up(owner):
-                found = make(specs)
+            with checking_leaks(owner):
+                found = trace(specs)
         except (TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
-            wide = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
-            if isinstance(error, TranslationError) or wide == specs or not re.search("(?i)int64|long", str(error)):
+            int64_specs = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
+            if (
+                isinstance(error, TranslationError)
+                or int64_specs == specs
+                or not re.search("(?i)int64|long", str(error))
+            ):
                 raise
-            with cleaned_up(owner):
-                found = make(wide)
-        if key is not None and not found.reads_outside:
-            known.put(key, found)
+            with checking_leaks(owner):
+                found = trace(int64_specs)
+        if key is not None and not found.reads_external_values:
+            cache.put(key, found)
     return found
 
 

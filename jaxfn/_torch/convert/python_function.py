@@ -7,30 +7,30 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxfn._torch.adopt.definition import TorchCode, with_key
-from jaxfn._torch.adopt.whole import Whole
+from jaxfn._torch.convert.definition import TorchCode, with_key
+from jaxfn._torch.convert.torch_callable import TorchCallable
 from jaxfn._torch.trace.state import TraceConfig
-from jaxfn._torch.values.statics import static_key
+from jaxfn._torch.values.trace_cache import static_key
 
 
-def adopted_function(function: Callable[..., Any], config: TraceConfig) -> Callable[..., Any]:
+def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Callable[..., Any]:
     """A Python function of tensors as a function of JAX arrays, with a parameter more for the random key."""
     plain = function.func if isinstance(function, functools.partial) else function
     name = getattr(plain, "__name__", type(plain).__name__)
     signature = _signature(function)
     code = TorchCode(name, config, signature.parameters, name)
 
-    def called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
 
-    whole = Whole(code, called)
+    torch_callable = TorchCallable(code, call_function)
 
     @functools.wraps(plain)
     def adopted(*args: Any, **kwargs: Any) -> Any:
         key = kwargs.pop(code.key_name, None)
         signature.bind(*args, **kwargs)
-        program, arrays = whole.traced((args, kwargs), 0, _state_key(function))
-        return program.run(arrays, key)
+        traced, arrays = torch_callable.trace((args, kwargs), 0, _state_key(function))
+        return traced.run(arrays, key)
 
     parameters = list(with_key(list(signature.parameters.values()), code.key_name))
     vars(adopted)["__signature__"] = signature.replace(parameters=parameters)

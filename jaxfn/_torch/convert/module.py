@@ -20,22 +20,22 @@ import torch
 from jaxfn._torch._compat import (
     accumulation_hooks,
     gradient_hooks,
-    held_by,
-    memory,
     plain_torch,
     script_attributes,
+    storage_id,
+    tensor_dicts,
 )
-from jaxfn._torch.adopt.definition import TorchCode
-from jaxfn._torch.adopt.explain import Explanation
-from jaxfn._torch.adopt.whole import Whole, WholeProgram
-from jaxfn._torch.graph.recorder import Recorder, StandIns, is_permuted
-from jaxfn._torch.trace.leftovers import extent
-from jaxfn._torch.trace.silent import refuse_writes
-from jaxfn._torch.trace.state import HeldTensors, TraceConfig, Tracing, current
-from jaxfn._torch.trace.tensor_hooks import hooked
+from jaxfn._torch.convert.definition import TorchCode
+from jaxfn._torch.convert.explain import Explanation
+from jaxfn._torch.convert.torch_callable import TorchCallable, TracedCallable
+from jaxfn._torch.graph.recorder import ExternalTensors, Recorder, has_nonstandard_strides
+from jaxfn._torch.trace.detach import forbid_mutation
+from jaxfn._torch.trace.leaks import storage_extent
+from jaxfn._torch.trace.state import ModuleTensors, TraceConfig, TraceState, active_trace
+from jaxfn._torch.trace.tensor_hooks import apply_hook
 from jaxfn._torch.values.arrays import to_jax, to_torch
 from jaxfn._torch.values.errors import TranslationError
-from jaxfn._torch.values.statics import Same
+from jaxfn._torch.values.trace_cache import IdentityKey
 from jaxfn._tree import Opaque
 
 # While one thread traces a module, which holds other tensors then, no other thread may look at it, or at one that it
@@ -46,7 +46,7 @@ Arrays = dict[str, jax.Array]
 _Tensors = dict[str, torch.Tensor]
 
 
-class AdoptedModule(Opaque):
+class ConvertedModule(Opaque):
     """A torch module on JAX, in the mode, train or eval, that it had when it was adopted.
 
     While a call is traced, once for its shapes, no other thread may use the torch module itself.
@@ -55,7 +55,7 @@ class AdoptedModule(Opaque):
       torch_module: the module itself.
     """
 
-    __slots__ = ("_in_mode", "_modes", "_noted", "_whole", "torch_module")
+    __slots__ = ("_callable", "_converted_by_mode", "_modes", "_warned", "torch_module")
 
     torch_module: torch.nn.Module
 
@@ -67,10 +67,10 @@ class AdoptedModule(Opaque):
         parameters = inspect.signature(module.forward).parameters
         code = TorchCode(name, config, parameters, "net.apply")
         object.__setattr__(self, "torch_module", module)
-        object.__setattr__(self, "_whole", Whole(code, self._called))
+        object.__setattr__(self, "_callable", TorchCallable(code, self._call_module))
         object.__setattr__(self, "_modes", _modes(module))
-        object.__setattr__(self, "_in_mode", {})  # what train and eval have returned
-        object.__setattr__(self, "_noted", set())  # the attributes that were warned of
+        object.__setattr__(self, "_converted_by_mode", {})  # what train and eval have returned
+        object.__setattr__(self, "_warned", set())  # the attributes that were warned of
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"an adopted module is not changed: {name} (see load, and torch_module)")
@@ -90,7 +90,7 @@ class AdoptedModule(Opaque):
         with _LOCK:
             return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trained(x)}
 
-    def train(self, mode: bool = True) -> AdoptedModule:
+    def train(self, mode: bool = True) -> ConvertedModule:
         """The module in train mode, or in eval mode: with the same torch module, whose own mode stays as it is.
 
         Raises:
@@ -99,13 +99,13 @@ class AdoptedModule(Opaque):
         Torch counterpart: `Module.train`, which changes the module and returns it.
         """
         with _LOCK:
-            if mode not in self._in_mode:
-                self._in_mode[mode] = net = AdoptedModule(self.torch_module, self._whole.code.config)
+            if mode not in self._converted_by_mode:
+                self._converted_by_mode[mode] = net = ConvertedModule(self.torch_module, self._callable.code.config)
                 object.__setattr__(net, "_modes", net._modes_after_train(mode))
-                object.__setattr__(net, "_in_mode", self._in_mode)
-            return self._in_mode[mode]
+                object.__setattr__(net, "_converted_by_mode", self._converted_by_mode)
+            return self._converted_by_mode[mode]
 
-    def eval(self) -> AdoptedModule:
+    def eval(self) -> ConvertedModule:
         """The module in eval mode; see `train`."""
         return self.train(False)
 
@@ -138,28 +138,28 @@ class AdoptedModule(Opaque):
 
         Torch counterpart: `torch.func.functional_call`, which does not return the buffers.
         """
-        program, arrays, key = self._traced(parameters, buffers, args, kwargs)
-        _refuse_lost(self._whole.code.name, program.written)
-        output, moved = program.run(arrays, key)
-        return output, {**dict(buffers), **moved}
+        traced, arrays, key = self._trace_call(parameters, buffers, args, kwargs)
+        _check_parameters_unchanged(self._callable.code.name, traced.mutated_parameters)
+        output, new_buffers = traced.run(arrays, key)
+        return output, {**dict(buffers), **new_buffers}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output with the module's present parameters and buffers; see `apply`. The module stays as it is."""
-        program, arrays, key = self._traced(self.parameters, self.buffers, args, kwargs)
-        return program.run(arrays, key)[0]
+        traced, arrays, key = self._trace_call(self.parameters, self.buffers, args, kwargs)
+        return traced.run(arrays, key)[0]
 
-    def _traced(
+    def _trace_call(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[WholeProgram, Sequence[Any], Any]:
+    ) -> tuple[TracedCallable, Sequence[Any], Any]:
         """The trace of a call, the arrays in its arguments, and the random key."""
-        key = kwargs.pop(self._whole.code.key_name, None)
+        key = kwargs.pop(self._callable.code.key_name, None)
         # JAX hands dicts on in the order of their names; a trace is to be good for those as well.
         with _LOCK:
             self._check_mode()
             self._check(parameters, buffers)
             arguments = (dict(sorted(parameters.items())), dict(sorted(buffers.items())), args, kwargs)
-            program, arrays = self._whole.traced(arguments, 1, _state_key(self.torch_module))
-        return program, arrays, key
+            traced, arrays = self._callable.trace(arguments, 1, _state_key(self.torch_module))
+        return traced, arrays, key
 
     def load(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> None:
         """Writes arrays into the torch module's parameters and buffers, of which some may be left out.
@@ -186,7 +186,7 @@ class AdoptedModule(Opaque):
             tensors = _tensors(self.torch_module)
             self._check_known(arrays, tensors)
             for name, array in arrays.items():
-                if _is_made_later(tensors[name], array):
+                if _is_materialized_later(tensors[name], array):
                     tensors[name].data = tensors[name].new_empty(array.shape)
                 tensors[name].copy_(to_torch(array))
 
@@ -203,80 +203,84 @@ class AdoptedModule(Opaque):
 
         Torch counterpart: none.
         """
-        kwargs.pop(self._whole.code.key_name, None)
+        kwargs.pop(self._callable.code.key_name, None)
         with _LOCK:
             self._check_mode()
-            return self._whole.explain((self.parameters, self.buffers, args, kwargs), 1)
+            return self._callable.explain((self.parameters, self.buffers, args, kwargs), 1)
 
-    def _called(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
+    def _call_module(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
         """The module called with these tensors for its own, and its buffers afterwards."""
-        module, tracing = self.torch_module, current()
-        _refuse_hooks(module)
+        module, state = self.torch_module, active_trace()
+        _check_hooks(module)
         tensors = {**parameters, **buffers}
         for name, own in _tensors(module).items():
             for hook in reversed(gradient_hooks(own)):  # the outermost one is called first
-                tensors[name] = hooked(tracing, tensors[name], hook)
-        permuted = [name for name, own in _tensors(module).items() if is_permuted(own)]
-        for name in permuted:
-            tracing.recorder.note_order(tracing.lower(tensors[name]), repr(name))
-        names = {memory(own): name for name, own in _tensors(module).items() if memory(own) is not None}
-        order = f"a gradient, which may have its order from {permuted[0]!r}," if permuted else None
-        tracing.recorder.stood_in = StandIns(names, permuted_gradients=order, guarding=self._writing_nothing)
-        _refuse_writes_to_shared(tracing.recorder, tensors, _tensors(module))
-        tracing.part_names = {id(part): name for name, part in module.named_modules()}
-        tracing.held = HeldTensors(tensors, self._held_by_turns)
-        given = {name: tracing.recorder.node(tracing.lower(tensors[name])) for name in parameters}
-        with self._holding(tensors):
-            before = _attributes(module)
+                tensors[name] = apply_hook(state, tensors[name], hook)
+        memory_format_source = [name for name, own in _tensors(module).items() if has_nonstandard_strides(own)]
+        for name in memory_format_source:
+            state.recorder.record_memory_format(state.lower(tensors[name]), repr(name))
+        names = {storage_id(own): name for name, own in _tensors(module).items() if storage_id(own) is not None}
+        order = (
+            f"a gradient, which may have its order from {memory_format_source[0]!r}," if memory_format_source else None
+        )
+        state.recorder.externals = ExternalTensors(
+            names, gradient_memory_format_source=order, backward_guard=self._backward_guard
+        )
+        _forbid_aliased_mutations(state.recorder, tensors, _tensors(module))
+        state.module_names = {id(part): name for name, part in module.named_modules()}
+        state.module_tensors = ModuleTensors(tensors, self._reparametrize_locked)
+        given = {name: state.recorder.node(state.lower(tensors[name])) for name in parameters}
+        with self._reparametrize(tensors):
+            before = _attribute_keys(module)
             output = module(*args, **kwargs)
-            self._refuse_state(tracing, before)
-            tracing.written = [
-                name for name, node in given.items() if not _has_values(tracing, _held(module, name), node)
+            self._check_state(state, before)
+            state.mutated_parameters = [
+                name for name, node in given.items() if not _is_unchanged(state, _current_tensor(module, name), node)
             ]
-            for who, name, node in tracing.read_in_backward:
-                if not _has_values(tracing, _held(module, name), node):
+            for who, name, node in state.backward_reads:
+                if not _is_unchanged(state, _current_tensor(module, name), node):
                     raise TranslationError(
                         f"{who} reads {name} of the module, to which forward writes afterwards. In torch it finds the "
                         "new value, and on JAX the old one. Write to it before, or save the value that is meant"
                     )
-            return output, {name: _held(module, name) for name in buffers}
+            return output, {name: _current_tensor(module, name) for name in buffers}
 
-    def _refuse_state(self, tracing: Tracing, before: Mapping[str, Any]) -> None:
+    def _check_state(self, state: TraceState, before: Mapping[str, Any]) -> None:
         """Raises where forward has set an attribute anew whose tensor it read; warns of others that it changed.
 
         An attribute that is set before it is read passes something on inside the call, and is no state.
         """
-        owner, values, recorder = self._whole.code.name, _values(self.torch_module), tracing.recorder
-        constants = {_TensorKey(id(x), is_permuted(x)): x for x in recorder.constants.values()}
+        owner, values, recorder = self._callable.code.name, _state_by_name(self.torch_module), state.recorder
+        constants = {_TensorKey(id(x), has_nonstandard_strides(x)): x for x in recorder.constants.values()}
         parts = {id(part): part for part in self.torch_module.modules()}
         passed_on = {
-            f"the attribute {name} of {tracing.part_name(parts[key])}"
-            for (key, name), access in tracing.first_access.items()
-            if access == "set" and key in parts and (key, "__dict__") not in tracing.first_access
+            f"the attribute {name} of {state.describe_module(parts[key])}"
+            for (key, name), access in state.first_access.items()
+            if access == "set" and key in parts and (key, "__dict__") not in state.first_access
         }
-        noted: list[str] = []
+        lost_attributes: list[str] = []
         for name, old in _changes(self.torch_module, before).items():
             if name in passed_on:
                 continue
             new, keys = values.get(name), jax.tree_util.tree_leaves(old, is_leaf=lambda x: isinstance(x, _TensorKey))
-            is_constant = isinstance(new, torch.Tensor) and not tracing.is_traced(new)
+            is_constant = isinstance(new, torch.Tensor) and not state.is_traced(new)
             read = [constants[key] for key in keys if key in constants]
             if is_constant and read:
                 with plain_torch():
-                    read = [x for x in read if not torch.equal(x, tracing.lower(new))]  # as after `x = x.to(device)`
+                    read = [x for x in read if not torch.equal(x, state.lower(new))]  # as after `x = x.to(device)`
             if read:
                 raise TranslationError(
                     f"{owner} reads {name} in forward, and sets it to something else, which in torch lasts until the "
                     "next call. On JAX every call would start with the same tensor. Register it in __init__ by "
                     "`self.register_buffer(name, tensor)`, and net.apply returns it among the buffers"
                 )
-            if name.startswith("the attribute") and name not in self._noted:
-                is_lost = recorder.reads_outside if isinstance(old, _TensorKey) else not is_constant
-                noted += [name] if is_lost else []
-        if noted:
-            self._noted.update(noted)
+            if name.startswith("the attribute") and name not in self._warned:
+                is_lost = recorder.reads_external_values if isinstance(old, _TensorKey) else not is_constant
+                lost_attributes += [name] if is_lost else []
+        if lost_attributes:
+            self._warned.update(lost_attributes)
             warnings.warn(
-                f"{owner} changes {', '.join(noted)} in forward. On JAX that does not last: every call starts with "
+                f"{owner} changes {', '.join(lost_attributes)} in forward. On JAX that does not last: every call starts with "
                 "what the torch module has. What is to last becomes a buffer (`self.register_buffer(name, tensor)`), "
                 "which net.apply returns",
                 stacklevel=2,
@@ -285,55 +289,55 @@ class AdoptedModule(Opaque):
     def _modes_after_train(self, mode: bool) -> dict[str, bool]:
         """The modes of the module's parts after `train(mode)`, called while it holds tensors without values."""
         module = self.torch_module
-        with self._holding({name: x.detach().to("meta") for name, x in _tensors(module).items()}):
-            before = _attributes(module)
+        with self._reparametrize({name: x.detach().to("meta") for name, x in _tensors(module).items()}):
+            before = _attribute_keys(module)
             module.train(mode)
             changed = [name for name in _changes(module, before) if not name.startswith("the attribute training of")]
             if changed:
                 raise TranslationError(
-                    f"{self._whole.code.name}.train({mode}) changes {', '.join(changed)}, and not only the mode. Call "
+                    f"{self._callable.code.name}.train({mode}) changes {', '.join(changed)}, and not only the mode. Call "
                     "it in torch, and adopt the module again by `from_torch(module)`"
                 )
             return _modes(module)
 
     @contextlib.contextmanager
-    def _holding(self, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
+    def _reparametrize(self, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
         """Puts tensors in the places of the module's own, in its mode here; what its attributes were is put back."""
         own = _tensors(self.torch_module)
         replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
         parts = dict(self.torch_module.named_modules())
-        before = [(part, _copied(vars(part)), script_attributes(part)) for part in parts.values()]
+        before = [(part, _copy_attributes(vars(part)), script_attributes(part)) for part in parts.values()]
         try:
             for path, part in parts.items():
-                for held in held_by(part):
-                    for name, tensor in held.items():
+                for tensors_by_name in tensor_dicts(part):
+                    for name, tensor in tensors_by_name.items():
                         if id(tensor) in replaced:
-                            held[name] = replaced[id(tensor)]
+                            tensors_by_name[name] = replaced[id(tensor)]
                 part.training = self._modes.get(path, part.training)
             for _, attributes, _ in before:
-                _replace(attributes, replaced)
+                _replace_tensors(attributes, replaced)
             yield
         finally:
-            for part, attributes, of_script in before:
-                _put_back(vars(part), attributes)
-                for name, value in of_script.items():
+            for part, attributes, script in before:
+                _restore(vars(part), attributes)
+                for name, value in script.items():
                     setattr(part, name, value)
 
     @contextlib.contextmanager
-    def _held_by_turns(self, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
-        """`_holding`, by one thread at a time."""
-        with _LOCK, self._holding(tensors):
+    def _reparametrize_locked(self, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
+        """`_reparametrize`, by one thread at a time."""
+        with _LOCK, self._reparametrize(tensors):
             yield
 
     @contextlib.contextmanager
-    def _writing_nothing(self, who: str) -> Generator[None]:
+    def _backward_guard(self, who: str) -> Generator[None]:
         """Raises where what runs inside changes an attribute of the module or leaves a `.grad`; all stays as it was."""
-        module, tracing = self.torch_module, current()
+        module, state = self.torch_module, active_trace()
         # Where a Function takes the module's tensors, it takes what is left in their `.grad` as well.
-        tensors = [(name, x) for name, x in _tensors(module).items() if x.is_leaf and tracing.held is None]
+        tensors = [(name, x) for name, x in _tensors(module).items() if x.is_leaf and state.module_tensors is None]
         gradients = [x.grad for _, x in tensors]
-        with self._held_by_turns({}):
-            before = _attributes(module)
+        with self._reparametrize_locked({}):
+            before = _attribute_keys(module)
             yield
             written = [*_changes(module, before)]
         for (name, x), gradient in zip(tensors, gradients, strict=True):
@@ -348,21 +352,21 @@ class AdoptedModule(Opaque):
 
     def _check_mode(self) -> None:
         """Raises where the torch module's mode is no longer the one that was adopted."""
-        if self in self._in_mode.values():
+        if self in self._converted_by_mode.values():
             return
         for path, is_training in _modes(self.torch_module).items():
             adopted = self._modes.get(path, is_training)
             if adopted != is_training:
                 was, now = (("eval", "train")[mode] for mode in (adopted, is_training))
                 raise TranslationError(
-                    f"{self._whole.code.name}: {path or 'the module'} was in {was} mode when it was adopted, and is in "
+                    f"{self._callable.code.name}: {path or 'the module'} was in {was} mode when it was adopted, and is in "
                     f"{now} mode now, which calls that are compiled already would not see. Use net.{now}() for the "
                     "model in that mode (net.train() and net.eval() have the same parameters), or adopt it again"
                 )
 
     def _check(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         tensors = _tensors(self.torch_module)
-        name = self._whole.code.name
+        name = self._callable.code.name
         if not (hasattr(parameters, "keys") and hasattr(buffers, "keys")):
             given = f"{type(parameters).__name__} and {type(buffers).__name__}"
             raise TypeError(f"{name}: expected two dicts, net.apply(net.parameters, net.buffers, ...), got {given}")
@@ -378,12 +382,12 @@ class AdoptedModule(Opaque):
         self._check_known({**parameters, **buffers}, tensors)
 
     def _check_known(self, arrays: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        name = self._whole.code.name
+        name = self._callable.code.name
         unknown = [key for key in arrays if key not in tensors]
         if unknown:
             raise TypeError(f"{name} has no parameter or buffer {', '.join(map(repr, unknown))}: it has {[*tensors]}")
         for key, array in arrays.items():
-            if tuple(array.shape) != tuple(tensors[key].shape) and not _is_made_later(tensors[key], array):
+            if tuple(array.shape) != tuple(tensors[key].shape) and not _is_materialized_later(tensors[key], array):
                 raise TypeError(
                     f"{name}: {key} has the shape {tuple(tensors[key].shape)}, and the array given for it "
                     f"{tuple(array.shape)}"
@@ -395,21 +399,21 @@ def _tensors(module: torch.nn.Module) -> _Tensors:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _held(module: torch.nn.Module, name: str) -> Any:
+def _current_tensor(module: torch.nn.Module, name: str) -> Any:
     """Returns what a module holds by the name of a parameter or buffer."""
     path, _, own_name = name.rpartition(".")
     part = functools.reduce(getattr, path.split("."), module) if path else module  # TorchScript has no get_submodule
-    return next((x for tensors in held_by(part) for key, x in tensors.items() if key == own_name), None)
+    return next((x for tensors in tensor_dicts(part) for key, x in tensors.items() if key == own_name), None)
 
 
-def _has_values(tracing: Tracing, value: Any, node: torch.fx.Node) -> bool:
+def _is_unchanged(state: TraceState, value: Any, node: torch.fx.Node) -> bool:
     """Whether what a module holds in the end has the values that it had in the beginning."""
     if not isinstance(value, torch.Tensor):
         return False
-    return tracing.recorder.has_values_of(tracing.recorder.node(tracing.lower(value)), node)
+    return state.recorder.has_same_values(state.recorder.node(state.lower(value)), node)
 
 
-def _refuse_lost(owner: str, written: Sequence[str]) -> None:
+def _check_parameters_unchanged(owner: str, written: Sequence[str]) -> None:
     if written:
         names, first = ", ".join(written), written[0]
         raise TranslationError(
@@ -424,12 +428,12 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
-def _is_made_later(tensor: torch.Tensor, array: Any) -> bool:
+def _is_materialized_later(tensor: torch.Tensor, array: Any) -> bool:
     """Whether it is a buffer that is empty until the code has seen its first argument, as the state of a neuron."""
     return not isinstance(tensor, torch.nn.Parameter) and 0 in (tensor.numel(), array.size)
 
 
-def _refuse_hooks(module: torch.nn.Module) -> None:
+def _check_hooks(module: torch.nn.Module) -> None:
     """Raises where autograd would call what JAX does not."""
     owner = type(module).__name__
     for name, tensor in _tensors(module).items():
@@ -440,15 +444,15 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
             )
 
 
-def _refuse_writes_to_shared(recorder: Recorder, tensors: _Tensors, own: _Tensors) -> None:
+def _forbid_aliased_mutations(recorder: Recorder, tensors: _Tensors, own: _Tensors) -> None:
     """Marks tensors whose own ones lie in each other's memory, where what is written to one is seen in the other."""
     last_end, last = (None, 0), ""
-    for name in sorted(own, key=lambda name: (memory(own[name]) or 0, own[name].data_ptr())):
+    for name in sorted(own, key=lambda name: (storage_id(own[name]) or 0, own[name].data_ptr())):
         x = own[name]
-        place, begin, size = memory(x), x.data_ptr(), extent(x) * x.element_size()
+        place, begin, size = storage_id(x), x.data_ptr(), storage_extent(x) * x.element_size()
         if place is not None and place == last_end[0] and begin < last_end[1]:
-            refuse_writes(recorder, tensors[name], f"{name} lies in the memory of {last}")
-            refuse_writes(recorder, tensors[last], f"{name} lies in the memory of {last}")
+            forbid_mutation(recorder, tensors[name], f"{name} lies in the memory of {last}")
+            forbid_mutation(recorder, tensors[last], f"{name} lies in the memory of {last}")
         last_end, last = (place, begin + size), name
 
 
@@ -460,14 +464,16 @@ def _modes(module: torch.nn.Module) -> dict[str, bool]:
 _MISSING = object()
 
 
-def _copied(value: Any, around: tuple[int, ...] = ()) -> Any:
+def _copy_attributes(value: Any, around: tuple[int, ...] = ()) -> Any:
     """Containers and plain objects copied, and what they hold as it is, beside the containers themselves."""
     fields, around = _fields(value, around), (*around, id(value))
     if fields is not None:
-        return _Container(value, fields, {name: _copied(item, around) for name, item in fields.items()})
+        return _Container(value, fields, {name: _copy_attributes(item, around) for name, item in fields.items()})
     if type(value) in (dict, OrderedDict):
-        return _Container(value, value, {name: _copied(item, around) for name, item in value.items()})
-    return _Container(value, value, [_copied(x, around) for x in value]) if type(value) in (list, set) else value
+        return _Container(value, value, {name: _copy_attributes(item, around) for name, item in value.items()})
+    return (
+        _Container(value, value, [_copy_attributes(x, around) for x in value]) if type(value) in (list, set) else value
+    )
 
 
 def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any] | None:
@@ -476,13 +482,13 @@ def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any] | None:
     return getattr(value, "__dict__", None) if is_plain and id(value) not in around and len(around) < 4 else None
 
 
-def _replace(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
+def _replace_tensors(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
     """Puts tensors in the places of others in a container that was copied, and in those that it holds."""
     if isinstance(saved.container, set) or saved.owner is not saved.container:
         return
     for place, part in saved.parts.items() if isinstance(saved.parts, dict) else enumerate(saved.parts):
         if isinstance(part, _Container):
-            _replace(part, replaced)
+            _replace_tensors(part, replaced)
         elif id(part) in replaced:
             saved.container[place] = replaced[id(part)]
 
@@ -495,11 +501,11 @@ class _Container(NamedTuple):
     parts: Any
 
 
-def _put_back(container: Any, saved: _Container) -> Any:
+def _restore(container: Any, saved: _Container) -> Any:
     """Makes a container hold what it held."""
 
     def original(part: Any) -> Any:
-        return _put_back(part.container, part) if isinstance(part, _Container) else part
+        return _restore(part.container, part) if isinstance(part, _Container) else part
 
     if isinstance(saved.parts, dict):
         parts = {key: original(part) for key, part in cast(dict[Any, Any], saved.parts).items()}
@@ -513,37 +519,39 @@ def _put_back(container: Any, saved: _Container) -> Any:
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
     """Returns a key of what a module's behaviour depends on besides its tensors: modes, numbers, texts; other things by
     identity."""
-    return tuple((Same(part), *map(_attribute_key, _all_attributes(part).items())) for part in module.modules())
+    return tuple((IdentityKey(part), *map(_attribute_key, _attributes(part).items())) for part in module.modules())
 
 
-def _all_attributes(part: torch.nn.Module) -> dict[str, Any]:
-    of_script = script_attributes(part)
+def _attributes(part: torch.nn.Module) -> dict[str, Any]:
+    script = script_attributes(part)
     # Other objects are new ones each time that they are asked for.
-    return vars(part) | {name: x for name, x in of_script.items() if isinstance(x, (*_BY_VALUE, tuple, list, dict))}
+    return vars(part) | {name: x for name, x in script.items() if isinstance(x, (*_BY_VALUE, tuple, list, dict))}
 
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None))
 
 
-def _values(module: torch.nn.Module) -> dict[str, Any]:
+def _state_by_name(module: torch.nn.Module) -> dict[str, Any]:
     """The attributes of a module and its parts by what a message calls them, and the identities of their tensors."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         owner = f"of {path or 'the module'} ({type(part).__name__})"
-        attributes = {**_all_attributes(part), "_parameters": None, "_buffers": None}
+        attributes = {**_attributes(part), "_parameters": None, "_buffers": None}
         found |= {f"the attribute {name} {owner}": value for name, value in attributes.items()}
-        found |= {f"{name} {owner}": id(x) for held in held_by(part) for name, x in held.items()}
+        found |= {
+            f"{name} {owner}": id(x) for tensors_by_name in tensor_dicts(part) for name, x in tensors_by_name.items()
+        }
     return found
 
 
-def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+def _attribute_keys(module: torch.nn.Module) -> dict[str, Any]:
     """Returns a key for each attribute of `_values`."""
-    return {name: _attribute_key(value) for name, value in _values(module).items()}
+    return {name: _attribute_key(value) for name, value in _state_by_name(module).items()}
 
 
 def _changes(module: torch.nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the earlier keys of those attributes that have changed."""
-    names = {**before, **(after := _attributes(module))}
+    names = {**before, **(after := _attribute_keys(module))}
     return {name: before.get(name) for name in names if before.get(name, _MISSING) != after.get(name, _MISSING)}
 
 
@@ -551,7 +559,7 @@ class _TensorKey(NamedTuple):
     """A tensor, and the order of its elements in memory."""
 
     identity: int
-    permuted: bool
+    memory_format_source: bool
 
 
 def _attribute_key(value: Any, around: tuple[int, ...] = ()) -> Any:
@@ -567,9 +575,9 @@ def _attribute_key(value: Any, around: tuple[int, ...] = ()) -> Any:
         return value.dtype.str, value.shape, value.tobytes()
     fields = cast(dict[Any, Any], value) if isinstance(value, dict) else _fields(value, around)
     if fields is not None:
-        own = dict if isinstance(value, dict) else Same(value)
+        own = dict if isinstance(value, dict) else IdentityKey(value)
         return own, *((name, _attribute_key(item, (*around, id(value)))) for name, item in fields.items())
     if not isinstance(value, torch.Tensor):
-        return Same(value)
+        return IdentityKey(value)
     # One that was computed, as by a hook that makes a weight, is computed anew by every forward.
-    return _TensorKey(id(value), is_permuted(value)) if value.grad_fn is None else ("computed", value.shape)
+    return _TensorKey(id(value), has_nonstandard_strides(value)) if value.grad_fn is None else ("computed", value.shape)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from jaxfn._compat import eval_context
-from jaxfn._torch.adopt.adopted import adopt
-from jaxfn._torch.adopt.function import adopted_function
-from jaxfn._torch.adopt.nested import NESTED
+from jaxfn._torch.convert.function_class import convert_function_class
+from jaxfn._torch.convert.nested import NESTED_APPLY
+from jaxfn._torch.convert.python_function import convert_callable
 from jaxfn._torch.trace.state import Replacements, TraceConfig
 from jaxfn._torch.values.errors import TranslationError
 
@@ -29,7 +29,7 @@ TESTED = ((2, 8), (2, 13), (2, 15))
 X = np.array([1.3, -2.6, 0.4], np.float32)
 TIES = np.array([1.0, 1.0, 0.0, -1.0, 2.0, 2.0], np.float32)
 
-_CONFIG = TraceConfig(Replacements.of({}), NESTED)
+_CONFIG = TraceConfig(Replacements.of({}), NESTED_APPLY)
 
 # A function of one tensor, to be run inside a Function.
 CodeSnippet = Callable[[Any], Any]
@@ -46,7 +46,7 @@ class KnownAnswer(NamedTuple):
 def _function(forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """Returns the `apply` of a translated Function with these methods."""
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return adopt(type("SelfTest", (torch.autograd.Function,), body), __name__, _CONFIG).apply
+    return convert_function_class(type("SelfTest", (torch.autograd.Function,), body), __name__, _CONFIG).apply
 
 
 def _output(code: CodeSnippet, at: Any, expected: Any) -> KnownAnswer:
@@ -176,7 +176,7 @@ def _ties(x: Any) -> Any:
 
 
 def _gradient_of_callable(code: Callable[[Any], Any], at: Any) -> Any:
-    return jax.grad(adopted_function(code, _CONFIG))(jnp.array(at))
+    return jax.grad(convert_callable(code, _CONFIG))(jnp.array(at))
 
 
 def _apply_by_name_in_module(at: Any) -> Any:

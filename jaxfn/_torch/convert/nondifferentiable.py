@@ -11,11 +11,11 @@ from jaxfn._primitives import DeferredError, error_tangent
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def without_derivative(refusal: DeferredError, x: jax.Array) -> jax.Array:
+def nondifferentiable(refusal: DeferredError, x: jax.Array) -> jax.Array:
     """An array that cannot be differentiated by."""
     return x
 
 
-@without_derivative.defjvp
+@nondifferentiable.defjvp
 def _(refusal: DeferredError, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return primals[0], error_tangent(jax.typeof(tangents[0]), tangents, refusal)

@@ -19,114 +19,114 @@ from typing import Any
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch._compat import FakeTensor, FunctionalTensor, memory, without_functions, without_modes
+from jaxfn._torch._compat import FakeTensor, FunctionalTensor, storage_id, without_functions, without_modes
 from jaxfn._torch.values.errors import TranslationError
 
 _THREAD = threading.local()
 
 
-def note(value: Any) -> Any:
+def track(value: Any) -> Any:
     """Notes tensors that a trace made; returns them."""
-    noted: list[weakref.ref[Any]] | None = getattr(_THREAD, "noted", None)
-    if noted is not None:
+    tracked: list[weakref.ref[Any]] | None = getattr(_THREAD, "noted", None)
+    if tracked is not None:
         if isinstance(value, FunctionalTensor):
-            noted.append(weakref.ref(value))
+            tracked.append(weakref.ref(value))
         elif isinstance(value, (tuple, list)):
-            noted += [weakref.ref(x) for x in torch_tree.tree_leaves(value) if isinstance(x, FunctionalTensor)]
+            tracked += [weakref.ref(x) for x in torch_tree.tree_leaves(value) if isinstance(x, FunctionalTensor)]
     return value
 
 
-def exchange(a: torch.Tensor, b: torch.Tensor) -> None:
+def swap(a: torch.Tensor, b: torch.Tensor) -> None:
     """Makes each of two tensors of a trace the other one. (`torch.utils.swap_tensors` wants no weak references.)"""
-    noted: list[weakref.ref[Any]] = getattr(_THREAD, "noted", None) or []
-    noted[:] = [reference for reference in noted if reference() is not a and reference() is not b]
+    tracked: list[weakref.ref[Any]] = getattr(_THREAD, "noted", None) or []
+    tracked[:] = [reference for reference in tracked if reference() is not a and reference() is not b]
     torch.utils.swap_tensors(a, b)
-    note([a, b])
+    track([a, b])
 
 
-def made_here() -> list[FunctionalTensor]:
+def live_tensors() -> list[FunctionalTensor]:
     """The tensors of the trace that are still there, each once."""
-    return _alive(getattr(_THREAD, "noted", None) or [])
+    return _live(getattr(_THREAD, "noted", None) or [])
 
 
-def sharing_memory(elem: torch.Tensor) -> list[FunctionalTensor]:
+def tensors_with_storage(elem: torch.Tensor) -> list[FunctionalTensor]:
     """The tensors of the trace that lie in the same memory as what is inside of one of them."""
-    place = memory(elem)
-    return [x for x in made_here() if memory(x.elem) == place]
+    location = storage_id(elem)
+    return [x for x in live_tensors() if storage_id(x.elem) == location]
 
 
-def may_share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether what is written to one tensor may be seen in another: in the same memory, their ranges meet."""
     if not isinstance(a, FunctionalTensor) or not isinstance(b, FunctionalTensor):
         return a is b
     with without_functions():
-        ranges = [(x.storage_offset(), x.storage_offset() + extent(x)) for x in (a, b)]
-        return memory(a.elem) == memory(b.elem) and max(ranges)[0] < min(end for _, end in ranges)
+        ranges = [(x.storage_offset(), x.storage_offset() + storage_extent(x)) for x in (a, b)]
+        return storage_id(a.elem) == storage_id(b.elem) and max(ranges)[0] < min(end for _, end in ranges)
 
 
-def extent(tensor: torch.Tensor) -> int:
+def storage_extent(tensor: torch.Tensor) -> int:
     """Returns the number of elements of memory that a tensor spans."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return sum((length - 1) * step for length, step in steps) + 1 if tensor.numel() else 0
 
 
 @contextlib.contextmanager
-def cleaned_up(owner: str) -> Generator[None]:
+def checking_leaks(owner: str) -> Generator[None]:
     """Looks after the tensors of the traces made inside, of which nothing in jaxfn may be held any more at the end.
 
     Raises:
       TranslationError: user code keeps one that depends on the inputs.
     """
     before = getattr(_THREAD, "noted", None)
-    noted: list[weakref.ref[Any]] = []
-    _THREAD.noted = noted
+    tracked: list[weakref.ref[Any]] = []
+    _THREAD.tracked = tracked
     try:
         yield
     except BaseException:
-        _THREAD.noted = before
-        _release(noted, is_named=False)
+        _THREAD.tracked = before
+        _release(tracked, is_named=False)
         raise
-    _THREAD.noted = before
-    place = _release(noted, is_named=True)
-    if place is not None:
+    _THREAD.tracked = before
+    location = _release(tracked, is_named=True)
+    if location is not None:
         raise TranslationError(
-            f"{owner} keeps a tensor that depends on its inputs{place}, and while JAX traces it has no value: what "
+            f"{owner} keeps a tensor that depends on its inputs{location}, and while JAX traces it has no value: what "
             "uses it later would not get that of this call. Pass it on by ctx.save_for_backward(tensor) or as an "
             "attribute ctx.name = tensor, or return it as an output. (Of gradients, in backward and in hooks: have "
             "jax.grad return them)"
         )
 
 
-def _release(noted: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
+def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
     """Makes plain tensors of those that are still there; returns where one is kept that has no values.
 
     To find where takes time, by the number of objects that Python has: `is_named` says whether it is wanted.
     """
-    tensors = _alive(noted)
+    tensors = _live(tracked)
     if is_named and any(map(_is_traced, tensors)):
         del tensors
         gc.collect()  # cycles of autograd's, and of frames of exceptions, keep tensors for a while
-        tensors = _alive(noted)
-    noted.clear()  # tensors with weak references are not exchanged
-    place: str | None = None
-    held_by_torch: list[FunctionalTensor] = []
+        tensors = _live(tracked)
+    tracked.clear()  # tensors with weak references are not exchanged
+    location: str | None = None
+    kept_by_torch: list[FunctionalTensor] = []
     while tensors:
         tensor = tensors.pop()
-        if is_named and place is None and _is_traced(tensor):
-            place = _place(tensor, tensors)
-        if not _exchange(tensor):
-            held_by_torch.append(tensor)
-    if held_by_torch and not is_named:  # by autograd's graph, perhaps, in such a cycle
+        if is_named and location is None and _is_traced(tensor):
+            location = _describe_holder(tensor, tensors)
+        if not _make_plain(tensor):
+            kept_by_torch.append(tensor)
+    if kept_by_torch and not is_named:  # by autograd's graph, perhaps, in such a cycle
         gc.collect()
-        for tensor in held_by_torch:
+        for tensor in kept_by_torch:
             if type(tensor) is FunctionalTensor:  # torch 2.8 may change the class before it refuses
-                _exchange(tensor)
-    return place
+                _make_plain(tensor)
+    return location
 
 
-def _alive(noted: list[weakref.ref[Any]]) -> list[FunctionalTensor]:
+def _live(tracked: list[weakref.ref[Any]]) -> list[FunctionalTensor]:
     """The tensors that are still there, each once."""
-    tensors = (reference() for reference in noted)
+    tensors = (reference() for reference in tracked)
     return list({id(tensor): tensor for tensor in tensors if type(tensor) is FunctionalTensor}.values())
 
 
@@ -139,7 +139,7 @@ def _is_traced(tensor: torch.Tensor) -> bool:
     return isinstance(_below(tensor), FakeTensor)
 
 
-def _exchange(tensor: torch.Tensor) -> bool:
+def _make_plain(tensor: torch.Tensor) -> bool:
     """Makes a plain tensor of one that a trace made, which is the same object; not of one that torch itself holds.
 
     Nobody finds those, in a cache or in autograd's graph.
@@ -159,49 +159,51 @@ def _exchange(tensor: torch.Tensor) -> bool:
         return True
 
 
-def _place(tensor: torch.Tensor, ours: list[FunctionalTensor]) -> str:
+def _describe_holder(tensor: torch.Tensor, ours: list[FunctionalTensor]) -> str:
     """Describes where a tensor is kept, as part of a message."""
     for holder in gc.get_referrers(tensor):
         if holder is ours or isinstance(holder, types.FrameType):
             continue
-        name = _name_in(holder, tensor)
+        name = _describe_entry(holder, tensor)
         if name:
             return f" in {name}"
     return ""
 
 
-def _name_in(holder: Any, value: object) -> str:
+def _describe_entry(holder: Any, value: object) -> str:
     if isinstance(holder, dict):
-        keys = [key for key, kept in holder.items() if kept is value]
-        owner = _owner(holder)
+        keys = [key for key, item in holder.items() if item is value]
+        owner = _describe_namespace(holder)
         return f"{owner}.{keys[0]}" if keys and owner else f"a dict, by {keys[0]!r}" if keys else ""
     if isinstance(holder, (list, tuple, set)):
         for owner in gc.get_referrers(holder):
-            if isinstance(owner, dict) and _owner(owner):
-                return _name_in(owner, holder)
+            if isinstance(owner, dict) and _describe_namespace(owner):
+                return _describe_entry(owner, holder)
         return f"a {type(holder).__name__}"
     if isinstance(holder, types.CellType):
         functions = [
             f for c in gc.get_referrers(holder) for f in gc.get_referrers(c) if isinstance(f, types.FunctionType)
         ]
         return f"the closure of {functions[0].__qualname__}" if functions else "a closure"
-    keys = [key for key, kept in getattr(holder, "__dict__", {}).items() if kept is value]
-    return f"{_described(holder)}.{keys[0]}" if keys else f"a {type(holder).__name__}"
+    keys = [key for key, item in getattr(holder, "__dict__", {}).items() if item is value]
+    return f"{_describe_object(holder)}.{keys[0]}" if keys else f"a {type(holder).__name__}"
 
 
-def _owner(namespace: dict[Any, Any]) -> str:
+def _describe_namespace(namespace: dict[Any, Any]) -> str:
     """Whose attributes a dict holds."""
     if "__name__" in namespace and "__builtins__" in namespace:
         return str(namespace["__name__"])
     for holder in gc.get_referrers(namespace):
-        if getattr(holder, "__dict__", None) is namespace or (isinstance(holder, type) and _holds(holder, namespace)):
-            return _described(holder)
+        if getattr(holder, "__dict__", None) is namespace or (
+            isinstance(holder, type) and _is_namespace_of(holder, namespace)
+        ):
+            return _describe_object(holder)
     return ""
 
 
-def _holds(kind: type, namespace: dict[Any, Any]) -> bool:
+def _is_namespace_of(kind: type, namespace: dict[Any, Any]) -> bool:
     return any(vars(kind).get(name) is value for name, value in namespace.items())
 
 
-def _described(holder: object) -> str:
+def _describe_object(holder: object) -> str:
     return holder.__name__ if isinstance(holder, type) else f"a {type(holder).__name__}"

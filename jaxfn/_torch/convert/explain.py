@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxfn._torch.adopt.captured import ORIGINAL
-from jaxfn._torch.adopt.definition import Definition
-from jaxfn._torch.adopt.program import Forward, TracedCode
-from jaxfn._torch.graph.code import code
+from jaxfn._torch.convert.definition import Definition
+from jaxfn._torch.convert.lifting import ORIGINAL
+from jaxfn._torch.convert.traced_code import TracedCode, TracedForward
+from jaxfn._torch.graph.jax_code import format_jax_code
 from jaxfn._torch.graph.recorder import AssumedValue
-from jaxfn._torch.graph.targets import name_of
+from jaxfn._torch.graph.targets import operation_name
 from jaxfn._torch.values.errors import TranslationError
 
 
@@ -36,26 +36,26 @@ class Part:
         self.graph, self.operations, self.unsupported, self.code, self.draws = "", [], [], "", False
         self.functions: list[AppliedFunction] = []
         if traced is not None:
-            self.functions = _applied(traced.functions)
+            self.functions = _count_applied_functions(traced.functions)
             nodes = traced.graph_module.graph.nodes
             self.graph = str(traced.graph_module.graph).strip()
-            self.operations = sorted({name_of(node.target) for node in nodes if node.op == "call_function"})
+            self.operations = sorted({operation_name(node.target) for node in nodes if node.op == "call_function"})
             self.unsupported = traced.unsupported
-            self.code = code(traced.graph_module, traced.code.config.replacements.operations)
+            self.code = format_jax_code(traced.graph_module, traced.code.config.replacements.operations)
             self.draws = traced.draws
 
     def __str__(self) -> str:
         if self.error is not None:
-            return f"{self.name} cannot be traced:\n{_indented(str(self.error))}" + self._functions_and_missing()
+            return f"{self.name} cannot be traced:\n{_indent(str(self.error))}" + self._functions_and_unsupported()
         return (
-            f"{self.name}, as torch traced it:\n{_indented(self.graph)}\n"
+            f"{self.name}, as torch traced it:\n{_indent(self.graph)}\n"
             f"{self.name}, operations: {', '.join(self.operations) or 'none'}"
-            + self._functions_and_missing()
+            + self._functions_and_unsupported()
             + (f"\n{self.name} draws random numbers: it needs a key" if self.draws else "")
-            + f"\n{self.name}, in JAX:\n{_indented(self.code.strip())}"
+            + f"\n{self.name}, in JAX:\n{_indent(self.code.strip())}"
         )
 
-    def _functions_and_missing(self) -> str:
+    def _functions_and_unsupported(self) -> str:
         applied = "".join(f"\n    {function}" for function in self.functions)
         missing = "".join(
             f"\n    {entry.operation}, {entry.line or 'line unknown'}"
@@ -78,33 +78,33 @@ class AppliedFunction(NamedTuple):
     """
 
     name: str
-    place: str
+    location: str
     times: int
     rules: tuple[str, ...]
 
     def __str__(self) -> str:
         rules = f"by its own {' and '.join(self.rules)}" if self.rules else "not differentiable"
-        return f"{self.name} ({self.place}), {self.times} x, {rules}"
+        return f"{self.name} ({self.location}), {self.times} x, {rules}"
 
 
-def _applied(programs: Sequence[Forward]) -> list[AppliedFunction]:
+def _count_applied_functions(programs: Sequence[TracedForward]) -> list[AppliedFunction]:
     times: Counter[Any] = Counter()
     definitions: dict[Any, Definition] = {}
     pending = list(programs)
     while pending:
-        program = pending.pop(0)
-        function = getattr(program.definition.function, ORIGINAL, program.definition.function)
+        traced = pending.pop(0)
+        function = getattr(traced.definition.function, ORIGINAL, traced.definition.function)
         times[function] += 1
-        definitions[function] = program.definition
-        pending += program.functions
-    return [_described(function, definitions[function], number) for function, number in times.items()]
+        definitions[function] = traced.definition
+        pending += traced.functions
+    return [_describe_function(function, definitions[function], number) for function, number in times.items()]
 
 
-def _described(function: Any, definition: Definition, times: int) -> AppliedFunction:
+def _describe_function(function: Any, definition: Definition, times: int) -> AppliedFunction:
     code = getattr(inspect.unwrap(function.forward), "__code__", None)
-    place = f"{code.co_filename}:{code.co_firstlineno}" if code else "place unknown"
+    location = f"{code.co_filename}:{code.co_firstlineno}" if code else "place unknown"
     rules = [*["backward"] * (definition.backward is not None), *["jvp"] * definition.has_jvp]
-    return AppliedFunction(definition.name, place, times, tuple(rules))
+    return AppliedFunction(definition.name, location, times, tuple(rules))
 
 
 class Explanation:
@@ -135,5 +135,5 @@ class Explanation:
     __repr__ = __str__
 
 
-def _indented(text: Any) -> str:
+def _indent(text: Any) -> str:
     return "\n".join(f"    {line}" for line in str(text).splitlines())

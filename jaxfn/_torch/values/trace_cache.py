@@ -13,13 +13,13 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from jaxfn._torch._compat import global_backward_hooks, global_forward_hooks
-from jaxfn._torch.values.flat import Slot
+from jaxfn._torch.values.flatten import Slot
 from jaxfn._tree import leaf_key
 
 _T = TypeVar("_T")
 
 
-class Same:
+class IdentityKey:
     """Equal for one and the same object, which it does not keep alive where that can be.
 
     A number such as `id` would be that of another object once this one is gone.
@@ -36,14 +36,14 @@ class Same:
 
     def __eq__(self, other: object) -> bool:
         mine = self._object()
-        return isinstance(other, Same) and mine is not None and mine is other._object()
+        return isinstance(other, IdentityKey) and mine is not None and mine is other._object()
 
     def __hash__(self) -> int:
         return self._hash
 
 
 _BY_VALUE = (
-    Same,
+    IdentityKey,
     Slot,
     torch.dtype,
     torch.device,
@@ -66,11 +66,11 @@ def static_key(value: Any) -> Hashable:
         raise TypeError(f"{type(value).__name__} is not compared by value") from error
 
 
-def ambient_key() -> Hashable:
+def torch_settings_key() -> Hashable:
     """torch's settings that decide what its code computes."""
     devices = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
-    hooks = tuple(map(Same, [*global_forward_hooks(), *global_backward_hooks()]))
+    hooks = tuple(map(IdentityKey, [*global_forward_hooks(), *global_backward_hooks()]))
     return torch.get_default_dtype(), hooks, *autocast
 
 
@@ -94,7 +94,7 @@ def _key(value: Any) -> Hashable:
     return key
 
 
-class Recent(Generic[_T]):
+class LRUCache(Generic[_T]):
     """The values looked up most recently, up to a number of them; safe from several threads."""
 
     def __init__(self, size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from jaxfn._torch.adopt.captured import ORIGINAL
+from jaxfn._torch.convert.lifting import ORIGINAL
 from jaxfn._torch.trace.state import TraceConfig
 
 _BASE: Any = torch.autograd.Function
@@ -54,16 +54,16 @@ class Definition(TorchCode):
         super().__init__(function.__name__, config, parameters, f"{function.__name__}.apply")
         self.function = function
         self.original = getattr(function, ORIGINAL, function)
-        self.is_separate = function.setup_context is not _BASE.setup_context
+        self.has_setup_context = function.setup_context is not _BASE.setup_context
         self.backward = self._backward()
         self.has_jvp: bool = function.jvp is not _BASE.jvp
         self.has_vmap: bool = function.vmap is not _BASE.vmap
         self.once_differentiable = _is_once_differentiable(self.backward)
         self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         # With a vmap of its own it stays in separate style, as torch wants it, so that forward alone can be batched.
-        self.stays_separate = self.has_vmap and self.is_separate
+        self.keeps_setup_context = self.has_vmap and self.has_setup_context
         new = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)]
-        taken = [*(new if self.is_separate and not self.stays_separate else []), *parameters.values()]
+        taken = [*(new if self.has_setup_context and not self.keeps_setup_context else []), *parameters.values()]
         self.signature = inspect.Signature(list(with_key(taken, self.key_name)))
 
     def _backward(self) -> Callable[..., Any] | None:

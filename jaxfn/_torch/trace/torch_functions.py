@@ -20,123 +20,129 @@ from jax import Array, lax
 
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.operations.indexing import read
-from jaxfn._torch.operations.promotion import widened
-from jaxfn._torch.trace.inside import CalledFunction
-from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.operations.promotion import compute_dtype
+from jaxfn._torch.trace.jax_function_node import JaxFunctionNode
+from jaxfn._torch.trace.state import TraceState
 from jaxfn._torch.values.errors import TranslationError
 
 
-def _bound(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _bind_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The arguments of a Python function by name, defaults filled in."""
     call = inspect.signature(function).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments
 
 
-def _refuse(tracing: Tracing, what: str) -> None:
-    raise TranslationError(f"{tracing.owner}: {what}{source_line()}")
+def _raise(state: TraceState, what: str) -> None:
+    raise TranslationError(f"{state.name}: {what}{source_line()}")
 
 
 # ---------------------------------------------------------------------------------------------------------- embeddings
 
 
-def embedding_bag(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+def embedding_bag(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     """`torch.nn.functional.embedding_bag`."""
-    given = _bound(func, args, kwargs)
-    indices, weight, offsets, weights = (given[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
-    if given["max_norm"] is not None:
+    arguments = _bind_arguments(func, args, kwargs)
+    indices, weight, offsets, weights = (arguments[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
+    if arguments["max_norm"] is not None:
         with torch.no_grad():
-            torch.embedding_renorm_(weight.detach(), indices.contiguous(), given["max_norm"], given["norm_type"])
-    if given["scale_grad_by_freq"]:
-        _refuse(tracing, "embedding_bag with `scale_grad_by_freq`: torch divides by how often another row is there")
+            torch.embedding_renorm_(
+                weight.detach(), indices.contiguous(), arguments["max_norm"], arguments["norm_type"]
+            )
+    if arguments["scale_grad_by_freq"]:
+        _raise(state, "embedding_bag with `scale_grad_by_freq`: torch divides by how often another row is there")
     if indices.dim() == 2:
         offsets = torch.arange(indices.shape[0]) * indices.shape[1]
         weights = None if weights is None else weights.reshape(-1)
-    bags = offsets.shape[0] - bool(given["include_last_offset"])
-    padding = given["padding_idx"]
+    bags = offsets.shape[0] - bool(arguments["include_last_offset"])
+    padding = arguments["padding_idx"]
     padding = None if padding is None else padding % weight.shape[0]
-    reduce = _BAGS[given["mode"]]
+    reduce = _BAGS[arguments["mode"]]
 
     def function(rows: Array, indices: Array, offsets: Array, *weights: Array) -> list[Array]:
-        chosen = rows.astype(widened(rows.dtype))
-        chosen = chosen * weights[0][:, None] if weights else chosen
-        places = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
+        selected = rows.astype(compute_dtype(rows.dtype))
+        selected = selected * weights[0][:, None] if weights else selected
+        bag_indices = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
         if padding is not None:
-            places = jnp.where(indices == padding, bags, places)  # in no bag
-        return [reduce(chosen, places, bags).astype(rows.dtype)]
+            bag_indices = jnp.where(indices == padding, bags, bag_indices)  # in no bag
+        return [reduce(selected, bag_indices, bags).astype(rows.dtype)]
 
     indices = indices.reshape(-1)
     operands = [torch.embedding(weight, indices), indices, offsets, *([] if weights is None else [weights])]
-    return CalledFunction(tracing, function, "embedding_bag", [((bags, weight.shape[1]), weight.dtype)])(*operands)[0]
+    return JaxFunctionNode(state, function, "embedding_bag", [((bags, weight.shape[1]), weight.dtype)])(*operands)[0]
 
 
-def _summed(rows: Array, places: Array, bags: int) -> Array:
-    return jnp.zeros((bags, rows.shape[1]), rows.dtype).at[places].add(rows, mode="drop")
+def _bag_sum(rows: Array, bag_indices: Array, bags: int) -> Array:
+    return jnp.zeros((bags, rows.shape[1]), rows.dtype).at[bag_indices].add(rows, mode="drop")
 
 
-def _averaged(rows: Array, places: Array, bags: int) -> Array:
-    counts = jnp.zeros(bags, rows.dtype).at[places].add(1, mode="drop")
-    return _summed(rows, places, bags) / jnp.maximum(counts, 1)[:, None]
+def _bag_mean(rows: Array, bag_indices: Array, bags: int) -> Array:
+    counts = jnp.zeros(bags, rows.dtype).at[bag_indices].add(1, mode="drop")
+    return _bag_sum(rows, bag_indices, bags) / jnp.maximum(counts, 1)[:, None]
 
 
-def _largest(rows: Array, places: Array, bags: int) -> Array:
+def _bag_max(rows: Array, bag_indices: Array, bags: int) -> Array:
     """The largest of each bag, whose derivative goes to the first of equals; 0 for an empty bag."""
     fixed, shape = lax.stop_gradient(rows), (bags, rows.shape[1])
-    best = jnp.full(shape, -jnp.inf, rows.dtype).at[places].max(fixed, mode="drop")
-    is_best = (fixed == best[jnp.minimum(places, bags - 1)]) | jnp.isnan(fixed)
+    best = jnp.full(shape, -jnp.inf, rows.dtype).at[bag_indices].max(fixed, mode="drop")
+    is_best = (fixed == best[jnp.minimum(bag_indices, bags - 1)]) | jnp.isnan(fixed)
     order = jnp.where(is_best, jnp.arange(rows.shape[0])[:, None], rows.shape[0])
-    first = jnp.full(shape, rows.shape[0]).at[places].min(order, mode="drop")
+    first = jnp.full(shape, rows.shape[0]).at[bag_indices].min(order, mode="drop")
     values = jnp.take_along_axis(rows, jnp.minimum(first, rows.shape[0] - 1), 0)
     return jnp.where(first < rows.shape[0], values, 0)
 
 
-_BAGS: dict[str, Callable[[Array, Array, int], Array]] = {"sum": _summed, "mean": _averaged, "max": _largest}
+_BAGS: dict[str, Callable[[Array, Array, int], Array]] = {"sum": _bag_sum, "mean": _bag_mean, "max": _bag_max}
 
 # ---------------------------------------------------------------------------------------------------------- losses
 
 
-def ctc_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+def ctc_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     """`torch.nn.functional.ctc_loss`."""
-    given = _bound(func, args, kwargs)
-    scores, targets = given["log_probs"], given["targets"]
-    lengths = [torch.as_tensor(given[name]).reshape(-1) for name in ("input_lengths", "target_lengths")]
+    arguments = _bind_arguments(func, args, kwargs)
+    scores, targets = arguments["log_probs"], arguments["targets"]
+    lengths = [torch.as_tensor(arguments[name]).reshape(-1) for name in ("input_lengths", "target_lengths")]
     is_single = scores.dim() == 2
     scores = scores[:, None] if is_single else scores
     targets = targets[None] if is_single and targets.dim() == 1 else targets
-    blank = given["blank"]
+    blank = arguments["blank"]
 
     def function(scores: Array, targets: Array, steps: Array, sizes: Array) -> list[Array]:
         if targets.ndim == 1:
-            targets = _separated(targets, sizes)
+            targets = _split_targets(targets, sizes)
         each: Any = jax.vmap(functools.partial(_ctc, blank=blank), (1, 0, 0, 0))
         return [each(scores, targets, steps, sizes)]
 
-    called = CalledFunction(tracing, function, "ctc_loss", [((scores.shape[1],), scores.dtype)])
-    (losses,) = called(scores, targets, *lengths)
-    if given["zero_infinity"]:
+    node = JaxFunctionNode(state, function, "ctc_loss", [((scores.shape[1],), scores.dtype)])
+    (losses,) = node(scores, targets, *lengths)
+    if arguments["zero_infinity"]:
         losses = torch.where(losses == torch.inf, 0, losses)
-    if given["reduction"] == "mean":
+    if arguments["reduction"] == "mean":
         return (losses / lengths[1].clamp(min=1).to(losses.dtype)).mean()
-    return losses.sum() if given["reduction"] == "sum" else losses[0] if is_single else losses
+    return losses.sum() if arguments["reduction"] == "sum" else losses[0] if is_single else losses
 
 
-def one_hot(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+def one_hot(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     """`torch.nn.functional.one_hot`, which compares traced tensors with each class, also one out of range."""
-    given: dict[str, Any] = {"num_classes": -1, **dict(zip(("tensor", "num_classes"), args, strict=False)), **kwargs}
-    num_classes = given["num_classes"] if given["num_classes"] >= 0 else int(given["tensor"].max()) + 1
+    arguments: dict[str, Any] = {
+        "num_classes": -1,
+        **dict(zip(("tensor", "num_classes"), args, strict=False)),
+        **kwargs,
+    }
+    num_classes = arguments["num_classes"] if arguments["num_classes"] >= 0 else int(arguments["tensor"].max()) + 1
     classes = torch.arange(num_classes)
-    found = torch.embedding(classes[:, None], given["tensor"])  # negative where it is out of range
+    found = torch.embedding(classes[:, None], arguments["tensor"])  # negative where it is out of range
     return torch.where(found < 0, found, found == classes)
 
 
-def _separated(targets: Array, sizes: Array) -> Array:
+def _split_targets(targets: Array, sizes: Array) -> Array:
     """Targets that lie one after the other, one row each, filled up with whatever comes next."""
     starts = jnp.cumsum(sizes) - sizes
     return targets[jnp.minimum(starts[:, None] + np.arange(targets.shape[0]), targets.shape[0] - 1)]
 
 
 # The logarithm of what cannot be: finite, for the derivative of the difference of two infinities is a nan.
-_NEVER = -1e30
+_LOG_ZERO = -1e30
 
 
 def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int) -> Array:
@@ -147,22 +153,22 @@ def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int)
     labels = jnp.full(2 * target.shape[0] + 1, blank).at[1::2].set(target)
     labels = jnp.where(np.arange(len(labels)) < 2 * size, labels, blank)  # behind the target there may be anything
     may_skip = jnp.concatenate([jnp.zeros(2, bool), (labels[2:] != blank) & (labels[2:] != labels[:-2])])[: len(labels)]
-    places = np.arange(len(labels))
+    bag_indices = np.arange(len(labels))
 
-    def moved(x: Array, by: int) -> Array:
-        return jnp.where(places < by, _NEVER, jnp.roll(x, by))
+    def shift(x: Array, by: int) -> Array:
+        return jnp.where(bag_indices < by, _LOG_ZERO, jnp.roll(x, by))
 
     def step(paths: Array, at: tuple[Array, Array]) -> tuple[Array, None]:
         time, row = at
-        ways = jnp.logaddexp(paths, moved(paths, 1))
-        ways = jnp.where(may_skip, jnp.logaddexp(ways, moved(paths, 2)), ways)
-        return jnp.where(time < steps, jnp.maximum(ways + read(row, labels), _NEVER), paths), None
+        ways = jnp.logaddexp(paths, shift(paths, 1))
+        ways = jnp.where(may_skip, jnp.logaddexp(ways, shift(paths, 2)), ways)
+        return jnp.where(time < steps, jnp.maximum(ways + read(row, labels), _LOG_ZERO), paths), None
 
-    first = jnp.where(places < 2, read(scores[0], labels), _NEVER)
+    first = jnp.where(bag_indices < 2, read(scores[0], labels), _LOG_ZERO)
     paths, _ = lax.scan(step, first, (jnp.arange(1, scores.shape[0]), scores[1:]))
-    ends = jnp.where((places == 2 * size) | (places == 2 * size - 1), paths, _NEVER)
+    ends = jnp.where((bag_indices == 2 * size) | (bag_indices == 2 * size - 1), paths, _LOG_ZERO)
     total = jax.nn.logsumexp(ends)
-    loss = jnp.where(total < _NEVER / 2, jnp.inf, -total)
+    loss = jnp.where(total < _LOG_ZERO / 2, jnp.inf, -total)
     shares = jnp.where(np.arange(scores.shape[0]) < steps, jnp.exp(scores).sum(1), 0).sum()
     return loss + (shares - lax.stop_gradient(shares))
 
@@ -170,10 +176,10 @@ def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int)
 # ------------------------------------------------------------------------------------------------------ Python's values
 
 
-def gaussian_nll_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+def gaussian_nll_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     """`torch.nn.functional.gaussian_nll_loss`, which raises for negative variances."""
-    given = _bound(func, args, kwargs)
-    x, variance = given["input"], given["var"]
+    arguments = _bind_arguments(func, args, kwargs)
+    x, variance = arguments["input"], arguments["var"]
     if not isinstance(variance, torch.Tensor):
         variance = torch.full_like(x, variance)
     if variance.shape == x.shape[:-1]:
@@ -183,10 +189,10 @@ def gaussian_nll_loss(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> An
         raise ValueError(f"gaussian_nll_loss: a variance of shape {tuple(variance.shape)} for {tuple(x.shape)}")
     variance = variance.clone()
     with torch.no_grad():
-        variance.clamp_(min=given["eps"])
-    loss = 0.5 * (variance.log() + (x - given["target"]) ** 2 / variance)
-    loss = loss + 0.5 * math.log(2 * math.pi) if given["full"] else loss
+        variance.clamp_(min=arguments["eps"])
+    loss = 0.5 * (variance.log() + (x - arguments["target"]) ** 2 / variance)
+    loss = loss + 0.5 * math.log(2 * math.pi) if arguments["full"] else loss
     reduce = {"none": lambda: loss, "mean": loss.mean, "sum": loss.sum}
-    if given["reduction"] not in reduce:
-        raise ValueError(f"gaussian_nll_loss: reduction is {given['reduction']!r}, and may be one of {[*reduce]}")
-    return reduce[given["reduction"]]()
+    if arguments["reduction"] not in reduce:
+        raise ValueError(f"gaussian_nll_loss: reduction is {arguments['reduction']!r}, and may be one of {[*reduce]}")
+    return reduce[arguments["reduction"]]()

@@ -23,95 +23,97 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._torch import _compat
-from jaxfn._torch.trace.inside import Differentiable
-from jaxfn._torch.trace.state import THREAD, Tracing
+from jaxfn._torch.trace.jax_function_node import NodeAutograd
+from jaxfn._torch.trace.state import ACTIVE, TraceState
 from jaxfn._torch.values.errors import TranslationError
-from jaxfn._torch.values.flat import put_in, take_out
+from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
 
 _APPLYING = threading.local()
 
 
-def apply(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def apply_in_trace(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Implements `function.apply` inside a trace."""
     if function is _compat.CheckpointFunction:  # by a `checkpoint` that was taken before; see `patches`
         run, _, *inputs = args
-        with tracing.recorder.recomputing():
+        with state.recorder.recomputing():
             return run(*inputs)
-    if _is_one_node(tracing, function, args, kwargs):
-        return tracing.config.nested.apply(tracing, function, args, kwargs)
-    return _compat.apply_below(function)(*args, **kwargs)
+    if _becomes_node(state, function, args, kwargs):
+        return state.config.nested.apply(state, function, args, kwargs)
+    return _compat.original_apply(function)(*args, **kwargs)
 
 
-def _is_one_node(tracing: Tracing, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    is_traced = any(map(tracing.is_traced, torch_tree.tree_leaves((tuple(args), dict(kwargs)))))
-    return is_traced and not issubclass(function, Differentiable)  # which is for autograd inside alone
+def _becomes_node(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    is_traced = any(map(state.is_traced, torch_tree.tree_leaves((tuple(args), dict(kwargs)))))
+    return is_traced and not issubclass(function, NodeAutograd)  # which is for autograd inside alone
 
 
-def apply_taken_before(function: Any, name: str) -> Any:
+def look_up_attribute(function: Any, name: str) -> Any:
     """An attribute of a Function class, or what compiled `apply` is to find in its place."""
     value = type.__getattribute__(function, name)
     if name == "_backward_cls":
-        _APPLYING.applied = function if THREAD.tracing is not None else None
+        _APPLYING.applied = function if ACTIVE.state is not None else None
         _APPLYING.has_gradients = torch.is_grad_enabled()
     elif name in ("forward", "setup_context") and getattr(_APPLYING, "applied", None) is function:
-        tracing = THREAD.tracing
+        state = ACTIVE.state
         if name == "setup_context":
             _APPLYING.applied = None
-            return _set_up if getattr(_APPLYING, "recorded", None) is not None else value
+            return _set_up_recorded if getattr(_APPLYING, "recorded", None) is not None else value
         is_separate = type.__getattribute__(function, "setup_context") is not torch.autograd.Function.setup_context
         _APPLYING.applied = None
-        if tracing is not None and not issubclass(function, Differentiable):
-            return _forward(tracing, function, value, is_separate)
+        if state is not None and not issubclass(function, NodeAutograd):
+            return _make_recording_forward(state, function, value, is_separate)
     return value
 
 
-def _set_up(ctx: Any, inputs: Any, output: Any) -> None:
+def _set_up_recorded(ctx: Any, inputs: Any, output: Any) -> None:
     recorded, _APPLYING.recorded = _APPLYING.recorded, None
-    _keep(ctx, *recorded)
+    _set_up_context(ctx, *recorded)
 
 
-def _forward(tracing: Tracing, function: Any, forward: Callable[..., Any], is_separate: bool) -> Callable[..., Any]:
+def _make_recording_forward(
+    state: TraceState, function: Any, forward: Callable[..., Any], is_separate: bool
+) -> Callable[..., Any]:
     """A `forward` for compiled `apply` to call."""
     has_gradients = _APPLYING.has_gradients
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         ctx, *inputs = (None, *args) if is_separate else args
-        if not _is_one_node(tracing, function, inputs, kwargs):
+        if not _becomes_node(state, function, inputs, kwargs):
             returned, node = forward(*args, **kwargs), None
         else:
             with torch.set_grad_enabled(has_gradients):
-                returned = tracing.config.nested.apply(tracing, function, inputs, kwargs)
-            node = tracing, function, inputs, kwargs, returned
+                returned = state.config.nested.apply(state, function, inputs, kwargs)
+            node = state, function, inputs, kwargs, returned
         if is_separate:  # for `_set_up`
             _APPLYING.applied, _APPLYING.recorded = function, node
         elif node is not None:
-            _keep(ctx, *node)
+            _set_up_context(ctx, *node)
         return returned
 
     return recorded
 
 
-def _keep(
-    ctx: Any, tracing: Tracing, function: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], returned: Any
+def _set_up_context(
+    ctx: Any, state: TraceState, function: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], returned: Any
 ) -> None:
     """Gives the ctx of a recorded node what torch makes its outputs by, and autograd inside goes back through it by."""
-    arguments = take_out((tuple(inputs), dict(kwargs)))
+    arguments = flatten_tensors((tuple(inputs), dict(kwargs)))
     outputs = returned if isinstance(returned, tuple) else (returned,)
     # An output that is an input was written to. If it were not marked, torch would return a view of it instead, without
     # a derivative, for here gradients are off.
-    written = [x for x in arguments.leaves if any(x is y for y in outputs)]
-    ctx.mark_dirty(*written)
+    mutated = [x for x in arguments.leaves if any(x is y for y in outputs)]
+    ctx.mark_dirty(*mutated)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(y for y in outputs if isinstance(y, torch.Tensor) and not y.requires_grad))
     template = arguments.template
-    can_repeat = not written and tracing.config.nested.can_be_repeated(tracing, function, inputs, kwargs)
+    can_repeat = not mutated and state.config.nested.can_repeat(state, function, inputs, kwargs)
     if can_repeat:
         ctx.save_for_backward(*arguments.leaves)
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         if not can_repeat:
             raise TranslationError(
-                f"{tracing.owner} differentiates through {function.__name__}, which draws random numbers, writes to an "
+                f"{state.name} differentiates through {function.__name__}, which draws random numbers, writes to an "
                 "argument or uses a module's tensors, by an `apply` that was taken before. torch 2.15 and later do not "
                 f"show that call, and it cannot be made again. Write {function.__name__}.apply(...) where it is called."
             )
@@ -120,16 +122,16 @@ def _keep(
         with torch.enable_grad():
             # Views, so that no input is reached through another one.
             tensors = [x.view_as(x) for x in ctx.saved_tensors]
-            args, kwargs = put_in(template, tensors)
-            returned = tracing.config.nested.apply(tracing, function, args, kwargs)
+            args, kwargs = unflatten_tensors(template, tensors)
+            returned = state.config.nested.apply(state, function, args, kwargs)
             outputs = returned if isinstance(returned, tuple) else (returned,)
             pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]
             values = (*args, *kwargs.values())
-            sought = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
+            inputs = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
             found = torch.autograd.grad(
-                [y for y, _ in pairs], sought, [g for _, g in pairs], create_graph=creates_graph, allow_unused=True
+                [y for y, _ in pairs], inputs, [g for _, g in pairs], create_graph=creates_graph, allow_unused=True
             )
-        gradient_of = {id(x): g for x, g in zip(sought, found, strict=True)}
+        gradient_of = {id(x): g for x, g in zip(inputs, found, strict=True)}
         return tuple(gradient_of.get(id(x)) for x in values)
 
     ctx._get_user_fn = lambda: backward

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jaxfn._torch._compat import apply_below
+from jaxfn._torch._compat import original_apply
 from jaxfn._torch.graph.targets import JaxCall
-from jaxfn._torch.trace.state import Tracing
-from jaxfn._torch.values.flat import put_in, take_out
+from jaxfn._torch.trace.state import TraceState
+from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
 from jaxfn._tree import is_array_leaf
 
 _JaxFunction = Callable[..., Sequence[Any]]
 
 
-class CalledFunction:
+class JaxFunctionNode:
     """A JAX function, and what is known of it where torch code calls it.
 
     Args:
@@ -36,13 +36,13 @@ class CalledFunction:
 
     def __init__(
         self,
-        tracing: Tracing,
+        state: TraceState,
         function: _JaxFunction,
         name: str,
         outputs: Sequence[tuple[Sequence[int], torch.dtype]],
         non_differentiable: Sequence[int] = (),
     ) -> None:
-        self.tracing = tracing
+        self.state = state
         self.function = function
         self.name = name
         self.outputs = outputs
@@ -50,14 +50,14 @@ class CalledFunction:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Records the call."""
-        return apply_below(Differentiable)(self, torch.is_grad_enabled(), *tensors)
+        return original_apply(NodeAutograd)(self, torch.is_grad_enabled(), *tensors)
 
     def record(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The node, which knows nothing of autograd."""
-        fakes = tuple(self.tracing.recorder.fake(shape, dtype) for shape, dtype in self.outputs)
-        return self.tracing.call(JaxCall(self.function, self.name), tensors, fakes)
+        fakes = tuple(self.state.recorder.make_fake(shape, dtype) for shape, dtype in self.outputs)
+        return self.state.record_call(JaxCall(self.function, self.name), tensors, fakes)
 
-    def backward(self, tensors: Sequence[torch.Tensor], outputs: Sequence[int]) -> CalledFunction:
+    def backward(self, tensors: Sequence[torch.Tensor], outputs: Sequence[int]) -> JaxFunctionNode:
         """The derivative, a function of these tensors and the gradients of these outputs; the others have none."""
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
         num_tensors, function = len(tensors), self.function  # all that the graph keeps of this
@@ -67,8 +67,8 @@ class CalledFunction:
 
             def apply_to_inputs(*values: Any) -> list[Any]:
                 filled = list(arrays)
-                for place, value in zip(inputs, values, strict=True):
-                    filled[place] = value
+                for index, value in zip(inputs, values, strict=True):
+                    filled[index] = value
                 results = function(*filled)
                 return [results[i] for i in outputs]
 
@@ -77,22 +77,22 @@ class CalledFunction:
             return [jnp.conj(g) for g in pullback([jnp.conj(ct) for ct in cotangents])]
 
         shapes = [(tuple(tensors[i].shape), tensors[i].dtype) for i in inputs]
-        return CalledFunction(self.tracing, gradients, f"{self.name}_backward", shapes)
+        return JaxFunctionNode(self.state, gradients, f"{self.name}_backward", shapes)
 
 
-class Differentiable(torch.autograd.Function):
-    """A `CalledFunction` as autograd inside a Function sees it."""
+class NodeAutograd(torch.autograd.Function):
+    """A `JaxFunctionNode` as autograd inside a Function sees it."""
 
     @staticmethod
     def forward(
-        ctx: Any, called: CalledFunction, has_gradients: bool, *tensors: torch.Tensor
+        ctx: Any, node: JaxFunctionNode, has_gradients: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.called = called
+        ctx.node = node
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)  # a Function may see which of its outputs have no gradient
         with torch.set_grad_enabled(has_gradients):  # as at the call: in here they are always off
-            outputs = called.record(tensors)
-        marked = called.non_differentiable
+            outputs = node.record(tensors)
+        marked = node.non_differentiable
         ctx.mark_non_differentiable(
             *(x for i, x in enumerate(outputs) if i in marked or not _is_differentiable(x.dtype))
         )
@@ -101,8 +101,8 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        given = {i: g for i, g in enumerate(grad_outputs) if g is not None}
-        gradients = iter(ctx.called.backward(tensors, [*given])(*tensors, *given.values()))
+        cotangents = {i: g for i, g in enumerate(grad_outputs) if g is not None}
+        gradients = iter(ctx.node.backward(tensors, [*cotangents])(*tensors, *cotangents.values()))
         return None, None, *(next(gradients) if _is_differentiable(x.dtype) else None for x in tensors)
 
 
@@ -110,33 +110,35 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def new_key(tracing: Tracing) -> torch.Tensor:
+def draw_key(state: TraceState) -> torch.Tensor:
     """A traced tensor that holds a random key of its own, for a call and its derivative alike."""
-    return tracing.call(JaxCall(_draw_key, "random_key", draws=True), (), tracing.recorder.fake((2,), torch.uint32))
+    return state.record_call(
+        JaxCall(_draw_key, "random_key", draws=True), (), state.recorder.make_fake((2,), torch.uint32)
+    )
 
 
 def _draw_key(key: Any) -> jax.Array:
     return jax.random.bits(key, (2,), np.uint32)
 
 
-def as_key(data: Any) -> Any:
-    """The JAX key that a tensor of `new_key` holds."""
+def wrap_key(data: Any) -> Any:
+    """The JAX key that a tensor of `draw_key` holds."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
 def call_replacement(
-    tracing: Tracing, function: Any, replacement: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    state: TraceState, function: Any, replacement: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Calls the JAX function that replaces a Python function."""
-    arguments = take_out((tuple(args), dict(kwargs)))
+    arguments = flatten_tensors((tuple(args), dict(kwargs)))
     template = arguments.template  # all that the graph keeps of the arguments
-    lowered = put_in(template, [tracing.lower(tensor) for tensor in arguments.leaves])
-    outputs = take_out(tracing.recorder.shapes_of(replacement, *lowered))
+    lowered = unflatten_tensors(template, [state.lower(tensor) for tensor in arguments.leaves])
+    outputs = flatten_tensors(state.recorder.infer_jax_outputs(replacement, *lowered))
 
     def apply_to_arrays(*arrays: Any) -> list[Any]:
-        args, kwargs = put_in(template, arrays)
-        return take_out(replacement(*args, **kwargs), is_array_leaf).leaves
+        args, kwargs = unflatten_tensors(template, arrays)
+        return flatten_tensors(replacement(*args, **kwargs), is_array_leaf).leaves
 
     shapes = [(tuple(x.shape), x.dtype) for x in outputs.leaves]
-    called = CalledFunction(tracing, apply_to_arrays, function.__name__, shapes)
-    return put_in(outputs.template, called(*arguments.leaves))
+    node = JaxFunctionNode(state, apply_to_arrays, function.__name__, shapes)
+    return unflatten_tensors(outputs.template, node(*arguments.leaves))

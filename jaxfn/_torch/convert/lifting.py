@@ -27,14 +27,14 @@ from typing import Any
 import torch
 
 from jaxfn._torch._compat import takes_boxed_gradients
-from jaxfn._torch.trace.state import HeldTensors, Holding, current
+from jaxfn._torch.trace.state import ModuleTensors, TensorSwap, active_trace
 from jaxfn._torch.values.errors import TranslationError
 
-_KEPT = "_jaxfn_held"
+_TENSORS = "_jaxfn_held"
 ORIGINAL = "_jaxfn_original"  # of such a Function, the given one
 
 
-class TakingTensors:
+class LiftedCall:
     """The call of a Function that takes a module's tensors as arguments, where the original one captures them.
 
     Args:
@@ -54,69 +54,73 @@ class TakingTensors:
         self,
         function: Any,
         args: Sequence[Any],
-        held: HeldTensors,
+        module_tensors: ModuleTensors,
         names: Sequence[str],
-        moved: Sequence[str] | None = None,
+        mutable: Sequence[str] | None = None,
     ) -> None:
-        given = {id(x): i for i, x in reversed([*enumerate(args)])}
-        added = [name for name in names if id(held.tensors[name]) not in given]
-        given |= {id(held.tensors[name]): len(args) + i for i, name in enumerate(added)}
-        self.places = {name: given[id(held.tensors[name])] for name in names}
-        self.args = [*args, *(held.tensors[name] for name in added)]
-        trained = {name for name in names if held.tensors[name].requires_grad}
-        self.written: set[str] | None = set() if moved is None else None
-        self.function = _taking_tensors(
-            function, len(args), held.holding, self.places, trained, moved or (), self.written
+        backward_method = {id(x): i for i, x in reversed([*enumerate(args)])}
+        added = [name for name in names if id(module_tensors.tensors[name]) not in backward_method]
+        backward_method |= {id(module_tensors.tensors[name]): len(args) + i for i, name in enumerate(added)}
+        self.indices = {name: backward_method[id(module_tensors.tensors[name])] for name in names}
+        self.args = [*args, *(module_tensors.tensors[name] for name in added)]
+        trained = {name for name in names if module_tensors.tensors[name].requires_grad}
+        self.mutated: set[str] | None = set() if mutable is None else None
+        self.function = _lift_function(
+            function, len(args), module_tensors.swap, self.indices, trained, mutable or (), self.mutated
         )
 
 
-def _taking_tensors(
+def _lift_function(
     function: Any,
     num_args: int,
-    holding: Holding,
-    places: Mapping[str, int],
+    swap: TensorSwap,
+    indices: Mapping[str, int],
     trained: set[str],
-    moved: Sequence[str],
-    found: set[str] | None,
+    mutable: Sequence[str],
+    found_mutated: set[str] | None,
 ) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
-        tensors = {name: args[place] for name, place in places.items()}
-        setattr(ctx, _KEPT, tensors)
-        own = args[:num_args]
-        with _held(holding, _used(tensors)):
+        tensors = {name: args[index] for name, index in indices.items()}
+        setattr(ctx, _TENSORS, tensors)
+        function_args = args[:num_args]
+        with _swap_in(swap, _as_module_tensors(tensors)):
             if function.setup_context is torch.autograd.Function.setup_context:
-                return function.forward(ctx, *own)
-            output = function.forward(*own)
-            function.setup_context(ctx, own, output)
+                return function.forward(ctx, *function_args)
+            output = function.forward(*function_args)
+            function.setup_context(ctx, function_args, output)
             return output
 
-    def _used(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _as_module_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors as the module has them: buffers need no gradient."""
         return {name: x if name in trained else x.detach() for name, x in tensors.items()}
 
-    given = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
+    backward_method = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
 
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        tensors: dict[str, torch.Tensor] = getattr(ctx, _KEPT)
-        used = _used(tensors)
-        before = {name: _node(x) for name, x in used.items()}
+        tensors: dict[str, torch.Tensor] = getattr(ctx, _TENSORS)
+        used = _as_module_tensors(tensors)
+        before = {name: _current_node(x) for name, x in used.items()}
         name = function.__name__
-        with _held(holding, used), current().recorder.stood_in.guarding(f"{name}.backward"):
-            returned = given(ctx, list(grad_outputs)) if takes_boxed_gradients(function) else given(ctx, *grad_outputs)
-        written = [name for name, x in used.items() if _node(x) is not before[name]]
-        if found is not None:
-            found.update(written)
-            written.clear()
-        _refuse_lost(name, [x for x in written if x not in moved])
-        _warn_of_repeated(name, [x for x in written if x in moved])
+        with _swap_in(swap, used), active_trace().recorder.externals.backward_guard(f"{name}.backward"):
+            returned = (
+                backward_method(ctx, list(grad_outputs))
+                if takes_boxed_gradients(function)
+                else backward_method(ctx, *grad_outputs)
+            )
+        mutated = [name for name, x in used.items() if _current_node(x) is not before[name]]
+        if found_mutated is not None:
+            found_mutated.update(mutated)
+            mutated.clear()
+        _check_mutations(name, [x for x in mutated if x not in mutable])
+        _warn_of_recomputed_mutations(name, [x for x in mutated if x in mutable])
         gradients = [*returned] if isinstance(returned, tuple) else [returned]
-        gradients += [None] * (max(places.values(), default=-1) + 1 - len(gradients))
+        gradients += [None] * (max(indices.values(), default=-1) + 1 - len(gradients))
         for name in trained:
-            place = places[name]
-            gradients[place] = _sum(gradients[place], tensors[name].grad)
+            index = indices[name]
+            gradients[index] = _sum(gradients[index], tensors[name].grad)
         return tuple(gradients)
 
-    functools.update_wrapper(backward, given)
+    functools.update_wrapper(backward, backward_method)
     body: dict[str, Any] = {
         "forward": staticmethod(forward),
         "backward": staticmethod(backward),
@@ -126,30 +130,30 @@ def _taking_tensors(
     return type(function.__name__, (torch.autograd.Function,), body)
 
 
-def _held(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+def _swap_in(swap: TensorSwap, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Has the module hold these tensors, and lets Functions that are applied inside know."""
-    current().held = HeldTensors(tensors, holding)
-    return holding(tensors)
+    active_trace().module_tensors = ModuleTensors(tensors, swap)
+    return swap(tensors)
 
 
-def _node(tensor: torch.Tensor) -> torch.fx.Node:
+def _current_node(tensor: torch.Tensor) -> torch.fx.Node:
     """Returns the graph node of a tensor's present value."""
-    tracing = current()
-    return tracing.recorder.node(tracing.lower(tensor))
+    state = active_trace()
+    return state.recorder.node(state.lower(tensor))
 
 
-def _refuse_lost(name: str, written: Sequence[str]) -> None:
-    if written:
+def _check_mutations(name: str, mutated: Sequence[str]) -> None:
+    if mutated:
         raise TranslationError(
-            f"{name}.backward writes to {', '.join(written)}. On JAX that is lost: net.apply has returned the buffers "
+            f"{name}.backward writes to {', '.join(mutated)}. On JAX that is lost: net.apply has returned the buffers "
             "by then. Write to it in forward, or compute it from gradients that jax.grad returns"
         )
 
 
-def _warn_of_repeated(name: str, written: Sequence[str]) -> None:
-    if written:
+def _warn_of_recomputed_mutations(name: str, mutated: Sequence[str]) -> None:
+    if mutated:
         warnings.warn(
-            f"{name} writes to {', '.join(written)} in forward and, computing the same again, in backward. The buffers "
+            f"{name} writes to {', '.join(mutated)} in forward and, computing the same again, in backward. The buffers "
             "that net.apply returns have what forward wrote; torch's are written to a second time in backward.",
             stacklevel=2,
         )
