@@ -712,7 +712,12 @@ def test_explain_names_the_functions_of_JAX():
     """Also those that are wrapped, or handed to another: with their module, and never by an address."""
     function = function_of(lambda x: torch.sigmoid(x).cumsum(0) + x.reciprocal() + x.amax(0))
     text = str(jaxfn.from_torch(function).explain(np.ones((2, 3)))).partition("def translated")[2]
-    for call in ("lax.logistic(", "sorting.cumulated(jnp.cumsum, ", "jnp.reciprocal(", "reductions.reduced(jnp.max, "):
+    for call in (
+        "lax.logistic(",
+        "sorting.apply_cumulative(jnp.cumsum, ",
+        "jnp.reciprocal(",
+        "reductions.reduce(jnp.max, ",
+    ):
         assert f" = {call}" in text
     assert " at 0x" not in text
 

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 import jaxfn  # noqa: E402
 from jaxfn._torch import operations  # noqa: E402
 from jaxfn._torch.graph import recorder  # noqa: E402
-from jaxfn._torch.graph.code import code  # noqa: E402
-from jaxfn._torch.graph.interpreter import Translation, explain  # noqa: E402
+from jaxfn._torch.graph.interpreter import TranslatedGraph, unsupported_message  # noqa: E402
+from jaxfn._torch.graph.jax_code import format_jax_code  # noqa: E402
 from jaxfn._torch.values.arrays import jax_dtype, to_jax, to_torch, torch_dtype  # noqa: E402
 from jaxfn._torch.values.errors import TranslationError  # noqa: E402
 from tests.support.direct_samples import numbers  # noqa: E402
@@ -38,7 +38,7 @@ def several(x: Any, y: Any) -> Any:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_views_writes_and_masks(compiled: bool) -> None:
     graph = trace(several, [X, Y])
-    translation = Translation(graph)
+    translation = TranslatedGraph(graph)
     call = (jax.jit if compiled else lambda f: f)(lambda *arrays: translation.run(arrays))
     for got, wanted in zip(call(to_jax(X), to_jax(Y)), several(X, Y), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
@@ -49,7 +49,7 @@ def test_dtypes_follow_the_x64_setting() -> None:
     graph = trace(several, [X, Y])
     for x64, float_type, int_type in ((False, jnp.float32, jnp.int32), (True, jnp.float64, jnp.int64)):
         with jax.enable_x64(x64):
-            results = Translation(graph).run([to_jax(X), to_jax(Y)])
+            results = TranslatedGraph(graph).run([to_jax(X), to_jax(Y)])
             assert (results[4].dtype, results[2].dtype) == (float_type, int_type)
 
 
@@ -60,7 +60,7 @@ def test_vmap_and_grad_of_a_graph() -> None:
 
     graph = trace(loss, [X, Y])
     batch = jnp.stack([to_jax(X), to_jax(X) + 1])
-    got = jax.vmap(jax.grad(lambda x: Translation(graph).run([x, to_jax(Y)])))(batch)
+    got = jax.vmap(jax.grad(lambda x: TranslatedGraph(graph).run([x, to_jax(Y)])))(batch)
     for x, gradient in zip(batch, got, strict=True):
         tensor = to_torch(x).requires_grad_()
         loss(tensor, Y).backward()
@@ -70,13 +70,13 @@ def test_vmap_and_grad_of_a_graph() -> None:
 @row("H2")
 def test_the_code_computes_the_same() -> None:
     graph = trace(several, [X, Y])
-    text = code(graph)
+    text = format_jax_code(graph)
     assert ("aten.index_put" in text or "aten.masked_fill" in text) and "float32[3,4]" in text  # by torch's version
     names = {name: getattr(operations, name) for name in dir(operations)}
     constants = {name: to_jax(getattr(graph, name)) for name in dir(graph) if name.startswith("constant_")}
     scope: dict[str, Any] = {**names, "jnp": jnp, "jax": jax, "lax": jax.lax, "constants": constants}
     exec(text, scope)
-    results = Translation(graph).run([to_jax(X), to_jax(Y)])
+    results = TranslatedGraph(graph).run([to_jax(X), to_jax(Y)])
     for got, wanted in zip(scope["translated"](to_jax(X), to_jax(Y)), results, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
@@ -87,12 +87,12 @@ def test_all_unsupported_operations_at_once() -> None:
         return torch.special.airy_ai(x) + torch.special.hermite_polynomial_h(x, x) + torch.special.airy_ai(x)
 
     graph = trace(call, [X])
-    found = Translation(graph).unsupported
+    found = TranslatedGraph(graph).unsupported
     names = ["aten.special_airy_ai.default", "aten.special_hermite_polynomial_h.default"]
     assert [entry.operation for entry in found] == names
-    assert all(entry.operation in explain(found) for entry in found)
+    assert all(entry.operation in unsupported_message(found) for entry in found)
     with pytest.raises(TranslationError, match="(?s)aten.special_airy_ai.default.*ops="):
-        Translation(graph).run([to_jax(X)])
+        TranslatedGraph(graph).run([to_jax(X)])
 
 
 @row("H2")
@@ -103,7 +103,7 @@ def test_memory_written_by_an_operation_is_read_afterwards() -> None:
         return result, mean
 
     x = to_jax(X)
-    _, mean = Translation(trace(call, [X])).run([x])
+    _, mean = TranslatedGraph(trace(call, [X])).run([x])
     np.testing.assert_allclose(mean, 0.25 * x.mean(0), rtol=1e-6)
 
 
@@ -117,8 +117,8 @@ def test_operations_whose_result_is_not_used_do_not_matter(dead: str) -> None:
         return x * 2
 
     graph = trace(call, [X])
-    assert not Translation(graph).unsupported
-    np.testing.assert_array_equal(Translation(graph).run([to_jax(X)]), X * 2)
+    assert not TranslatedGraph(graph).unsupported
+    np.testing.assert_array_equal(TranslatedGraph(graph).run([to_jax(X)]), X * 2)
 
 
 @row("H9")
@@ -126,15 +126,15 @@ def test_replacements_by_overload_packet_and_name() -> None:
     graph = trace(torch.special.airy_ai, [X])
     packet = torch.ops.aten.special_airy_ai
     for key in (packet, packet.default, "aten::special_airy_ai", "aten.special_airy_ai.default"):
-        assert not Translation(graph, {key: jnp.sin}).unsupported
-        np.testing.assert_allclose(Translation(graph, {key: jnp.sin}).run([to_jax(X)]), torch.sin(X), rtol=1e-6)
+        assert not TranslatedGraph(graph, {key: jnp.sin}).unsupported
+        np.testing.assert_allclose(TranslatedGraph(graph, {key: jnp.sin}).run([to_jax(X)]), torch.sin(X), rtol=1e-6)
 
 
 @row("H9")
 def test_a_replacement_of_another_shape_raises() -> None:
     graph = trace(torch.special.airy_ai, [X])
     with pytest.raises(TranslationError, match=r"special_airy_ai.*shape \(3, 4\).*gave \(\)"):
-        Translation(graph, {torch.ops.aten.special_airy_ai: jnp.sum}).run([to_jax(X)])
+        TranslatedGraph(graph, {torch.ops.aten.special_airy_ai: jnp.sum}).run([to_jax(X)])
 
 
 @row("H4")
@@ -188,7 +188,7 @@ def test_memory_is_read_in_torchs_order(name: str) -> None:
 
 @row("H2")
 def test_memory_around_a_tensor_is_not_read() -> None:
-    found = Translation(trace(lambda x: x[1:].as_strided((2, 2), (1, 4), 0), [X])).unsupported
+    found = TranslatedGraph(trace(lambda x: x[1:].as_strided((2, 2), (1, 4), 0), [X])).unsupported
     assert found and "a part of another tensor" in str(found[0].reason) and "as_strided((2" in str(found[0].line)
 
 
@@ -218,9 +218,9 @@ def test_factors_that_autograd_uses_again(function: Any, transposed: bool) -> No
 def test_random_numbers_need_a_key_and_differ() -> None:
     graph = trace(lambda x: (torch.rand_like(x), torch.rand_like(x)), [X])
     with pytest.raises(TranslationError, match="rand_like.*key="):
-        Translation(graph).run([to_jax(X)])
-    one, other = (Translation(graph).run([to_jax(X)], key=jax.random.key(seed)) for seed in (0, 1))
-    again = Translation(graph).run([to_jax(X)], key=jax.random.key(0))
+        TranslatedGraph(graph).run([to_jax(X)])
+    one, other = (TranslatedGraph(graph).run([to_jax(X)], key=jax.random.key(seed)) for seed in (0, 1))
+    again = TranslatedGraph(graph).run([to_jax(X)], key=jax.random.key(0))
     np.testing.assert_array_equal(one[0], again[0])
     assert not np.any(one[0] == one[1]) and not np.any(one[0] == other[0])
 
@@ -254,7 +254,7 @@ def test_distributions_are_those_of_torch(name: str) -> None:
     """The distribution functions of 20,000 draws of each differ by less than chance explains (4e-6 of the time)."""
     with jax.enable_x64(True):
         graph = trace(DRAWS[name], [MANY])
-        got = np.asarray(Translation(graph).run([to_jax(MANY)], key=jax.random.key(0)))
+        got = np.asarray(TranslatedGraph(graph).run([to_jax(MANY)], key=jax.random.key(0)))
     torch.manual_seed(0)
     wanted = DRAWS[name](MANY).numpy()
     at = np.unique(np.concatenate((got, wanted)))

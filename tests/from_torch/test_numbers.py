@@ -19,7 +19,7 @@ from tests.support.marks import row
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
 
-from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
+from jaxfn._torch.graph.interpreter import TranslatedGraph  # noqa: E402
 from jaxfn._torch.values.arrays import to_jax  # noqa: E402
 from tests.support.operation_samples import trace  # noqa: E402
 
@@ -574,5 +574,5 @@ def test_gradients_of_what_is_spread_in_half_precision_are_summed_in_single(code
 
     graph = trace(code, [x, y])
     arrays = [to_jax(tensor) for tensor in (x, y)]
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(Translation(graph).run([x, arrays[1]]))))(arrays[0])
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(TranslatedGraph(graph).run([x, arrays[1]]))))(arrays[0])
     assert abs(float(gradient[0]) - wanted.item()) <= 2.0**-7 * wanted.item() and wanted.item() > 256

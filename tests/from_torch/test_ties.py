@@ -18,7 +18,7 @@ from tests.support.marks import row
 
 torch = pytest.importorskip("torch")
 
-from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
+from jaxfn._torch.graph.interpreter import TranslatedGraph  # noqa: E402
 from tests.support.operation_samples import trace  # noqa: E402
 
 F = torch.nn.functional
@@ -84,7 +84,7 @@ def test_derivative_at_ties(name: str) -> None:
         assert name == "aminmax" and "is not implemented" in str(error)
         pytest.skip(str(error))
     graph = trace(weighted, [X])
-    got = jax.jit(jax.grad(lambda x: Translation(graph).run([x])))(jnp.asarray(X.numpy()))
+    got = jax.jit(jax.grad(lambda x: TranslatedGraph(graph).run([x])))(jnp.asarray(X.numpy()))
     np.testing.assert_allclose(got, wanted.numpy(force=True), rtol=1e-5, atol=1e-6)
 
 

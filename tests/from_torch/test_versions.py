@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
 from jaxfn._torch import _compat  # noqa: E402
-from jaxfn._torch.adopt import self_test as _self_test  # noqa: E402
+from jaxfn._torch.convert import self_test as _self_test  # noqa: E402
 from jaxfn._torch.values.errors import TranslationError  # noqa: E402
 
 

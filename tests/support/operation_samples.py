@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.utils import _pytree as pytree
 
-from jaxfn._torch.graph.interpreter import Translation, name_of  # noqa: E402
+from jaxfn._torch.graph.interpreter import TranslatedGraph, operation_name  # noqa: E402
 from jaxfn._torch.operations import entry_name  # noqa: E402
 from tests.support.recorded import recorded  # noqa: E402
 from tests.support.torch_internals import torch_internal  # noqa: E402
@@ -76,7 +76,7 @@ class Sample(NamedTuple):
     def entries(self) -> set[str]:
         """The table's entries that the translation uses."""
         nodes = self.graph_module.graph.nodes if self.graph_module is not None else ()
-        names = (name_of(node.target) for node in nodes if hasattr(node.target, "_schema"))
+        names = (operation_name(node.target) for node in nodes if hasattr(node.target, "_schema"))
         return {entry for entry in map(entry_name, names) if entry is not None}
 
 
@@ -165,7 +165,7 @@ def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], pro
     """A call, traced."""
     try:
         graph_module = trace(function, tensors)
-        missing = [entry.operation for entry in Translation(graph_module).unsupported]
+        missing = [entry.operation for entry in TranslatedGraph(graph_module).unsupported]
     except Exception as error:
         return Sample(label, function, tensors, process, None, [], error)
     return Sample(label, function, tensors, process, graph_module, missing)
