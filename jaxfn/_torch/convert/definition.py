@@ -1,4 +1,4 @@
-"""A torch Function class, looked at once: what it defines and in which style."""
+"""Inspection of a torch Function class: which methods it defines, and in which style."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _BASE: Any = torch.autograd.Function
 
 
 class TorchCode:
-    """torch code, and what it is traced with.
+    """torch code, with the options that it is traced with.
 
     Attributes:
-      name: what it is called in messages.
-      config: How it is traced.
-      key_name: the parameter that is the random key.
-      call: how it is called, as part of a message.
+      name: The code's name in messages.
+      config: How the code is traced.
+      key_name: The name of the parameter that takes the random key.
+      call: How the user calls the code, for messages.
     """
 
     def __init__(self, name: str, config: TraceConfig, parameters: Any, call: str) -> None:
@@ -35,18 +35,19 @@ class Definition(TorchCode):
     """A torch Function class.
 
     Args:
-      function: the class.
-      config: How it is traced.
+      function: The class.
+      config: How its methods are traced.
 
     Attributes:
-      original: the class that the user wrote.
-      is_separate: whether it has a `setup_context`, and its `forward` takes no ctx.
-      stays_separate: whether the jaxfn Function has one, too.
-      signature: of the jaxfn Function's `forward`: the torch one's, with the key, and with a ctx or without.
-      backward: its `backward` or `vjp`, `None` if it has neither.
-      has_jvp, has_vmap: whether it has a `jvp`, and a `vmap`.
-      once_differentiable: whether torch's decorator is on that.
-      takes_any_keyword: whether `forward` has `**kwargs`.
+      original: The class that the user wrote, if `function` was lifted.
+      has_setup_context: Whether it has a `setup_context`, and its `forward` takes no ctx.
+      keeps_setup_context: Whether the jaxfn Function has a `setup_context` too.
+      signature: The signature of the jaxfn Function's `forward`: torch's, with the key and perhaps a ctx.
+      backward: Its `backward` or `vjp`; `None` if it has neither.
+      has_jvp: Whether it has a `jvp`.
+      has_vmap: Whether it has a `vmap`.
+      once_differentiable: Whether torch's `once_differentiable` decorates `backward`.
+      takes_any_keyword: Whether `forward` has `**kwargs`.
     """
 
     def __init__(self, function: Any, config: TraceConfig) -> None:
@@ -60,7 +61,7 @@ class Definition(TorchCode):
         self.has_vmap: bool = function.vmap is not _BASE.vmap
         self.once_differentiable = _is_once_differentiable(self.backward)
         self.takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        # With a vmap of its own it stays in separate style, as torch wants it, so that forward alone can be batched.
+        # torch requires a `setup_context` if there is a `vmap`, so that `forward` can be batched without the ctx.
         self.keeps_setup_context = self.has_vmap and self.has_setup_context
         new = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)]
         taken = [*(new if self.has_setup_context and not self.keeps_setup_context else []), *parameters.values()]
@@ -79,7 +80,7 @@ class Definition(TorchCode):
 
 
 def with_key(parameters: Any, name: str) -> Iterator[inspect.Parameter]:
-    """The parameters of a function, and the random key's."""
+    """Yields the parameters of a function, with one for the random key."""
     key = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -91,7 +92,7 @@ def with_key(parameters: Any, name: str) -> Iterator[inspect.Parameter]:
 
 
 def _is_once_differentiable(function: Any) -> bool:
-    """Whether torch's decorator is on a function, or on one that it decorates."""
+    """Whether torch's `once_differentiable` decorates a function, or a function that it wraps."""
     while function is not None and getattr(function, "__code__", None) is not _ONCE_DIFFERENTIABLE:
         function = getattr(function, "__wrapped__", None)
     return function is not None

@@ -1,4 +1,4 @@
-"""The explanation that `from_torch(F).explain(*args)` returns."""
+"""The result of `from_torch(F).explain(*args)`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from jaxfn._torch.values.errors import TranslationError
 
 
 class Part:
-    """`forward` or `backward`, explained.
+    """One traced method (`forward` or `backward`), explained.
 
     Attributes:
-      name: which.
-      error: why it could not be traced, or `None`.
-      graph: the graph that torch traced, as text.
-      operations: the operations in it, each once, as torch prints them.
-      unsupported: those among them that have no translation, each with the source line that called it.
-      code: the JAX code of the translation, which stands for it in text; it is not what runs.
-      draws: whether it draws random numbers.
-      functions: the Functions that are applied in it, each once.
+      name: The method's name.
+      error: The error that tracing raised, or `None`.
+      graph: The graph that torch traced, as text.
+      operations: The operations in the graph, without duplicates, as torch prints them.
+      unsupported: The operations without a translation, each with the source line that called it.
+      code: The translation as JAX code, for reading. jaxfn does not run this text.
+      draws: Whether the method draws random numbers.
+      functions: The Functions that it applies, without duplicates.
     """
 
     def __init__(self, name: str, traced: TracedCode | None, error: TranslationError | None = None) -> None:
@@ -68,13 +68,13 @@ class Part:
 
 
 class AppliedFunction(NamedTuple):
-    """A torch Function that code applies.
+    """A torch Function that traced code applies.
 
     Attributes:
-      name: its name.
-      place: where it was written, `file:line`.
-      times: how often it is applied, in Functions too that are applied.
-      rules: which of "backward" and "jvp" are its own: those are what JAX uses. Without any it has no derivative.
+      name: Its name.
+      location: Where it is defined, `file:line`.
+      times: The number of times that it is applied, including inside other Functions.
+      rules: Which of "backward" and "jvp" it defines; JAX uses those. Without any it is not differentiable.
     """
 
     name: str
@@ -102,19 +102,19 @@ def _count_applied_functions(programs: Sequence[TracedForward]) -> list[AppliedF
 
 def _describe_function(function: Any, definition: Definition, times: int) -> AppliedFunction:
     code = getattr(inspect.unwrap(function.forward), "__code__", None)
-    location = f"{code.co_filename}:{code.co_firstlineno}" if code else "place unknown"
+    location = f"{code.co_filename}:{code.co_firstlineno}" if code else "location unknown"
     rules = [*["backward"] * (definition.backward is not None), *["jvp"] * definition.has_jvp]
     return AppliedFunction(definition.name, location, times, tuple(rules))
 
 
 class Explanation:
-    """An explanation of what becomes of a torch Function for certain arguments; prints as text.
+    """An explanation of how torch code is translated for certain arguments. Prints as text.
 
     Attributes:
-      name: the Function's.
-      parts: `forward` and, where it has one and forward could be traced, `backward`.
-      values_needed: the places where Python code asks for a tensor's value, as far as can be seen: each is told
-        something, to see what else the code does. Their `line.callable` is a function that `ops=` may name.
+      name: The name of the code.
+      parts: `forward` and, if the code has one and forward could be traced, `backward`.
+      values_needed: Where Python code reads a concrete value of a tensor, as far as can be seen: tracing went on with
+        assumed values. Their `line.callable` is a function that `ops=` can name.
     """
 
     def __init__(self, name: str, parts: Sequence[Part], values_needed: Sequence[AssumedValue] = ()) -> None:
@@ -124,12 +124,12 @@ class Explanation:
 
     @property
     def is_supported(self) -> bool:
-        """Whether all of it can run on JAX."""
+        """Whether all of the code can run on JAX."""
         return not any(part.error or part.unsupported for part in self.parts)
 
     def __str__(self) -> str:
-        asking = "".join(map(str, self.values_needed))
-        needed = [f"values of tensors that Python code asks for:{asking}"] if asking else []
+        reads = "".join(map(str, self.values_needed))
+        needed = [f"concrete values of tensors that Python code reads:{reads}"] if reads else []
         return "\n\n".join([self.name, *map(str, self.parts), *needed])
 
     __repr__ = __str__

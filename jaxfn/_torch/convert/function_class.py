@@ -1,4 +1,4 @@
-"""`from_torch`: a torch Function as a jaxfn Function."""
+"""Conversion of a torch Function class to a jaxfn Function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxfn._torch.values.flatten import FlatTensors, Slot, flatten_tensors, slot
 from jaxfn._torch.values.trace_cache import LRUCache
 from jaxfn._tree import as_array, is_array_leaf, is_none
 
-# Per Function: how many traces of `forward`, and of `vmap`, are kept.
+# The number of traces of `forward`, and of `vmap`, that are cached for each Function.
 _MAX_TRACES = 256
 
 
@@ -36,24 +36,24 @@ class ConvertedFunction(Function):
     """A Function whose methods are those of a torch Function.
 
     Attributes:
-      torch_function: that.
+      torch_function: The torch Function.
     """
 
     torch_function: ClassVar[Any]
     adapter: ClassVar[FunctionAdapter]
-    _jaxfn_takes_torch_tensors = True  # as constants
+    _jaxfn_takes_torch_tensors = True  # They are constants.
 
     @classmethod
     def explain(cls, *args: Any, **kwargs: Any) -> Explanation:
-        """Explains what becomes of the torch code when `apply` is called with these arguments and differentiated.
+        """Explains how `apply` with these arguments, and its derivative, are translated.
 
         Args:
-          *args: as for `apply`; of arrays, shapes and dtypes matter.
-          **kwargs: likewise.
+          *args: Arguments of `apply`. Of arrays, only shapes and dtypes matter.
+          **kwargs: Keyword arguments of `apply`.
 
         Returns:
-          An object that prints the graphs that torch traced, their operations, which of those have no translation, and
-          the JAX code of the translation.
+          An object that prints the graphs that torch traced, their operations, the operations without a translation,
+          and the JAX code of the translation.
 
         Examples:
           >>> import torch, jax.numpy as jnp, jaxfn
@@ -78,7 +78,7 @@ class ConvertedFunction(Function):
 
 
 class _TracedCall(NamedTuple):
-    """The trace for a call, with its arrays and key."""
+    """A call's trace, arrays and random key."""
 
     traced: TracedForward
     arrays: list[Any]
@@ -86,22 +86,22 @@ class _TracedCall(NamedTuple):
 
 
 class FunctionAdapter:
-    """A torch Function's methods as jaxfn calls them.
+    """The methods of a torch Function, with the signatures of a jaxfn Function.
 
     Args:
-      definition: the torch Function.
+      definition: The torch Function.
     """
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
         self._traced_forwards = LRUCache[TracedForward](_MAX_TRACES)
         self._traced_vmaps = LRUCache[TracedVmap](_MAX_TRACES)
-        # Why `backward` is not traced, of calls whose traces may not be kept, by the objects among their arguments.
+        # Errors of `backward` for calls whose traces cannot be cached, by the identities of their static arguments.
         self._backward_errors: dict[tuple[int, ...], TranslationError] = {}
         self._warned: set[str] = set()
 
     def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`forward` and, where there is one, `setup_context`, as a jaxfn Function in combined style has it."""
+        """Runs `forward` and, if the class has one, `setup_context`, as a combined-style `forward`."""
         call = self._find_trace(args, kwargs, ctx_state(ctx))
         self._warn_about_trace(call.traced)
         values = call.traced.run(call.arrays, call.key)
@@ -109,13 +109,13 @@ class FunctionAdapter:
         return unflatten_tensors(call.traced.output, values)
 
     def forward_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`forward`, as a jaxfn Function with a `setup_context` has it."""
+        """Runs `forward` for a class that keeps its `setup_context`."""
         call = self._find_trace(args, kwargs, None)
         self._warn_about_trace(call.traced)
         return unflatten_tensors(call.traced.output, call.traced.run(call.arrays, call.key))
 
     def setup_context(self, ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        """`setup_context`, as a jaxfn Function has it."""
+        """Runs `setup_context`."""
         state = ctx_state(ctx)
         args, kwargs = state.names.call(lambda *args, **kwargs: (args, kwargs), (), inputs)
         call = self._find_trace(args, kwargs, state)
@@ -125,7 +125,7 @@ class FunctionAdapter:
         self._fill_ctx(ctx, call, values)
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        """`vmap`, as a jaxfn Function has it."""
+        """Runs `vmap`."""
         name = self.definition.name
         if self.definition.takes_any_keyword:
             raise TranslationError(f"{name} has a vmap, and its forward takes **kwargs, which torch's vmap does not")
@@ -147,7 +147,7 @@ class FunctionAdapter:
         return batched.run(arguments.leaves, key)
 
     def _find_trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _TracedCall:
-        """Returns a call's trace and arrays; without the state of a ctx, every input counts as needing a gradient."""
+        """Returns a call's trace and arrays; without a ctx state, every input counts as needing a gradient."""
         key = kwargs.pop(self.definition.key_name)
         arguments = flatten_tensors((args, kwargs), is_array_leaf)
         specs = [self._spec(array) for array in arguments.leaves]
@@ -157,13 +157,13 @@ class FunctionAdapter:
         return _TracedCall(self.trace_forward(arguments.template, specs, flags), arguments.leaves, key)
 
     def _fill_ctx(self, ctx: FunctionCtx, call: _TracedCall, values: Mapping[int, Any]) -> None:
-        """Gives a ctx what it keeps, of the values of the program's slots."""
+        """Fills jaxfn's ctx with what the torch code set on its own ctx; `values` holds the values of the slots."""
         traced = call.traced
         if traced.reads_needs_input_grad:
             ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
         vars(ctx).update(traced=traced, key=call.key)
         non_differentiable = [values[slot] for slot in slots(traced.output) if slot in traced.non_differentiable]
-        # Inside other code, what was written is there afterwards, and nobody is to be warned; see `nested`.
+        # In a nested Function `nested.py` copies the new values into the caller's tensors, so there is nothing to mark.
         dirty = [] if self.definition.config.is_nested else [call.arrays[i] for i in traced.dirty]
         ctx.save_for_backward(*traced.arrays_to_save("backward", call.arrays, values))
         if self.definition.has_jvp:
@@ -173,7 +173,7 @@ class FunctionAdapter:
         ctx.mark_dirty(*dirty)
 
     def backward(self, ctx: Any, grad_outputs: Sequence[Any]) -> tuple[Any, ...]:
-        """`backward`, as a jaxfn Function has it."""
+        """Runs `backward`."""
         traced: TracedForward = ctx.traced
         names = ctx_state(ctx).names.names
         outputs = traced.output if isinstance(traced.output, tuple) else (traced.output,)
@@ -181,27 +181,27 @@ class FunctionAdapter:
         rule = traced.trace_rule("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
         if rule.differentiates_externals:
             self._warn_once(
-                f"{self.definition.name}.backward gives gradients to tensors made outside of it (the parameters of a "
-                "module, say), which are constants on JAX and get none. Pass what is to be trained as arguments."
+                f"{self.definition.name}.backward gives gradients to tensors that are not inputs (the parameters of a "
+                "module, for example). They are constants on JAX and get none. Pass what you train as arguments."
             )
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
         gradients = list(rule.run(ctx.saved_tensors, arrays, key))
         return tuple(self._gradients_of_inputs(gradients, traced, names))
 
     def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
-        """`jvp`, as a jaxfn Function has it."""
+        """Runs `jvp`."""
         traced: TracedForward = ctx.traced
         names = ctx_state(ctx).names.names
         args, kwargs = traced.arguments
         index = names.index(self.definition.key_name)
-        given = [*tangents[:index], *tangents[index + 1 :]]
-        template, arrays, specs = _match_template((*args, *kwargs.values()), given, traced.input_specs)
+        values = [*tangents[:index], *tangents[index + 1 :]]
+        template, arrays, specs = _match_template((*args, *kwargs.values()), values, traced.input_specs)
         rule = traced.trace_rule("jvp", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
         key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
         return rule.run(ctx.saved_tensors, arrays, key)
 
     def trace_forward(self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]) -> TracedForward:
-        """`forward` traced for these arguments."""
+        """Returns the trace of `forward` for these arguments, from the cache if possible."""
         traced = get_or_trace(
             f"{self.definition.name}.forward",
             self._traced_forwards,
@@ -214,19 +214,19 @@ class FunctionAdapter:
         return traced
 
     def preview(self, arguments: FlatTensors) -> tuple[TracedForward, bool]:
-        """`forward` traced for torch tensors, and whether it or its backward draws random numbers."""
+        """Traces `forward` for torch tensors; also returns whether it or its backward draws random numbers."""
         args, kwargs = arguments.template
         specs = [tensor_spec(x, self.definition.config.externals.memory_format_source) for x in arguments.leaves]
         traced = self.trace_forward(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
         return traced, traced.draws or self._draws_in_backward(traced)
 
     def _draws_in_backward(self, traced: TracedForward) -> bool:
-        """Whether backward draws random numbers, as far as it can be traced; what cannot be may never be called."""
+        """Whether backward draws random numbers; False if it cannot be traced, since it may never be called."""
         if traced.is_in_own_backward:
             return False
         try:
             backward = traced.full_backward()
-        except EscapedTensorError as error:  # later the code would find something else in that place
+        except EscapedTensorError as error:  # At a later trace, other tensors would be in scope.
             self.set_backward_error(traced, error)
             return False
         except Exception:
@@ -234,13 +234,13 @@ class FunctionAdapter:
         return backward is not None and backward.draws
 
     def set_backward_error(self, traced: TracedForward, error: TranslationError) -> None:
-        """Has what was traced raise this error where it is differentiated."""
-        traced.backward_error = type(error)(str(error))  # not the one that holds the frames
-        if self.definition.config.externals is not NO_EXTERNALS:  # this is for one trace alone
+        """Makes differentiation of the traced call raise this error."""
+        traced.backward_error = type(error)(str(error))  # Without the frames of the trace.
+        if self.definition.config.externals is not NO_EXTERNALS:  # The error applies to one trace only.
             self._backward_errors[_static_identities(traced.arguments)] = traced.backward_error
 
     def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
-        """Explains what becomes of a call with these arguments when everything in it is differentiated."""
+        """Explains how a call with these arguments is translated if everything in it is differentiated."""
         kwargs = {name: value for name, value in kwargs.items() if name != self.definition.key_name}
         arguments = flatten_tensors((args, kwargs), is_array_leaf)
         specs = [self._spec(as_array(leaf)) for leaf in arguments.leaves]
@@ -258,7 +258,7 @@ class FunctionAdapter:
         return Explanation(self.definition.name, parts)
 
     def _flags(self, names: Sequence[str], flags: Sequence[bool]) -> tuple[bool, ...]:
-        """The flags of all inputs but the key."""
+        """Returns the flags of all inputs except the random key."""
         return tuple(flag for name, flag in zip(names, flags, strict=True) if name != self.definition.key_name)
 
     def _gradients_of_inputs(self, gradients: list[Any], traced: TracedForward, names: Sequence[str]) -> list[Any]:
@@ -287,11 +287,10 @@ class FunctionAdapter:
                 f"{name} writes to one of its inputs. JAX arrays are immutable: the caller's array keeps its value, "
                 "and only what forward returns is new."
             )
-        is_narrow = jax.dtypes.canonicalize_dtype(np.float64) == np.float32
-        if is_narrow and traced.uses_double:
+        if traced.uses_double and jax.dtypes.canonicalize_dtype(np.float64) == np.float32:
             self._warn_once(
-                f"{name} computes in float64, which JAX has only with jax.config.update('jax_enable_x64', True). It "
-                "runs in float32."
+                f"{name} computes in float64, which JAX supports only with jax.config.update('jax_enable_x64', True). "
+                "It runs in float32."
             )
 
     def _warn_once(self, message: str) -> None:
@@ -301,59 +300,59 @@ class FunctionAdapter:
 
 
 def _static_identities(template: Any) -> tuple[int, ...]:
-    """The values in arguments that are no arrays, by identity."""
+    """Returns the identities of the arguments that are not arrays."""
     return tuple(id(leaf) for leaf in torch_tree.tree_leaves(template) if not isinstance(leaf, Slot))
 
 
 def _sum_per_tensor(traced: TracedForward, outputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
-    """Gradients of outputs, of which torch knows a tensor that is returned twice by its last place alone."""
-    gradients, last = [*grad_outputs], {index: i for i, index in enumerate(outputs) if isinstance(index, Slot)}
-    for i, index in enumerate(outputs):
-        if isinstance(index, Slot) and last[index] != i and gradients[i] is not None:
-            others = gradients[last[index]]
-            gradients[last[index]] = gradients[i] if others is None else gradients[i] + others
+    """Sums the gradients of a tensor that is returned more than once into its last position, as torch does."""
+    gradients, last = [*grad_outputs], {slot: i for i, slot in enumerate(outputs) if isinstance(slot, Slot)}
+    for i, slot in enumerate(outputs):
+        if isinstance(slot, Slot) and last[slot] != i and gradients[i] is not None:
+            others = gradients[last[slot]]
+            gradients[last[slot]] = gradients[i] if others is None else gradients[i] + others
             gradients[i] = jnp.zeros_like(gradients[i]) if traced.materialize_grads else None
     return gradients
 
 
 def _match_template(
-    places: Sequence[Any], given: Sequence[Any], specs: Sequence[TensorSpec]
+    templates: Sequence[Any], values: Sequence[Any], specs: Sequence[TensorSpec]
 ) -> tuple[Any, list[Any], list[TensorSpec]]:
-    """Gradients or tangents, of which some are `None`: their template, the arrays in it, and the specs of those.
+    """Flattens gradients or tangents, some of which are `None`, to a template, the arrays in it, and their specs.
 
     Args:
-      places: a template for each, of the output or input that it belongs to.
-      given: the gradients or tangents.
-      specs: of the tensors in the templates' slots.
+      templates: One template for each output or input.
+      values: One gradient or tangent for each of them.
+      specs: The specs of the tensors in the slots of `templates`.
     """
     arrays: list[Any] = []
     found: list[TensorSpec] = []
 
-    def slot(index: Any, value: Any) -> Slot | None:
-        if value is None or not isinstance(index, Slot):
+    def new_slot(old: Any, value: Any) -> Slot | None:
+        if value is None or not isinstance(old, Slot):
             return None
         arrays.append(value)
-        found.append(specs[index.index])
+        found.append(specs[old.index])
         return Slot(len(arrays) - 1)
 
     template = tuple(
-        None if value is None else jax.tree_util.tree_map(slot, index, value, is_leaf=is_none)
-        for index, value in zip(places, given, strict=True)
+        None if value is None else jax.tree_util.tree_map(new_slot, template, value, is_leaf=is_none)
+        for template, value in zip(templates, values, strict=True)
     )
     return template, arrays, found
 
 
-# What random numbers in backward and jvp are drawn by: the call's key with this folded in.
+# Folded into the key of a call to make the key of its backward and jvp.
 _BACKWARD_KEY_DATA = 0x6261636B
 
 
 def convert_function_class(function: Any, module: str, config: TraceConfig) -> type[ConvertedFunction]:
-    """The jaxfn Function of a torch one; the same one again for the same class and replacements.
+    """Returns the jaxfn Function of a torch Function class; the same one for the same class and replacements.
 
     Args:
-      function: the class.
-      module: the `__module__` of the new class.
-      config: how it is traced.
+      function: The torch class.
+      module: The `__module__` of the new class.
+      config: How the class's methods are traced.
     """
     ops = config.replacements.all
     replaced = frozenset((id(op), id(replacement)) for op, replacement in ops.items())
@@ -364,7 +363,7 @@ def convert_function_class(function: Any, module: str, config: TraceConfig) -> t
     return found
 
 
-# A class holds the torch one, and its replacements, so that an identity is not used twice while it is here.
+# A converted class keeps the torch class and the replacements alive, so their identities stay unique meanwhile.
 _CLASSES: weakref.WeakValueDictionary[Any, type[ConvertedFunction]] = weakref.WeakValueDictionary()
 
 

@@ -1,19 +1,19 @@
-"""Functions that use a module's parameters, and give them gradients, without taking them as inputs.
+"""Lifting of Functions that use a module's parameters and give them gradients, without taking them as inputs.
 
 # Note: a reversible block
 
-    forward(ctx, x, f)    computes with f, a module      backward    calls autograd on f(x), which leaves gradients
+    forward(ctx, x, f)    computes with f, a module      backward    calls autograd on f(x), which stores gradients
                                                                      in `.grad` of f's parameters
 
-JAX has no place to leave a gradient, and to the Function the parameters would be constants. In an adopted module they
-are known by name, so that the Function becomes one that takes them too:
+JAX has no `.grad`, and to the Function the parameters would be constants. In a converted module they are known by name,
+so the Function is replaced by one that takes them as inputs:
 
-    forward(ctx, x, f, *parameters)    has the module hold these while the Function's own forward runs
-    backward                           has it hold them again, and returns what lies in their `.grad` afterwards
+    forward(ctx, x, f, *parameters)    puts them into the module while the Function's own forward runs
+    backward                           puts them into the module again, and returns their `.grad` afterwards
 
-Buffers that forward writes to (batch statistics) are inputs that it writes to. What backward writes to them, and to
-attributes of the module, would be lost. It is refused, but for what forward writes too, as where backward computes it
-again.
+Buffers that forward mutates (batch statistics) are inputs that it mutates. An update in backward, of buffers or of
+attributes of the module, would be lost, so it raises. The exception are buffers that forward mutates too, for a
+backward that runs the forward computation again.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from jaxfn._torch._compat import takes_boxed_gradients
 from jaxfn._torch.trace.state import ModuleTensors, TensorSwap, active_trace
 from jaxfn._torch.values.errors import TranslationError
 
-_TENSORS = "_jaxfn_held"
-ORIGINAL = "_jaxfn_original"  # of such a Function, the given one
+_TENSORS = "_jaxfn_module_tensors"  # An attribute of ctx.
+ORIGINAL = "_jaxfn_original"  # An attribute of a lifted Function: the Function itself.
 
 
 class LiftedCall:
-    """The call of a Function that takes a module's tensors as arguments, where the original one captures them.
+    """A call of a Function that takes a module's tensors as arguments, in place of one that captures them.
 
     Args:
-      function: the torch Function.
-      args: what it is applied to.
-      held: what the module holds, in whose place it is to hold what this one is given.
-      names: the tensors that it takes.
-      moved: those of them that forward writes to, and backward may; `None` where that is to be found out.
+      function: The torch Function.
+      args: The arguments of the call.
+      module_tensors: The module's tensors.
+      names: The names of the tensors that the lifted Function takes.
+      mutated_in_forward: The names of the tensors that forward mutates, and backward may mutate. `None` to find out.
 
     Attributes:
-      written: where it is to be found out, those that backward has written to.
-      function: the Function.
-      args: what it is applied to.
+      function: The lifted Function.
+      args: Its arguments.
+      mutated: The names of the tensors that backward has mutated; `None` unless `mutated_in_forward` is.
     """
 
     def __init__(
@@ -56,17 +56,18 @@ class LiftedCall:
         args: Sequence[Any],
         module_tensors: ModuleTensors,
         names: Sequence[str],
-        mutable: Sequence[str] | None = None,
+        mutated_in_forward: Sequence[str] | None = None,
     ) -> None:
-        backward_method = {id(x): i for i, x in reversed([*enumerate(args)])}
-        added = [name for name in names if id(module_tensors.tensors[name]) not in backward_method]
-        backward_method |= {id(module_tensors.tensors[name]): len(args) + i for i, name in enumerate(added)}
-        self.indices = {name: backward_method[id(module_tensors.tensors[name])] for name in names}
-        self.args = [*args, *(module_tensors.tensors[name] for name in added)]
-        trained = {name for name in names if module_tensors.tensors[name].requires_grad}
-        self.mutated: set[str] | None = set() if mutable is None else None
+        tensors = module_tensors.tensors
+        indices_by_id = {id(x): i for i, x in reversed([*enumerate(args)])}
+        added = [name for name in names if id(tensors[name]) not in indices_by_id]
+        indices_by_id |= {id(tensors[name]): len(args) + i for i, name in enumerate(added)}
+        indices = {name: indices_by_id[id(tensors[name])] for name in names}
+        self.args = [*args, *(tensors[name] for name in added)]
+        parameters = {name for name in names if tensors[name].requires_grad}
+        self.mutated: set[str] | None = set() if mutated_in_forward is None else None
         self.function = _lift_function(
-            function, len(args), module_tensors.swap, self.indices, trained, mutable or (), self.mutated
+            function, len(args), module_tensors.swap, indices, parameters, mutated_in_forward or (), self.mutated
         )
 
 
@@ -75,8 +76,8 @@ def _lift_function(
     num_args: int,
     swap: TensorSwap,
     indices: Mapping[str, int],
-    trained: set[str],
-    mutable: Sequence[str],
+    parameters: set[str],
+    mutated_in_forward: Sequence[str],
     found_mutated: set[str] | None,
 ) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
@@ -91,8 +92,8 @@ def _lift_function(
             return output
 
     def _as_module_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors as the module has them: buffers need no gradient."""
-        return {name: x if name in trained else x.detach() for name, x in tensors.items()}
+        """Detaches buffers, which require no gradient in the module."""
+        return {name: x if name in parameters else x.detach() for name, x in tensors.items()}
 
     backward_method = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
 
@@ -111,11 +112,11 @@ def _lift_function(
         if found_mutated is not None:
             found_mutated.update(mutated)
             mutated.clear()
-        _check_mutations(name, [x for x in mutated if x not in mutable])
-        _warn_of_recomputed_mutations(name, [x for x in mutated if x in mutable])
+        _check_mutations(name, [x for x in mutated if x not in mutated_in_forward])
+        _warn_of_recomputed_mutations(name, [x for x in mutated if x in mutated_in_forward])
         gradients = [*returned] if isinstance(returned, tuple) else [returned]
         gradients += [None] * (max(indices.values(), default=-1) + 1 - len(gradients))
-        for name in trained:
+        for name in parameters:
             index = indices[name]
             gradients[index] = _sum(gradients[index], tensors[name].grad)
         return tuple(gradients)
@@ -131,13 +132,13 @@ def _lift_function(
 
 
 def _swap_in(swap: TensorSwap, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-    """Has the module hold these tensors, and lets Functions that are applied inside know."""
+    """Puts tensors into the module, and registers them with the active trace, for Functions applied inside."""
     active_trace().module_tensors = ModuleTensors(tensors, swap)
     return swap(tensors)
 
 
 def _current_node(tensor: torch.Tensor) -> torch.fx.Node:
-    """Returns the graph node of a tensor's present value."""
+    """Returns the graph node of a tensor's current value."""
     state = active_trace()
     return state.recorder.node(state.lower(tensor))
 
@@ -145,16 +146,16 @@ def _current_node(tensor: torch.Tensor) -> torch.fx.Node:
 def _check_mutations(name: str, mutated: Sequence[str]) -> None:
     if mutated:
         raise TranslationError(
-            f"{name}.backward writes to {', '.join(mutated)}. On JAX that is lost: net.apply has returned the buffers "
-            "by then. Write to it in forward, or compute it from gradients that jax.grad returns"
+            f"{name}.backward mutates {', '.join(mutated)}. On JAX the update would be lost, since net.apply has "
+            "already returned the buffers. Mutate it in forward, or compute it from the gradients of jax.grad"
         )
 
 
 def _warn_of_recomputed_mutations(name: str, mutated: Sequence[str]) -> None:
     if mutated:
         warnings.warn(
-            f"{name} writes to {', '.join(mutated)} in forward and, computing the same again, in backward. The buffers "
-            "that net.apply returns have what forward wrote; torch's are written to a second time in backward.",
+            f"{name} mutates {', '.join(mutated)} in forward and, where it computes the same again, in backward. torch "
+            "updates them twice; the buffers that net.apply returns contain only the update in forward.",
             stacklevel=2,
         )
 

@@ -1,4 +1,4 @@
-"""`from_torch` of a module: a pure function of its parameters, its buffers and its arguments."""
+"""Conversion of a module to a pure function of its parameters, its buffers and its arguments."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from jaxfn._torch.values.errors import TranslationError
 from jaxfn._torch.values.trace_cache import IdentityKey
 from jaxfn._tree import Opaque
 
-# While one thread traces a module, which holds other tensors then, no other thread may look at it, or at one that it
-# shares parts with.
+# A module holds other tensors while one thread traces it. Meanwhile no other thread may use it, or a module that shares
+# submodules with it.
 _LOCK = threading.RLock()
 
 Arrays = dict[str, jax.Array]
@@ -47,12 +47,12 @@ _Tensors = dict[str, torch.Tensor]
 
 
 class ConvertedModule(Opaque):
-    """A torch module on JAX, in the mode, train or eval, that it had when it was adopted.
+    """A torch module on JAX, in the mode (train or eval) that it had when it was converted.
 
     While a call is traced, once for its shapes, no other thread may use the torch module itself.
 
     Attributes:
-      torch_module: the module itself.
+      torch_module: The module itself.
     """
 
     __slots__ = ("_callable", "_converted_by_mode", "_modes", "_warned", "torch_module")
@@ -63,38 +63,38 @@ class ConvertedModule(Opaque):
         name = type(module).__name__
         lazy = [key for key, x in _tensors(module).items() if torch.nn.parameter.is_lazy(x)]
         if lazy:
-            raise TranslationError(f"{name}: {', '.join(lazy)} has no shape yet. Call the module once in torch before")
+            raise TranslationError(f"{name}: {', '.join(lazy)} has no shape yet. Call the module once in torch first")
         parameters = inspect.signature(module.forward).parameters
         code = TorchCode(name, config, parameters, "net.apply")
         object.__setattr__(self, "torch_module", module)
         object.__setattr__(self, "_callable", TorchCallable(code, self._call_module))
         object.__setattr__(self, "_modes", _modes(module))
-        object.__setattr__(self, "_converted_by_mode", {})  # what train and eval have returned
-        object.__setattr__(self, "_warned", set())  # the attributes that were warned of
+        object.__setattr__(self, "_converted_by_mode", {})
+        object.__setattr__(self, "_warned", set())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"an adopted module is not changed: {name} (see load, and torch_module)")
+        raise AttributeError(f"a converted module is immutable: cannot set {name}. Use load, or torch_module")
 
     def __repr__(self) -> str:
         return f"from_torch({self.torch_module!r})"
 
     @property
     def parameters(self) -> Arrays:
-        """The tensors that require a gradient as new JAX arrays, by the names of `state_dict`, a tied one once."""
+        """The tensors that require a gradient, as new JAX arrays by their names in `state_dict`; a tied one once."""
         with _LOCK:
             return {name: to_jax(x) for name, x in self.torch_module.named_parameters() if x.requires_grad}
 
     @property
     def buffers(self) -> Arrays:
-        """The buffers, and the parameters that require no gradient, by their names: new JAX arrays of their values."""
+        """The buffers, and the parameters that require no gradient, as new JAX arrays by name."""
         with _LOCK:
             return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trained(x)}
 
     def train(self, mode: bool = True) -> ConvertedModule:
-        """The module in train mode, or in eval mode: with the same torch module, whose own mode stays as it is.
+        """Returns the module in train or eval mode, around the same torch module, whose own mode does not change.
 
         Raises:
-          TranslationError: a part has a `train` of its own, which changes more than modes.
+          TranslationError: A submodule overrides `train`, and changes more than modes.
 
         Torch counterpart: `Module.train`, which changes the module and returns it.
         """
@@ -106,28 +106,28 @@ class ConvertedModule(Opaque):
             return self._converted_by_mode[mode]
 
     def eval(self) -> ConvertedModule:
-        """The module in eval mode; see `train`."""
+        """Returns the module in eval mode; `train(False)`."""
         return self.train(False)
 
     def apply(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Any, Arrays]:
-        """One call of the module, as a pure function.
+        """Calls the module as a pure function.
 
         Args:
-          parameters: arrays by name, as in `parameters`.
-          buffers: likewise, as in `buffers`. Each name of either has to be in one of the two, whichever.
-          *args: as for the module's `forward`, with arrays in place of tensors.
-          **kwargs: likewise, and `key`: a JAX random key, where the module draws random numbers. (`jax_key`, where
-            `forward` has a parameter `key` itself.)
+          parameters: Arrays by name, as in the attribute `parameters`.
+          buffers: Arrays by name, as in the attribute `buffers`. Each name must be in exactly one of the two dicts.
+          *args: Arguments of the module's `forward`, with arrays in place of tensors.
+          **kwargs: Keyword arguments of `forward`, and `key`: a JAX random key, if the module draws random numbers.
+            (`jax_key`, if `forward` itself has a parameter `key`.)
 
         Returns:
-          The output, and the buffers after the call. What holds the output's tensors stays what it is where JAX knows
-          it (tuples, lists, dicts); of anything else comes a dict of what it holds, by name.
+          The output, and the buffers after the call. Containers of output tensors that JAX knows (tuples, lists, dicts)
+          are kept. Any other object becomes a dict of its tensors, by name.
 
         Raises:
-          TypeError: an array of a parameter or buffer is missing, or is of another shape, or there is no such name.
-          TranslationError: the code cannot run on JAX as it is; the message says why.
+          TypeError: A parameter or buffer is missing, has another shape, or does not exist in the module.
+          TranslationError: The code cannot run on JAX unchanged. The message names the operation or the line.
 
         Examples:
           >>> import torch, jax, jax.numpy as jnp, jaxfn
@@ -144,16 +144,18 @@ class ConvertedModule(Opaque):
         return output, {**dict(buffers), **new_buffers}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output with the module's present parameters and buffers; see `apply`. The module stays as it is."""
+        """Returns the output with the module's current parameters and buffers, like `apply`. The module does not
+        change.
+        """
         traced, arrays, key = self._trace_call(self.parameters, self.buffers, args, kwargs)
         return traced.run(arrays, key)[0]
 
     def _trace_call(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[TracedCallable, Sequence[Any], Any]:
-        """The trace of a call, the arrays in its arguments, and the random key."""
+        """Returns the trace of a call, the arrays in its arguments, and the random key."""
         key = kwargs.pop(self._callable.code.key_name, None)
-        # JAX hands dicts on in the order of their names; a trace is to be good for those as well.
+        # Sorted by name, as JAX flattens dicts, so that calls inside and outside of `jax.jit` share a trace.
         with _LOCK:
             self._check_mode()
             self._check(parameters, buffers)
@@ -162,14 +164,14 @@ class ConvertedModule(Opaque):
         return traced, arrays, key
 
     def load(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> None:
-        """Writes arrays into the torch module's parameters and buffers, of which some may be left out.
+        """Writes arrays into the torch module's parameters and buffers. Names that are left out keep their values.
 
         Args:
-          parameters: arrays by name.
-          buffers: likewise.
+          parameters: Arrays by name.
+          buffers: Arrays by name. Default: none.
 
         Raises:
-          TypeError: there is no such name, or the array is of another shape.
+          TypeError: A name does not exist in the module, or an array has another shape.
 
         Examples:
           >>> import torch, jax, jaxfn
@@ -191,14 +193,14 @@ class ConvertedModule(Opaque):
                 tensors[name].copy_(to_torch(array))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Explains what becomes of the module's code when it is called with these arguments.
+        """Explains how the module's code is translated when it is called with these arguments.
 
         Args:
-          *args: as for `apply`, without parameters and buffers.
-          **kwargs: likewise.
+          *args: Arguments of the module's `forward`.
+          **kwargs: Keyword arguments of `forward`.
 
         Returns:
-          An object that prints the graph that torch traced, its operations, which of those have no translation, and
+          An object that prints the graph that torch traced, its operations, the operations without a translation, and
           the JAX code of the translation.
 
         Torch counterpart: none.
@@ -209,46 +211,47 @@ class ConvertedModule(Opaque):
             return self._callable.explain((self.parameters, self.buffers, args, kwargs), 1)
 
     def _call_module(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
-        """The module called with these tensors for its own, and its buffers afterwards."""
+        """Calls the module with these tensors in place of its own; also returns its buffers afterwards."""
         module, state = self.torch_module, active_trace()
         _check_hooks(module)
         tensors = {**parameters, **buffers}
         for name, own in _tensors(module).items():
-            for hook in reversed(gradient_hooks(own)):  # the outermost one is called first
+            for hook in reversed(gradient_hooks(own)):  # torch calls the one registered last first.
                 tensors[name] = apply_hook(state, tensors[name], hook)
-        memory_format_source = [name for name, own in _tensors(module).items() if has_nonstandard_strides(own)]
-        for name in memory_format_source:
+        strided = [name for name, own in _tensors(module).items() if has_nonstandard_strides(own)]
+        for name in strided:
             state.recorder.record_memory_format(state.lower(tensors[name]), repr(name))
         names = {storage_id(own): name for name, own in _tensors(module).items() if storage_id(own) is not None}
-        order = (
-            f"a gradient, which may have its order from {memory_format_source[0]!r}," if memory_format_source else None
-        )
+        gradient_source = f"a gradient, whose strides may come from {strided[0]!r}," if strided else None
         state.recorder.externals = ExternalTensors(
-            names, gradient_memory_format_source=order, backward_guard=self._backward_guard
+            names, gradient_memory_format_source=gradient_source, backward_guard=self._backward_guard
         )
         _forbid_aliased_mutations(state.recorder, tensors, _tensors(module))
         state.module_names = {id(part): name for name, part in module.named_modules()}
         state.module_tensors = ModuleTensors(tensors, self._reparametrize_locked)
-        given = {name: state.recorder.node(state.lower(tensors[name])) for name in parameters}
+        parameter_nodes = {name: state.recorder.node(state.lower(tensors[name])) for name in parameters}
         with self._reparametrize(tensors):
             before = _attribute_keys(module)
             output = module(*args, **kwargs)
             self._check_state(state, before)
             state.mutated_parameters = [
-                name for name, node in given.items() if not _is_unchanged(state, _current_tensor(module, name), node)
+                name
+                for name, node in parameter_nodes.items()
+                if not _is_unchanged(state, _current_tensor(module, name), node)
             ]
             for who, name, node in state.backward_reads:
                 if not _is_unchanged(state, _current_tensor(module, name), node):
                     raise TranslationError(
-                        f"{who} reads {name} of the module, to which forward writes afterwards. In torch it finds the "
-                        "new value, and on JAX the old one. Write to it before, or save the value that is meant"
+                        f"{who} reads {name} of the module, which forward mutates afterwards. torch reads the new "
+                        "value, and JAX the old one. Mutate it before the call, or save the value that backward needs"
                     )
             return output, {name: _current_tensor(module, name) for name in buffers}
 
     def _check_state(self, state: TraceState, before: Mapping[str, Any]) -> None:
-        """Raises where forward has set an attribute anew whose tensor it read; warns of others that it changed.
+        """Raises if forward reads a tensor attribute and then replaces it; warns about other attributes that it
+        changes.
 
-        An attribute that is set before it is read passes something on inside the call, and is no state.
+        An attribute that forward sets before it reads it only passes a value on inside the call, and is not state.
         """
         owner, values, recorder = self._callable.code.name, _state_by_name(self.torch_module), state.recorder
         constants = {_TensorKey(id(x), has_nonstandard_strides(x)): x for x in recorder.constants.values()}
@@ -267,12 +270,14 @@ class ConvertedModule(Opaque):
             read = [constants[key] for key in keys if key in constants]
             if is_constant and read:
                 with plain_torch():
-                    read = [x for x in read if not torch.equal(x, state.lower(new))]  # as after `x = x.to(device)`
+                    read = [
+                        x for x in read if not torch.equal(x, state.lower(new))
+                    ]  # `x = x.to(device)` replaces it by an equal one.
             if read:
                 raise TranslationError(
-                    f"{owner} reads {name} in forward, and sets it to something else, which in torch lasts until the "
-                    "next call. On JAX every call would start with the same tensor. Register it in __init__ by "
-                    "`self.register_buffer(name, tensor)`, and net.apply returns it among the buffers"
+                    f"{owner} reads {name} in forward, and then replaces it. torch keeps the new tensor for the next "
+                    "call; on JAX every call would start with the same tensor. Register it in __init__ by "
+                    "`self.register_buffer(name, tensor)`, so that net.apply returns it among the buffers"
                 )
             if name.startswith("the attribute") and name not in self._warned:
                 is_lost = recorder.reads_external_values if isinstance(old, _TensorKey) else not is_constant
@@ -280,14 +285,14 @@ class ConvertedModule(Opaque):
         if lost_attributes:
             self._warned.update(lost_attributes)
             warnings.warn(
-                f"{owner} changes {', '.join(lost_attributes)} in forward. On JAX that does not last: every call starts with "
-                "what the torch module has. What is to last becomes a buffer (`self.register_buffer(name, tensor)`), "
-                "which net.apply returns",
+                f"{owner} changes {', '.join(lost_attributes)} in forward. On JAX the change is lost: every call "
+                "starts with the torch module's attributes. Use a buffer (`self.register_buffer(name, tensor)`) for "
+                "state that lasts: net.apply returns it",
                 stacklevel=2,
             )
 
     def _modes_after_train(self, mode: bool) -> dict[str, bool]:
-        """The modes of the module's parts after `train(mode)`, called while it holds tensors without values."""
+        """Returns the modes of the submodules after `train(mode)`, which runs while the module holds meta tensors."""
         module = self.torch_module
         with self._reparametrize({name: x.detach().to("meta") for name, x in _tensors(module).items()}):
             before = _attribute_keys(module)
@@ -295,14 +300,14 @@ class ConvertedModule(Opaque):
             changed = [name for name in _changes(module, before) if not name.startswith("the attribute training of")]
             if changed:
                 raise TranslationError(
-                    f"{self._callable.code.name}.train({mode}) changes {', '.join(changed)}, and not only the mode. Call "
-                    "it in torch, and adopt the module again by `from_torch(module)`"
+                    f"{self._callable.code.name}.train({mode}) changes {', '.join(changed)}, and not only the mode. "
+                    "Call it in torch, and convert the module again by `from_torch(module)`"
                 )
             return _modes(module)
 
     @contextlib.contextmanager
     def _reparametrize(self, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
-        """Puts tensors in the places of the module's own, in its mode here; what its attributes were is put back."""
+        """Puts tensors into the module in place of its own, and sets its mode; restores all attributes."""
         own = _tensors(self.torch_module)
         replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
         parts = dict(self.torch_module.named_modules())
@@ -325,15 +330,15 @@ class ConvertedModule(Opaque):
 
     @contextlib.contextmanager
     def _reparametrize_locked(self, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
-        """`_reparametrize`, by one thread at a time."""
+        """Enters `_reparametrize`, in one thread at a time."""
         with _LOCK, self._reparametrize(tensors):
             yield
 
     @contextlib.contextmanager
     def _backward_guard(self, who: str) -> Generator[None]:
-        """Raises where what runs inside changes an attribute of the module or leaves a `.grad`; all stays as it was."""
+        """Raises if the code inside changes an attribute of the module or stores a `.grad`; restores the module."""
         module, state = self.torch_module, active_trace()
-        # Where a Function takes the module's tensors, it takes what is left in their `.grad` as well.
+        # A lifted Function itself collects the `.grad` of the module's tensors.
         tensors = [(name, x) for name, x in _tensors(module).items() if x.is_leaf and state.module_tensors is None]
         gradients = [x.grad for _, x in tensors]
         with self._reparametrize_locked({}):
@@ -346,39 +351,41 @@ class ConvertedModule(Opaque):
                 written.append(f"the .grad of {name}")
         if written:
             raise TranslationError(
-                f"{who} writes to {', '.join(written)}. On JAX that is lost: backward is traced once, and net.apply "
-                "has returned by then. Write in forward, or use the gradients that jax.grad returns"
+                f"{who} mutates {', '.join(written)}. On JAX the change would be lost: backward is traced once, and "
+                "net.apply has already returned. Mutate it in forward, or use the gradients that jax.grad returns"
             )
 
     def _check_mode(self) -> None:
-        """Raises where the torch module's mode is no longer the one that was adopted."""
+        """Raises if the torch module's mode has changed since it was converted."""
         if self in self._converted_by_mode.values():
             return
         for path, is_training in _modes(self.torch_module).items():
-            adopted = self._modes.get(path, is_training)
-            if adopted != is_training:
-                was, now = (("eval", "train")[mode] for mode in (adopted, is_training))
+            converted_mode = self._modes.get(path, is_training)
+            if converted_mode != is_training:
+                was, now = (("eval", "train")[mode] for mode in (converted_mode, is_training))
                 raise TranslationError(
-                    f"{self._callable.code.name}: {path or 'the module'} was in {was} mode when it was adopted, and is in "
-                    f"{now} mode now, which calls that are compiled already would not see. Use net.{now}() for the "
-                    "model in that mode (net.train() and net.eval() have the same parameters), or adopt it again"
+                    f"{self._callable.code.name}: {path or 'the module'} was in {was} mode when it was converted, and "
+                    f"is in {now} mode now. Calls that are already compiled would not see that. Use net.{now}() for "
+                    "the module in that mode (net.train() and net.eval() share the parameters), or convert it again"
                 )
 
     def _check(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         tensors = _tensors(self.torch_module)
         name = self._callable.code.name
         if not (hasattr(parameters, "keys") and hasattr(buffers, "keys")):
-            given = f"{type(parameters).__name__} and {type(buffers).__name__}"
-            raise TypeError(f"{name}: expected two dicts, net.apply(net.parameters, net.buffers, ...), got {given}")
+            types_passed = f"{type(parameters).__name__} and {type(buffers).__name__}"
+            raise TypeError(
+                f"{name}: expected two dicts, net.apply(net.parameters, net.buffers, ...), got {types_passed}"
+            )
         missing = [key for key in tensors if key not in parameters and key not in buffers]
         if missing:
             raise TypeError(
-                f"{name}: no array was given for {', '.join(missing)}, of its parameters and buffers. Call "
+                f"{name}: missing arrays for the parameters or buffers {', '.join(missing)}. Call "
                 "net.apply(net.parameters, net.buffers, ...)"
             )
         twice = [key for key in parameters if key in buffers]
         if twice:
-            raise TypeError(f"{name}: {', '.join(twice)} stands among the parameters and among the buffers")
+            raise TypeError(f"{name}: {', '.join(twice)} is in both the parameters and the buffers")
         self._check_known({**parameters, **buffers}, tensors)
 
     def _check_known(self, arrays: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -389,25 +396,25 @@ class ConvertedModule(Opaque):
         for key, array in arrays.items():
             if tuple(array.shape) != tuple(tensors[key].shape) and not _is_materialized_later(tensors[key], array):
                 raise TypeError(
-                    f"{name}: {key} has the shape {tuple(tensors[key].shape)}, and the array given for it "
+                    f"{name}: expected an array of shape {tuple(tensors[key].shape)} for {key}, got shape "
                     f"{tuple(array.shape)}"
                 )
 
 
 def _tensors(module: torch.nn.Module) -> _Tensors:
-    """Parameters and buffers by name, each once."""
+    """Returns a module's parameters and buffers by name; a tied one once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _current_tensor(module: torch.nn.Module, name: str) -> Any:
-    """Returns what a module holds by the name of a parameter or buffer."""
+    """Returns the current tensor of a parameter or buffer."""
     path, _, own_name = name.rpartition(".")
     part = functools.reduce(getattr, path.split("."), module) if path else module  # TorchScript has no get_submodule
     return next((x for tensors in tensor_dicts(part) for key, x in tensors.items() if key == own_name), None)
 
 
 def _is_unchanged(state: TraceState, value: Any, node: torch.fx.Node) -> bool:
-    """Whether what a module holds in the end has the values that it had in the beginning."""
+    """Whether a parameter's value at the end of the call equals its value at the start, as far as the graph shows."""
     if not isinstance(value, torch.Tensor):
         return False
     return state.recorder.has_same_values(state.recorder.node(state.lower(value)), node)
@@ -417,10 +424,10 @@ def _check_parameters_unchanged(owner: str, written: Sequence[str]) -> None:
     if written:
         names, first = ", ".join(written), written[0]
         raise TranslationError(
-            f"{owner} writes to {names} in forward, which in torch lasts, and net.apply returns no parameters: it "
-            "would be lost. Pass it to net.apply among the buffers, which come back (those that need no gradient, by "
-            f"`requires_grad_(False)`, are there from the start): net.apply({{...}}, {{**buffers, {first!r}: array}}, "
-            "...). Or write to the arrays outside, as after the optimizer's step"
+            f"{owner} mutates {names} in forward, and net.apply returns no parameters, so the update would be lost. "
+            "Pass it to net.apply among the buffers, which are returned (parameters with `requires_grad_(False)` are "
+            f"among them already): net.apply({{...}}, {{**buffers, {first!r}: array}}, ...). Or update the arrays "
+            "outside of the module, for example after the optimizer's step"
         )
 
 
@@ -429,31 +436,31 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 
 def _is_materialized_later(tensor: torch.Tensor, array: Any) -> bool:
-    """Whether it is a buffer that is empty until the code has seen its first argument, as the state of a neuron."""
+    """Whether a buffer is empty until the code has seen its first argument, like the state of a spiking neuron."""
     return not isinstance(tensor, torch.nn.Parameter) and 0 in (tensor.numel(), array.size)
 
 
 def _check_hooks(module: torch.nn.Module) -> None:
-    """Raises where autograd would call what JAX does not."""
+    """Raises if a tensor has hooks that only torch's autograd calls."""
     owner = type(module).__name__
     for name, tensor in _tensors(module).items():
         if accumulation_hooks(tensor):
             raise TranslationError(
-                f"{owner}: {name} has a hook that is called when its `.grad` is there, and JAX has no `.grad`. Remove "
+                f"{owner}: {name} has a hook that torch calls after it stored `.grad`, and JAX has no `.grad`. Remove "
                 "it, or use `register_hook`"
             )
 
 
 def _forbid_aliased_mutations(recorder: Recorder, tensors: _Tensors, own: _Tensors) -> None:
-    """Marks tensors whose own ones lie in each other's memory, where what is written to one is seen in the other."""
+    """Forbids mutation of tensors that share storage in the module, since on JAX they do not."""
     last_end, last = (None, 0), ""
     for name in sorted(own, key=lambda name: (storage_id(own[name]) or 0, own[name].data_ptr())):
         x = own[name]
-        place, begin, size = storage_id(x), x.data_ptr(), storage_extent(x) * x.element_size()
-        if place is not None and place == last_end[0] and begin < last_end[1]:
-            forbid_mutation(recorder, tensors[name], f"{name} lies in the memory of {last}")
-            forbid_mutation(recorder, tensors[last], f"{name} lies in the memory of {last}")
-        last_end, last = (place, begin + size), name
+        storage, begin, size = storage_id(x), x.data_ptr(), storage_extent(x) * x.element_size()
+        if storage is not None and storage == last_end[0] and begin < last_end[1]:
+            for aliased in (name, last):
+                forbid_mutation(recorder, tensors[aliased], f"{name} shares the storage of {last}")
+        last_end, last = (storage, begin + size), name
 
 
 def _modes(module: torch.nn.Module) -> dict[str, bool]:
@@ -465,7 +472,9 @@ _MISSING = object()
 
 
 def _copy_attributes(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """Containers and plain objects copied, and what they hold as it is, beside the containers themselves."""
+    """Copies containers and plain objects recursively. Other values, and the containers themselves, are kept by
+    reference.
+    """
     fields, around = _fields(value, around), (*around, id(value))
     if fields is not None:
         return _Container(value, fields, {name: _copy_attributes(item, around) for name, item in fields.items()})
@@ -477,24 +486,30 @@ def _copy_attributes(value: Any, around: tuple[int, ...] = ()) -> Any:
 
 
 def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any] | None:
-    """The attributes of a plain object, such as a configuration; `None` for any other, and one that lies too deep."""
+    """Returns the attributes of a plain object, such as a configuration; `None` for other objects and below depth 4."""
     is_plain = not isinstance(value, (type, types.FunctionType, types.ModuleType, torch.nn.Module, torch.Tensor))
     return getattr(value, "__dict__", None) if is_plain and id(value) not in around and len(around) < 4 else None
 
 
 def _replace_tensors(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
-    """Puts tensors in the places of others in a container that was copied, and in those that it holds."""
+    """Replaces tensors by others in a container, recursively."""
     if isinstance(saved.container, set) or saved.owner is not saved.container:
         return
-    for place, part in saved.parts.items() if isinstance(saved.parts, dict) else enumerate(saved.parts):
+    for key, part in saved.parts.items() if isinstance(saved.parts, dict) else enumerate(saved.parts):
         if isinstance(part, _Container):
             _replace_tensors(part, replaced)
         elif id(part) in replaced:
-            saved.container[place] = replaced[id(part)]
+            saved.container[key] = replaced[id(part)]
 
 
 class _Container(NamedTuple):
-    """A container, and what it held; of a plain object, its attributes."""
+    """A container or plain object, and a copy of its items or attributes.
+
+    Attributes:
+      owner: The container or object.
+      container: The container, or the object's `__dict__`.
+      parts: The copied items.
+    """
 
     owner: Any
     container: Any
@@ -502,7 +517,7 @@ class _Container(NamedTuple):
 
 
 def _restore(container: Any, saved: _Container) -> Any:
-    """Makes a container hold what it held."""
+    """Restores the items of a container."""
 
     def original(part: Any) -> Any:
         return _restore(part.container, part) if isinstance(part, _Container) else part
@@ -517,14 +532,15 @@ def _restore(container: Any, saved: _Container) -> Any:
 
 
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Returns a key of what a module's behaviour depends on besides its tensors: modes, numbers, texts; other things by
-    identity."""
+    """Returns a key of everything except tensors that a module's behaviour depends on: modes, numbers and strings by
+    value, other objects by identity.
+    """
     return tuple((IdentityKey(part), *map(_attribute_key, _attributes(part).items())) for part in module.modules())
 
 
 def _attributes(part: torch.nn.Module) -> dict[str, Any]:
     script = script_attributes(part)
-    # Other objects are new ones each time that they are asked for.
+    # Attributes of other types are new objects on every access.
     return vars(part) | {name: x for name, x in script.items() if isinstance(x, (*_BY_VALUE, tuple, list, dict))}
 
 
@@ -532,7 +548,7 @@ _BY_VALUE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _state_by_name(module: torch.nn.Module) -> dict[str, Any]:
-    """The attributes of a module and its parts by what a message calls them, and the identities of their tensors."""
+    """Returns the attributes of a module and its submodules by their names in messages, and its tensors' identities."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         owner = f"of {path or 'the module'} ({type(part).__name__})"
@@ -545,21 +561,21 @@ def _state_by_name(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _attribute_keys(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns a key for each attribute of `_values`."""
+    """Returns a key for each attribute of `_state_by_name`."""
     return {name: _attribute_key(value) for name, value in _state_by_name(module).items()}
 
 
 def _changes(module: torch.nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the earlier keys of those attributes that have changed."""
+    """Returns the earlier keys of the attributes that have changed."""
     names = {**before, **(after := _attribute_keys(module))}
     return {name: before.get(name) for name in names if before.get(name, _MISSING) != after.get(name, _MISSING)}
 
 
 class _TensorKey(NamedTuple):
-    """A tensor, and the order of its elements in memory."""
+    """A tensor's identity, and whether it has nonstandard strides."""
 
     identity: int
-    memory_format_source: bool
+    has_nonstandard_strides: bool
 
 
 def _attribute_key(value: Any, around: tuple[int, ...] = ()) -> Any:
@@ -569,7 +585,7 @@ def _attribute_key(value: Any, around: tuple[int, ...] = ()) -> Any:
         return type(value), *(_attribute_key(item, (*around, id(value))) for item in cast(list[Any], value))
     if isinstance(value, set):
         return set, *sorted((_attribute_key(item, (*around, id(value))) for item in cast(set[Any], value)), key=hash)
-    if isinstance(value, weakref.ref):  # to what is compared where it is held
+    if isinstance(value, weakref.ref):  # Its target is compared where another attribute holds it.
         return weakref.ref
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
@@ -579,5 +595,5 @@ def _attribute_key(value: Any, around: tuple[int, ...] = ()) -> Any:
         return own, *((name, _attribute_key(item, (*around, id(value)))) for name, item in fields.items())
     if not isinstance(value, torch.Tensor):
         return IdentityKey(value)
-    # One that was computed, as by a hook that makes a weight, is computed anew by every forward.
+    # A computed tensor, such as a weight that a hook makes, is computed again by every forward.
     return _TensorKey(id(value), has_nonstandard_strides(value)) if value.grad_fn is None else ("computed", value.shape)

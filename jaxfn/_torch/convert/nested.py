@@ -1,4 +1,4 @@
-"""Functions that the code being traced applies: each is a call of its own jaxfn Function, one node of the graph."""
+"""Calls of torch Functions inside traced code. Each is recorded as one node, which calls the converted Function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from jaxfn._tree import is_array_leaf, is_inexact
 
 
 class _Preview(NamedTuple):
-    """The preview of a Function that is applied inside another one, before it is recorded; see `FunctionAdapter.preview`."""
+    """A nested Function as it was traced before its call is recorded.
+
+    Attributes:
+      converted: The converted Function.
+      arguments: The call's arguments.
+      traced: The trace of its `forward`.
+      draws: Whether `forward` or `backward` draws random numbers.
+    """
 
     converted: type[ConvertedFunction]
     arguments: FlatTensors
@@ -40,39 +47,39 @@ def _preview(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapp
 
 
 def can_repeat(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the same call once more gives the same again: it draws nothing, and writes to no argument."""
+    """Whether a second call would return equal values: the Function draws no random numbers and mutates no argument."""
     try:
         _, _, traced, draws = _preview(state, function, args, kwargs)
-    except EscapedTensorError:  # it uses tensors of a module, and may write to them
+    except EscapedTensorError:  # It uses tensors of a module, and may mutate them.
         return False
     return not draws and not traced.dirty and not traced.mutated
 
 
 def _apply_lifted(state: TraceState, module_tensors: ModuleTensors, function: Any, args: Sequence[Any]) -> Any:
-    """Applies a Function that uses a module's tensors, as one that takes them."""
+    """Applies a Function that captures a module's tensors, as one that takes them as arguments."""
     lifted_all = LiftedCall(function, args, module_tensors, [*module_tensors.tensors])
     _, arguments, traced, _ = _preview(state, lifted_all.function, lifted_all.args, {})
-    places = {id(x): i for i, x in enumerate(arguments.leaves)}
+    indices = {id(x): i for i, x in enumerate(arguments.leaves)}
     used, mutated = traced.used_inputs(), set(traced.mutated)
     names = [
         name
         for name, x in module_tensors.tensors.items()
-        if places[id(x)] in used or name in (lifted_all.mutated or ())
+        if indices[id(x)] in used or name in (lifted_all.mutated or ())
     ]
-    mutable = [name for name in names if places[id(module_tensors.tensors[name])] in mutated]
-    lifted = LiftedCall(function, args, module_tensors, names, mutable)
+    mutated_in_forward = [name for name in names if indices[id(module_tensors.tensors[name])] in mutated]
+    lifted = LiftedCall(function, args, module_tensors, names, mutated_in_forward)
     returned = _record(state, _preview(state, lifted.function, lifted.args, {}))
     read = traced.inputs_read_by_backward()
     state.backward_reads += [
         (f"{function.__name__}.backward", name, state.recorder.node(state.lower(x)))
         for name, x in module_tensors.tensors.items()
-        if places[id(x)] in read and name not in (lifted_all.mutated or ())  # those it reads to write them anew
+        if indices[id(x)] in read and name not in (lifted_all.mutated or ())  # Those it only reads to update them.
     ]
     return returned
 
 
 def record_nested_apply(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Applies a torch Function in the code being traced, as a call of its own jaxfn Function."""
+    """Applies a torch Function in the code being traced, as one call of its converted Function."""
     module_tensors = None if kwargs else state.module_tensors
     try:
         preview = _preview(state, function, args, kwargs)
@@ -83,7 +90,7 @@ def record_nested_apply(state: TraceState, function: Any, args: Sequence[Any], k
     if preview.traced.backward_error is not None and module_tensors is not None:
         try:
             return _apply_lifted(state, module_tensors, function, args)
-        except EscapedTensorError:  # it is no tensor of the module: a gradient is refused
+        except EscapedTensorError:  # It captures other tensors: a gradient raises.
             pass
         except TranslationError as error:
             preview.converted.adapter.set_backward_error(preview.traced, error)
@@ -91,12 +98,12 @@ def record_nested_apply(state: TraceState, function: Any, args: Sequence[Any], k
 
 
 def _record(state: TraceState, preview: _Preview) -> Any:
-    """Records the call; what it returns."""
+    """Records the call, and returns the Function's outputs."""
     converted, arguments, traced, draws = preview
     adapter = converted.adapter
     state.functions.append(traced)
-    places = slots(traced.output)
-    template = arguments.template  # all that the graph keeps of the arguments
+    output_slots = slots(traced.output)
+    template = arguments.template  # The graph references the template only, and not the arguments.
     deferred_errors: list[DeferredError] = []
 
     def apply_to_arrays(*arrays: Any) -> list[Any]:
@@ -106,31 +113,31 @@ def _record(state: TraceState, preview: _Preview) -> Any:
         args, kwargs = unflatten_tensors(template, arrays)
         return flatten_tensors(converted.apply(*args, **kwargs, **options), is_array_leaf).leaves
 
-    specs = [traced.specs[slot] for slot in places]
-    marked = [i for i, slot in enumerate(places) if slot in traced.non_differentiable]
+    specs = [traced.specs[slot] for slot in output_slots]
+    marked = [i for i, slot in enumerate(output_slots) if slot in traced.non_differentiable]
     shapes = [(x.shape, x.dtype) for x in specs]
     node = JaxFunctionNode(state, apply_to_arrays, adapter.definition.name, shapes, marked)
     mutated = {*traced.dirty, *traced.mutated}
     _check_aliased_arguments(state, adapter.definition.name, arguments.leaves, mutated)
-    # What it writes to is to have the old value still where autograd goes back through the call.
-    arguments_copied = [x.clone() if i in mutated else x for i, x in enumerate(arguments.leaves)]
-    results = node(*arguments_copied, *([draw_key(state)] if draws else []))
+    # Copies, since autograd inside the code differentiates the call at the values before the mutation.
+    operands = [x.clone() if i in mutated else x for i, x in enumerate(arguments.leaves)]
+    results = node(*operands, *([draw_key(state)] if draws else []))
     for tensor, spec in zip(results, specs, strict=True):
         if spec.memory_format_source is not None:
             state.recorder.record_memory_format(state.lower(tensor), spec.memory_format_source)
-    outputs = dict(zip(places, results, strict=True))
+    outputs = dict(zip(output_slots, results, strict=True))
     for index, slot in traced.dirty.items():
         if slot is None:
             raise TranslationError(
                 f"{adapter.definition.name}, applied inside {state.name}, marks an input dirty and does not return it"
             )
         outputs[slot] = arguments.leaves[index].copy_(outputs[slot])
-        if not torch.is_grad_enabled():  # it is another tensor then, and what was written to keeps its derivative
+        if not torch.is_grad_enabled():  # With gradients off, the mutated tensor keeps its old derivative.
             outputs[slot] = outputs[slot].detach()
     returned = unflatten_tensors(traced.output, outputs)
     if traced.implicit_outputs:
         returned, new_values = returned[: -len(traced.implicit_outputs)], returned[-len(traced.implicit_outputs) :]
-        with torch.no_grad():  # as `forward` wrote it: what is written to keeps its derivative
+        with torch.no_grad():  # As in `forward`, the mutated tensor keeps its old derivative.
             for index, value in zip(traced.implicit_outputs, new_values, strict=True):
                 arguments.leaves[index].copy_(value)
         returned = returned[0] if traced.has_single_output else returned
@@ -138,9 +145,9 @@ def _record(state: TraceState, preview: _Preview) -> Any:
     tensors |= {("output", slot): x for slot, x in outputs.items()}
     for slot, kind, i in traced.aliases:
         if slot in outputs and ((kind == "input" and i not in traced.dirty) or (kind == "output" and slot < i)):
-            what = "is an argument of it, or a part of one" if kind == "input" else "lies in the memory of another one"
-            reason = f"for what {adapter.definition.name} returned {what}"
-            hint = "Make one of them a copy before: `tensor.clone()`"
+            what = "an argument of it, or a part of one" if kind == "input" else "another of its outputs"
+            reason = f"an output of {adapter.definition.name} and {what}"
+            hint = "Copy one of them first: `tensor.clone()`"
             link_storage(state.recorder, outputs[slot], tensors[kind, i], reason, hint)
     _check_saved_tensors(state, traced, tensors, deferred_errors)
     return returned
@@ -152,52 +159,52 @@ def _check_saved_tensors(
     tensors: Mapping[tuple[str, int], torch.Tensor],
     deferred_errors: list[DeferredError],
 ) -> None:
-    """Has the call refuse to be differentiated where torch's backward would find, or leave, other values than JAX's.
+    """Makes differentiation of the call raise where torch and JAX would disagree about a tensor on ctx.
 
     # Note: a tensor that is an attribute
 
-        forward    ctx.state = state      backward finds in `ctx.state` what the buffer has by then, and JAX's what it
-                   return x * state       had at the call. What it writes there is the buffer's new value in torch, and
-        later      state.add_(1)          nobody's in JAX. Of `save_for_backward` torch says that it was modified.
+        forward    ctx.state = state      In torch, `backward` reads the buffer's new value from `ctx.state`; on JAX it
+                   return x * state       reads the value at the time of the call. If it mutates `ctx.state`, torch
+        later      state.add_(1)          updates the buffer; on JAX the update is lost. (For tensors that were saved by
+                                          `save_for_backward`, torch itself raises.)
     """
     if traced.backward_error is not None:
         return
     try:
         backward = None if traced.is_in_own_backward else traced.full_backward()
         aliases = traced.aliases_read_by_backward()
-    except Exception:  # it says so itself where it is called
+    except Exception:  # The same error is raised if `backward` is called.
         return
     name, outer = traced.definition.name, state.name
 
     def reject(kind: str, i: int, what: str) -> None:
         message = (
-            f"{name}.backward {what} {kind} {i} of the call in {outer}, which forward keeps on ctx. In torch that is "
-            "the memory of the caller, and on JAX a value of its own. Keep a copy, `tensor.clone()`"
+            f"{name}.backward {what} {kind} {i} of the call in {outer}, which forward stored on ctx. In torch that "
+            "tensor shares its storage with the caller's; JAX arrays share none. Store a copy, `tensor.clone()`"
         )
         deferred_errors.append(DeferredError(TranslationError, message))
 
     for _, kind, i in aliases:
-        report = functools.partial(reject, kind, i, "computes with what was written afterwards to")
+        report = functools.partial(reject, kind, i, "uses the new value, after an in-place update, of")
         tensor = tensors[kind, i]
         state.saved_arguments.append((tensor, state.recorder.node(state.lower(tensor)), report))
     module_tensors = [*state.module_tensors.tensors.values()] if state.module_tensors is not None else []
-    takes_them = hasattr(traced.definition.function, ORIGINAL)  # and has refused what would be lost
-    for i in backward.mutated if backward is not None and not takes_them else ():
+    is_lifted = hasattr(traced.definition.function, ORIGINAL)  # Then `lifting.py` has checked what it mutates.
+    for i in backward.mutated if backward is not None and not is_lifted else ():
         if any(may_overlap(tensors["input", i], x) for x in module_tensors):
-            reject("input", i, "writes to")
+            reject("input", i, "mutates")
 
 
 def _check_aliased_arguments(
     state: TraceState, name: str, tensors: Sequence[torch.Tensor], mutated: Collection[int]
 ) -> None:
-    """Raises where what a Function writes to one of its tensors is seen in another one that it was given."""
+    """Raises if the Function mutates an argument that shares storage with another argument."""
     for i in mutated:
         for j, other in enumerate(tensors):
             if i != j and may_overlap(tensors[i], other):
                 raise TranslationError(
-                    f"{name}, applied inside {state.name}, writes to tensor {i} of those that it is applied to, "
-                    f"and tensor {j} lies in the same memory. JAX's arrays share none. Pass a copy: `.clone()`"
-                    f"{source_line()}"
+                    f"{name}, applied inside {state.name}, mutates its tensor argument {i}, which shares its storage "
+                    f"with tensor argument {j}. JAX arrays share none. Pass a copy: `.clone()`{source_line()}"
                 )
 
 

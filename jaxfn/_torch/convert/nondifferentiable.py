@@ -1,4 +1,4 @@
-"""Arrays that cannot be differentiated by, where a derivative would not be torch's."""
+"""Arrays that raise when they are differentiated, where the derivative would differ from torch's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxfn._primitives import DeferredError, error_tangent
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def nondifferentiable(refusal: DeferredError, x: jax.Array) -> jax.Array:
-    """An array that cannot be differentiated by."""
+def nondifferentiable(error: DeferredError, x: jax.Array) -> jax.Array:
+    """Returns `x`. Raises `error` if JAX differentiates by it."""
     return x
 
 
 @nondifferentiable.defjvp
-def _(refusal: DeferredError, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return primals[0], error_tangent(jax.typeof(tangents[0]), tangents, refusal)
+def _(error: DeferredError, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], error_tangent(jax.typeof(tangents[0]), tangents, error)

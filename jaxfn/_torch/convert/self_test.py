@@ -19,7 +19,7 @@ import torch
 from jaxfn._compat import eval_context
 from jaxfn._torch.convert.function_class import convert_function_class
 from jaxfn._torch.convert.nested import NESTED_APPLY
-from jaxfn._torch.convert.python_function import convert_callable
+from jaxfn._torch.convert.torch_callable import convert_callable
 from jaxfn._torch.trace.state import Replacements, TraceConfig
 from jaxfn._torch.values.errors import TranslationError
 

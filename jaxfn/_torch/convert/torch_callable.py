@@ -1,9 +1,10 @@
-"""A piece of torch code that is no Function, traced as a whole: JAX differentiates what it was translated to."""
+"""Python functions and modules of torch, each traced as a whole. JAX differentiates the translation."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -13,36 +14,38 @@ import torch
 
 from jaxfn._primitives import DeferredError
 from jaxfn._torch._compat import without_functions
-from jaxfn._torch.convert.definition import TorchCode
+from jaxfn._torch.convert.definition import TorchCode, with_key
 from jaxfn._torch.convert.explain import Explanation, Part
 from jaxfn._torch.convert.nondifferentiable import nondifferentiable
 from jaxfn._torch.convert.traced_code import TensorSpec, TracedCode, get_or_trace
 from jaxfn._torch.graph.recorder import AssumedValue
 from jaxfn._torch.trace.leaks import checking_leaks
 from jaxfn._torch.trace.scope import trace_scope
-from jaxfn._torch.trace.state import TraceState
+from jaxfn._torch.trace.state import TraceConfig, TraceState
 from jaxfn._torch.values.arrays import torch_dtype
 from jaxfn._torch.values.errors import DataDependentError, TranslationError
 from jaxfn._torch.values.flatten import FlatTensors, flatten_tensors, slots, unflatten_tensors
-from jaxfn._torch.values.trace_cache import LRUCache
+from jaxfn._torch.values.trace_cache import LRUCache, static_key
 from jaxfn._tree import as_array, is_array_leaf
 
-# How many traces of one piece of code are kept.
+# The number of traces that are cached for one callable.
 _MAX_TRACES = 256
 
 
 class TracedCallable(TracedCode):
-    """Code, traced for some arguments.
+    """A torch callable, traced for some arguments.
 
     Args:
-      whole: the code.
-      arguments: the template of its arguments.
-      specs: of the tensors in its slots.
-      are_trained: which of those require a gradient, as parameters do.
-      tracing: the trace.
+      torch_callable: The callable.
+      arguments: The template of its arguments.
+      specs: The specs of the tensors in the template's slots.
+      are_parameters: Which of them require a gradient, as parameters do.
+      state: The trace.
+      tracks_all_inputs: Whether autograd tracks the other inputs like parameters.
 
     Attributes:
-      written: the parameters of a module that it wrote to, and that do not come back.
+      mutated_parameters: The parameters of a module that it mutates. Their new values are not returned.
+      gradient_error: The error of a derivative by anything except parameters, if those differ from torch's.
     """
 
     def __init__(
@@ -60,14 +63,15 @@ class TracedCallable(TracedCode):
                 state.add_input(*spec, requires_grad=True if is_parameter else None)
                 for spec, is_parameter in zip(specs, are_parameters, strict=True)
             ]
-            # As torch has it where a function is called: what is computed under `torch.no_grad()` has no derivative.
+            # What the code computes under `torch.no_grad()` has no derivative, as in torch.
             state.recorder.follows_grad_mode = True
             with torch.enable_grad():
-                given = [*inputs]
-                for i in slots(arguments if tracks_all_inputs else arguments[-2:]):  # the last two are no state
+                tensors = [*inputs]
+                # The last two arguments are args and kwargs; a module's parameters and buffers come before them.
+                for i in slots(arguments if tracks_all_inputs else arguments[-2:]):
                     if (tracks_all_inputs or state.arguments_require_grad) and not are_parameters[i]:
-                        given[i] = state.make_argument(inputs[i])
-                returned = torch_callable.function(*unflatten_tensors(arguments, given))
+                        tensors[i] = state.make_argument(inputs[i])
+                returned = torch_callable.function(*unflatten_tensors(arguments, tensors))
             state.recorder.follows_grad_mode = False
             state.check_saved_arguments()
             returned_flat = flatten_tensors(to_pytree(returned))
@@ -75,7 +79,7 @@ class TracedCallable(TracedCode):
             _check_gradients(state, inputs, returned_flat.leaves, values)
         self.mutated_parameters = state.mutated_parameters
         self.output = returned_flat.template
-        self.gradient_error: DeferredError | None = None  # why nothing but parameters can be differentiated by
+        self.gradient_error: DeferredError | None = None
         hook = state.hook_on_used_output
         self._second_order_error = (
             None if hook is None else DeferredError(TranslationError, _HOOK_ON_USED_OUTPUT.format(code.name, hook))
@@ -84,13 +88,13 @@ class TracedCallable(TracedCode):
         super().__init__(code, "forward", state, values)
 
     def run(self, arrays: Sequence[Any], key: Any) -> Any:
-        """Runs the code on JAX arrays."""
+        """Runs the translation on JAX arrays."""
         if self.gradient_error is not None or self._second_order_error is not None:
             arrays = [self._with_gradient_errors(x, t) for x, t in zip(arrays, self._are_parameters, strict=True)]
         return unflatten_tensors(self.output, self.run_graph(arrays, key))
 
     def _with_gradient_errors(self, x: Any, is_parameter: bool) -> Any:
-        """An array that raises where a derivative by it would not be torch's."""
+        """Returns an input array that raises where a derivative by it would differ from torch's."""
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         if self.gradient_error is not None and not is_parameter:
@@ -101,22 +105,22 @@ class TracedCallable(TracedCode):
 
 
 _DATA_MUTATION = (
-    "{} writes by `.data` to a tensor that autograd saves where arguments or buffers require a gradient. torch's "
-    "gradients take the new values then, and JAX's the old ones, so that only parameters can be differentiated by. "
-    "Write before the tensor is used, or to a copy, `tensor.clone()`{}"
+    "{} mutates by `.data` a tensor that autograd saves if arguments or buffers require a gradient. torch would "
+    "compute gradients from the new values, and JAX from the old ones, so only parameters can be differentiated. "
+    "Mutate the tensor before its first use, or mutate a copy, `tensor.clone()`{}"
 )
 
 
 _HOOK_ON_USED_OUTPUT = (
-    "{} registers a hook on a tensor that the derivative of the operation which made it may use, as that of tanh does, "
-    "and torch's second derivatives pass the hook there too, which JAX's would not. Register it on a copy, "
+    "{} registers a hook on the output of an operation whose derivative may use that output, as that of tanh does. "
+    "torch's second derivatives pass through the hook there too, and JAX's would not. Register it on a copy, "
     "`y = y.clone()`, or change the gradient in a torch.autograd.Function{}"
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _once_differentiable(gradient_error: DeferredError, x: jax.Array) -> jax.Array:
-    """An array whose gradient cannot be differentiated."""
+    """Returns `x`. Raises if the gradient by it is differentiated."""
     return x
 
 
@@ -132,28 +136,31 @@ _once_differentiable.defvjp(_once_differentiable_fwd, _once_differentiable_bwd)
 
 
 class TorchCallable:
-    """Code that is called with arrays in place of tensors.
+    """A function of tensors that is called with arrays in their place.
 
     Args:
-      code: what it is called, and traced with.
-      function: takes the arguments, one after the other.
+      code: Its name and the options that it is traced with.
+      function: The function, which takes positional arguments.
+
+    Attributes:
+      arguments_require_grad: Whether autograd tracks the arguments, since the code reads their `requires_grad`.
     """
 
     def __init__(self, code: TorchCode, function: Callable[..., Any]) -> None:
         self.code = code
         self.function = function
-        self.arguments_require_grad = False  # whether autograd is to know of them, as the code asks for that
+        self.arguments_require_grad = False
         self._traces = LRUCache[TracedCallable](_MAX_TRACES)
 
     def trace(
         self, arguments: tuple[Any, ...], num_parameter_args: int, state: Any
     ) -> tuple[TracedCallable, Sequence[Any]]:
-        """The trace for these arguments, and the arrays in them.
+        """Returns the trace for these arguments, and the arrays in them.
 
         Args:
-          arguments: `function`'s, any pytrees of arrays and other values.
-          num_trained: in how many of them, the first ones, arrays require a gradient.
-          state: what the code's behaviour depends on besides.
+          arguments: The arguments of `function`: pytrees of arrays and other values.
+          num_parameter_args: The arrays in so many arguments, the first ones, require a gradient.
+          state: A key of everything else that the code's behaviour depends on.
         """
         request = self._make_request(arguments, num_parameter_args)
         try:
@@ -170,12 +177,12 @@ class TorchCallable:
                 raise
             more = "".join(map(str, assumed[1:]))
             raise DataDependentError(
-                f"{error}\nAs far as can be seen it asks for values further on, too:{more}"
+                f"{error}\nAs far as can be seen, the code reads concrete values in more indices:{more}"
             ) from error
         return traced, request.arguments.leaves
 
     def explain(self, arguments: tuple[Any, ...], num_parameter_args: int = 0) -> Explanation:
-        """Explains what becomes of the code for these arguments."""
+        """Explains how the code is translated for these arguments."""
         name, request = self.code.name, self._make_request(arguments, num_parameter_args)
         try:
             with checking_leaks(name):
@@ -192,10 +199,14 @@ class TorchCallable:
 
 
 class _TraceRequest(NamedTuple):
-    """The request for a program.
+    """A request to trace a callable.
 
     Attributes:
-      sees_all: whether autograd is to know of all inputs, as of parameters.
+      torch_callable: The callable.
+      arguments: Its arguments.
+      specs: The specs of the tensors in them.
+      are_parameters: Which of those require a gradient, as parameters do.
+      tracks_all_inputs: Whether autograd tracks the other inputs like parameters.
     """
 
     torch_callable: TorchCallable
@@ -205,14 +216,14 @@ class _TraceRequest(NamedTuple):
     tracks_all_inputs: bool = False
 
     def __call__(self, assumed: list[AssumedValue] | None = None) -> TracedCallable:
-        """The program.
+        """Traces the callable.
 
-        Code that asks whether it is being compiled hears that it is, and leaves out what needs values; where it then
-        does what cannot be translated (operations of a package's own, in the place of torch's), that it is not.
+        `torch.compiler.is_compiling()` returns True first, so that the code skips data-dependent checks. If that path
+        cannot be translated (it may call a package's own operations in place of torch's), tracing is retried with
+        False.
 
         Args:
-          assumed: to see what else Python code does where it asks for a tensor's value, it is told something, which is
-            noted here.
+          assumed: Collects where Python code reads a concrete value, if tracing is to go on with assumed values.
         """
         first = self._attempt(assumed, is_compiling=True)
         if first.is_translated or not first.reads_is_compiling:
@@ -249,11 +260,11 @@ class _TraceRequest(NamedTuple):
 
 
 class _TraceAttempt(NamedTuple):
-    """An attempt to make a program.
+    """One attempt to trace a callable.
 
     Attributes:
-      result: the program, or what was raised.
-      asks_compiling: whether the code asked whether it is being compiled.
+      result: The trace, or the exception that was raised.
+      reads_is_compiling: Whether the code called `torch.compiler.is_compiling()`.
     """
 
     result: TracedCallable | Exception
@@ -261,63 +272,63 @@ class _TraceAttempt(NamedTuple):
 
     @property
     def is_translated(self) -> bool:
-        """Whether there is a program, which JAX can run."""
+        """Whether the callable was traced, and JAX can run the translation."""
         return isinstance(self.result, TracedCallable) and self.result.is_translated
 
     @property
     def is_informative(self) -> bool:
-        """Whether there is a program or a message about what JAX lacks, and no mistake of the code's own."""
+        """Whether the result is a trace or the reason why there is none, and not an error of the code itself."""
         return isinstance(self.result, (TracedCallable, TranslationError))
 
     def get(self) -> TracedCallable:
         if isinstance(self.result, Exception):
-            # A message that names the line needs no frames of torch's and jaxfn's.
+            # The message names the user's line, so the frames of torch and jaxfn are dropped.
             raise self.result.with_traceback(None) if isinstance(self.result, TranslationError) else self.result
         return self.result
 
 
 def _trace_with_assumed_values(request: _TraceRequest) -> tuple[TracedCallable | None, list[AssumedValue]]:
-    """The program of code that asks for values, if it can be made so, and where it asks."""
+    """Traces code that reads concrete values, with assumed values. Returns the trace, or `None`, and the reads."""
     assumed: list[AssumedValue] = []
     try:
         with checking_leaks(request.torch_callable.code.name):
             return request(assumed), assumed
-    except Exception:  # of any kind: the code was told what is not so
+    except Exception:  # Any exception: the code ran with wrong values.
         return None, assumed
 
 
 def _check_gradients(
     state: TraceState, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> None:
-    """Raises where torch's autograd finds a way from an output to a parameter, and the graph shows none."""
+    """Raises if torch's autograd finds a path from an output to a parameter and the graph has none."""
     indices = {id(x): i for i, x in enumerate(inputs)}
     with without_functions():
         for output, value in zip(outputs, values, strict=True):
             by_autograd = {indices[id(leaf)] for leaf in _autograd_leaves(output) if id(leaf) in indices}
             if by_autograd and not by_autograd <= state.recorder.differentiable_inputs(value):
                 raise TranslationError(
-                    f"{state.name} writes to a parameter's memory in a way that autograd does not see (by `.data`, "
-                    "or by a detached view of it), and the derivative by that parameter would be lost. Write the new "
-                    "value to a tensor of its own"
+                    f"{state.name} mutates a parameter in a way that autograd does not see (by `.data`, or by a "
+                    "detached view), so the derivative by that parameter would be lost. Write the new value to "
+                    "another tensor"
                 )
 
 
 def _autograd_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that autograd, going back from one, comes to in the end."""
+    """Returns the leaf tensors that autograd reaches from a tensor."""
     if tensor.grad_fn is None:
         return iter([tensor] if tensor.requires_grad else [])
     seen: set[Any] = set()
-    waiting: list[Any] = [tensor.grad_fn]
-    while waiting:
-        function = waiting.pop()
+    pending: list[Any] = [tensor.grad_fn]
+    while pending:
+        function = pending.pop()
         if function is not None and function not in seen:
             seen.add(function)
-            waiting += [following for following, _ in function.next_functions]
+            pending += [following for following, _ in function.next_functions]
     return (function.variable for function in seen if hasattr(function, "variable"))
 
 
 def to_pytree(value: Any) -> Any:
-    """A value in containers that are pytrees to JAX; of other ones, what they hold, by name."""
+    """Converts a value to containers that are pytrees to JAX. Other ones become dicts of their tensors by name."""
     if isinstance(value, torch.Tensor) or value is None:
         return value
     kind = type(value)
@@ -326,7 +337,7 @@ def to_pytree(value: Any) -> Any:
             return {name: to_pytree(item) for name, item in cast(dict[Any, Any], value).items()}
         items = map(to_pytree, cast(Sequence[Any], value))
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
-    if isinstance(value, (tuple, list)):  # torch.return_types among them
+    if isinstance(value, (tuple, list)):  # `torch.return_types`, for example
         return tuple(map(to_pytree, cast(Sequence[Any], value)))
     if isinstance(value, Mapping):
         return _to_dict(cast(Mapping[Any, Any], value))
@@ -345,3 +356,44 @@ def _to_dict(items: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _has_tensors(value: Any) -> bool:
     return bool(flatten_tensors(value).leaves)
+
+
+def convert_callable(function: Callable[..., Any], config: TraceConfig) -> Callable[..., Any]:
+    """Converts a Python function of tensors to a function of JAX arrays, with an extra parameter for the random key."""
+    plain = function.func if isinstance(function, functools.partial) else function
+    name = getattr(plain, "__name__", type(plain).__name__)
+    signature = _signature_of(function)
+    code = TorchCode(name, config, signature.parameters, name)
+
+    def call_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+    torch_callable = TorchCallable(code, call_function)
+
+    @functools.wraps(plain)
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        key = kwargs.pop(code.key_name, None)
+        signature.bind(*args, **kwargs)
+        traced, arrays = torch_callable.trace((args, kwargs), 0, _capture_key(function))
+        return traced.run(arrays, key)
+
+    parameters = list(with_key(list(signature.parameters.values()), code.key_name))
+    vars(converted)["__signature__"] = signature.replace(parameters=parameters)
+    return converted
+
+
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Returns a function's signature; `(*args, **kwargs)` for a compiled function without one, such as `torch.sin`."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        kinds = {"args": inspect.Parameter.VAR_POSITIONAL, "kwargs": inspect.Parameter.VAR_KEYWORD}
+        return inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds.items()])
+
+
+def _capture_key(function: Callable[..., Any]) -> Any:
+    """Returns a key of what a function captures; a new object, which equals no other, if that may change."""
+    try:
+        return static_key(function)
+    except TypeError:
+        return object()

@@ -1,4 +1,4 @@
-"""The methods of a torch Function, traced for given shapes, and run on JAX arrays."""
+"""Traces of the methods of a torch Function for arguments shapes, and their execution on JAX arrays."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from jaxfn._torch.values.flatten import Slot, flatten_tensors, slots, unflatten_
 from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
 from jaxfn._tree import Opaque
 
-# How many traces of `backward` and `jvp` a trace of `forward` keeps: patterns of gradients that are None, and of flags.
+# The number of traces of `backward` and `jvp` that are cached for each trace of `forward`: one for each pattern of
+# gradients that are None, and of flags.
 _MAX_RULES = 32
 
 
 class TensorSpec(NamedTuple):
-    """The type of a tensor while tracing.
+    """The type of a traced tensor.
 
     Attributes:
-      shape: its shape.
-      dtype: its type.
-      permuted: what it has the order of its elements in memory from, where that may be another than its axes say.
+      shape: Its shape.
+      dtype: Its dtype.
+      memory_format_source: Where its strides come from, for messages, if they may differ from contiguous ones.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +47,7 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_spec(tensor: torch.Tensor, memory_format_source: str | None = None) -> TensorSpec:
-    """The `TensorSpec` of a tensor."""
+    """Returns the spec of a tensor."""
     return TensorSpec(tuple(tensor.shape), tensor.dtype, memory_format_source)
 
 
@@ -143,14 +144,15 @@ def _is_double(value: Any) -> bool:
 
 
 class TorchContext(torch.autograd.function.FunctionCtx):
-    """The ctx that torch code sees while it is being traced: torch's, for one trace of `forward`, `backward` or `jvp`.
+    """The ctx that torch code sees while one method is traced.
 
-    What the methods of the base class were given (`to_save`, `saved_for_forward`, `non_differentiable`,
-    `dirty_tensors`, `materialize_grads`) they set as attributes of those names, as they do in torch.
+    The base class stores what its methods receive in attributes, as in torch: `to_save`, `saved_for_forward`,
+    `non_differentiable`, `dirty_tensors` and `materialize_grads`.
 
     Args:
-      needs_input_grad: whether each input is being differentiated.
-      saved: what `saved_tensors` gives.
+      needs_input_grad: Whether each input is being differentiated.
+      saved: The value of `saved_tensors`.
+      on_read: Called when the code reads `needs_input_grad`.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
 
     @needs_input_grad.setter
     def needs_input_grad(self, flags: tuple[bool, ...]) -> None:
-        """The Function that torch makes of a custom operation hides an argument of its own meanwhile."""
+        """Replaces the flags, as the Function that torch makes of a custom operation does."""
         self.jaxfn.needs_input_grad = flags
 
     @property
@@ -182,28 +184,28 @@ class TorchContext(torch.autograd.function.FunctionCtx):
 
     @property
     def saved_variables(self) -> tuple[torch.Tensor | None, ...]:
-        """The old name of `saved_tensors`."""
+        """`saved_tensors`, by its deprecated name."""
         return self.jaxfn.saved
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes that the code itself assigned."""
+        """The attributes that the user's code assigned."""
         return {name: value for name, value in vars(self).items() if name not in _CTX_ATTRIBUTES}
 
     def after_forward(self, method: str) -> TorchContext:
-        """The ctx as `backward` or `jvp` sees it, with all that `forward` left on it."""
+        """Returns the ctx as `backward` or `jvp` sees it, with everything that `forward` stored."""
         self.jaxfn.saved = self.to_save
         if method == "jvp" and self.saved_for_forward is not None:
             self.jaxfn.saved = self.saved_for_forward
         return self
 
     def mark_shared_storage(self, *pairs: Any) -> None:
-        """Old code calls it; it has had no effect in torch for years."""
+        """Does nothing, as in torch, which deprecated it."""
 
 
 @dataclasses.dataclass
 class _CtxState:
-    """The part of a ctx that jaxfn uses, apart from what the code assigns to it."""
+    """jaxfn's part of a ctx, apart from the attributes that the user's code assigns."""
 
     needs_input_grad: tuple[bool, ...]
     saved: tuple[torch.Tensor | None, ...]
@@ -214,11 +216,11 @@ _CTX_ATTRIBUTES = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "no
 
 
 class SlotSource(NamedTuple):
-    """The source of a slot's value after `forward` ran.
+    """Where a slot's value comes from after `forward` ran.
 
     Attributes:
       kind: "input", "result" (of the graph), or "constant" (a tensor that depends on no input).
-      place: which input or result.
+      position: The index of the input or result; for a constant, the slot.
     """
 
     kind: str
@@ -226,12 +228,12 @@ class SlotSource(NamedTuple):
 
 
 class StorageAlias(NamedTuple):
-    """A slot that lies in the memory of an input or output.
+    """A slot whose tensor may share storage with an input or an output.
 
     Attributes:
-      slot: the slot.
+      slot: The slot.
       kind: "input" or "output".
-      place: which input, or the slot of the output.
+      position: The index of the input, or the slot of the output.
     """
 
     slot: int
@@ -243,24 +245,25 @@ class TracedForward(TracedCode):
     """`forward`, traced.
 
     Args:
-      definition: the Function.
-      arguments: the template of `(args, kwargs)`.
-      specs: of the tensors in its slots.
-      needs_input_grad: one for each input of `forward`.
+      definition: The Function.
+      arguments: The template of `(args, kwargs)`.
+      specs: The specs of the tensors in its slots.
+      needs_input_grad: One flag for each input of `forward`.
 
     Attributes:
-      output: the template of what `forward` returned.
-      kept: the slots of what it kept for "backward" and for "jvp", in the order in which those get their values.
-      non_differentiable: the slots marked so.
-      dirty: the inputs marked so, and the slot of each that was returned.
-      written: the inputs that it wrote to.
-      handed_on: those of them that it did not mark, where the code that applies it is to have what was written: the
-        last outputs, which the user's code knows nothing of.
-      sharing: which slots lie in the memory of inputs and outputs, where other code applies it.
-      returns_one: whether the user's code returned an output by itself, and not in a tuple.
-      materialize_grads: as it set it.
-      runs_again: whether `backward` and `jvp` run it again, on its inputs: it kept tensors with autograd's graph of how
-        they were computed, for autograd to go back through.
+      output: The template of the output of `forward`.
+      saved_slots: The slots that `forward` saved for "backward" and for "jvp", in the order of those methods' inputs.
+      non_differentiable: The output slots that were marked non-differentiable.
+      dirty: The inputs that were marked dirty, and the slot of each one that was returned.
+      mutated: The inputs that `forward` mutated.
+      implicit_outputs: Mutated inputs that were not marked dirty, in nested Functions. Their new values are appended to
+        the outputs; the user's code does not see them.
+      aliases: Which slots share storage with inputs and outputs, in nested Functions.
+      has_single_output: Whether the user's code returned a single output, and not a tuple.
+      materialize_grads: The value that the code set on ctx.
+      reruns_forward: Whether `backward` and `jvp` run `forward` again, on its inputs, because it stored tensors with
+        autograd's graph on ctx, which `backward` may differentiate.
+      backward_error: The error that differentiation raises, if any.
     """
 
     def __init__(
@@ -273,7 +276,7 @@ class TracedForward(TracedCode):
         self.definition = definition
         self.needs_input_grad = needs_input_grad
         self.arguments = arguments
-        # For each tensor, which input of forward it belongs to.
+        # For each tensor, the index of the input of `forward` that contains it.
         args, kwargs = arguments
         self._input_indices = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
         self.input_specs = specs
@@ -293,42 +296,36 @@ class TracedForward(TracedCode):
             if not self.has_single_output and any(
                 _is_among(x, output[:i]) for i, x in enumerate(output) if _is_among(x, unmarked)
             ):
-                # torch returns a view of it for each place.
+                # torch returns a separate view for each occurrence.
                 output = tuple(x.view_as(x) if _is_among(x, unmarked) else x for x in output)
             if new_values:
                 output = (*((output,) if self.has_single_output else output), *new_values)
             for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
-            returned_flat = flatten_tensors((output, ctx.to_save, for_forward, ctx.attributes), deduplicate=True)
+            flat = flatten_tensors((output, ctx.to_save, for_forward, ctx.attributes), deduplicate=True)
             with without_functions():
-                self.reruns_forward = not all(
-                    returned_flat.leaves[slot].is_leaf for slot in slots(returned_flat.template[1:])
-                )
-            # Also after it was written to, an input is that input.
-            places = {id(x): i for i, x in enumerate(inputs)}
-            self._input_of = {slot: places[id(x)] for slot, x in enumerate(returned_flat.leaves) if id(x) in places}
-            values = [state.lower(tensor) for tensor in returned_flat.leaves]
+                self.reruns_forward = not all(flat.leaves[slot].is_leaf for slot in slots(flat.template[1:]))
+            # An input is identified by its tensor, which stays the same when it is mutated.
+            indices = {id(x): i for i, x in enumerate(inputs)}
+            self._input_of = {slot: indices[id(x)] for slot, x in enumerate(flat.leaves) if id(x) in indices}
+            values = [state.lower(tensor) for tensor in flat.leaves]
             state.check_saved_arguments()
-            places = sorted(set(slots(returned_flat.template[0])))
-            tensors = [("input", i, x) for i, x in enumerate(inputs)] + [
-                ("output", i, returned_flat.leaves[i]) for i in places
-            ]
+            places = sorted(set(slots(flat.template[0])))
+            tensors = [("input", i, x) for i, x in enumerate(inputs)] + [("output", i, flat.leaves[i]) for i in places]
             self.aliases = [
                 StorageAlias(slot, kind, i)
-                for slot, x in enumerate(returned_flat.leaves)
+                for slot, x in enumerate(flat.leaves)
                 for kind, i, other in tensors
                 if definition.config.is_nested and may_overlap(x, other)
             ]
-        self.backward_error: TranslationError | None = None  # why backward is not traced
-        self.output, to_save, for_forward, self._attributes = returned_flat.template
+        self.backward_error: TranslationError | None = None
+        self.output, to_save, for_forward, self._attributes = flat.template
         self._saved = {"backward": to_save, "jvp": for_forward}
-        saved = f"a tensor that {definition.name}.forward keeps or returns"
-        self.specs = [tensor_spec(value, state.recorder.memory_format_of(value, saved)) for value in values]
+        source = f"a tensor that {definition.name}.forward saves or returns"
+        self.specs = [tensor_spec(value, state.recorder.memory_format_of(value, source)) for value in values]
         self.reads_needs_input_grad = state.reads_needs_input_grad
         self.materialize_grads = ctx.materialize_grads
-        self.non_differentiable = [
-            i for i, x in enumerate(returned_flat.leaves) if _is_among(x, ctx.non_differentiable)
-        ]
-        returned = {id(x): i for i, x in enumerate(returned_flat.leaves)}
+        self.non_differentiable = [i for i, x in enumerate(flat.leaves) if _is_among(x, ctx.non_differentiable)]
+        returned = {id(x): i for i, x in enumerate(flat.leaves)}
         self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
 
         in_output = set(slots(self.output))
@@ -354,18 +351,18 @@ class TracedForward(TracedCode):
         super().__init__(definition, "forward", state, results)
         if self.reruns_forward and self.draws:
             raise TranslationError(
-                f"{definition.name}.forward draws random numbers and keeps tensors with autograd's graph on ctx, for "
-                "which it would have to run again in backward. Draw outside, and pass the numbers as an argument"
+                f"{definition.name}.forward draws random numbers and stores tensors with autograd's graph on ctx, so it "
+                "would run again in backward and draw others. Draw the numbers outside, and pass them as an argument"
             )
 
     def _new_inputs(self, state: TraceState, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
         return [
-            state.add_input(*spec, requires_grad=needs_input_grad[owner])
-            for spec, owner in zip(self.input_specs, self._input_indices, strict=True)
+            state.add_input(*spec, requires_grad=needs_input_grad[name])
+            for spec, name in zip(self.input_specs, self._input_indices, strict=True)
         ]
 
     def _run_code(self, ctx: TorchContext, inputs: Sequence[torch.Tensor]) -> Any:
-        """Runs the user's code on tensors; returns its output."""
+        """Runs the user's code on traced tensors, and returns its output."""
         function = self.definition.function
         args, kwargs = unflatten_tensors(self.arguments, inputs)
         if not self.definition.has_setup_context:
@@ -375,14 +372,14 @@ class TracedForward(TracedCode):
         return output
 
     def run(self, inputs: Sequence[Any], key: Any) -> dict[int, Any]:
-        """The value of each slot that has one on JAX."""
-        # What JAX gives for a clone is the array itself. A result that is an input would count as that input where it
-        # is saved, and one that is an output would be marked, or differentiated twice, where that one is.
+        """Runs the translation, and returns the value of each slot that is not a constant."""
+        # A translated `clone` returns the array itself. A result is copied if it is the same array as an input, since
+        # saving it would save the input, or as an output, since marking or differentiating it would affect that one.
         results = self.run_graph(inputs, key)
         identity = ArrayIdentity(inputs)
         others = set(map(identity.key, inputs))
         values: dict[int, Any] = {}
-        for slot, source in enumerate(self.sources):  # those of the outputs come first
+        for slot, source in enumerate(self.sources):  # The slots of outputs come first.
             if source.kind == "input":
                 values[slot] = inputs[source.position]
             elif source.kind == "result":
@@ -392,55 +389,55 @@ class TracedForward(TracedCode):
         return values
 
     def arrays_to_save(self, method: str, inputs: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
-        """The arrays that "backward" or "jvp" needs, of the inputs and the slots' values."""
+        """Returns the arrays that "backward" or "jvp" needs, from the inputs and the slots' values."""
         return list(inputs) if self.reruns_forward else [values[slot] for slot in self.saved_slots[method]]
 
     def values_of_inputs_and_outputs(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
-        """The value of each slot that is an input or one of the outputs, which are given."""
+        """Returns the value of each slot that is an input or an output."""
         of_inputs = {i: inputs[source.position] for i, source in enumerate(self.sources) if source.kind == "input"}
         return of_inputs | dict(zip(slots(self.output), outputs, strict=True))
 
     def trace_rule(
-        self, method: str, given: Any, specs: Sequence[TensorSpec], needs_input_grad: tuple[bool, ...]
+        self, method: str, arguments: Any, specs: Sequence[TensorSpec], needs_input_grad: tuple[bool, ...]
     ) -> TracedRule:
-        """`backward` or `jvp`, traced for a template of gradients or tangents."""
+        """Returns the trace of `backward` or `jvp` for a template of gradients or tangents."""
         if self.backward_error is not None and method == "backward":
             raise self.backward_error
         return get_or_trace(
             f"{self.definition.name}.{method}",
             self._rules,
-            (method, given),
+            (method, arguments),
             specs,
-            lambda specs: TracedRule(self, method, given, specs, needs_input_grad),
+            lambda specs: TracedRule(self, method, arguments, specs, needs_input_grad),
             needs_input_grad,
         )
 
     @property
     def is_in_own_backward(self) -> bool:
-        """Whether `whole_backward` is tracing the `backward` of the same Function, which applies the Function again.
+        """Whether `full_backward` is tracing the `backward` of the same Function, which applies the Function again.
 
-        The `backward` of this call is not traced in advance then: it contains another such call, and so on without end.
+        The `backward` of this call is not traced in advance then, since that would recurse without end.
         """
         return self.definition.original in ACTIVE.traced_backwards
 
     def full_backward(self) -> TracedRule | None:
-        """`backward` traced for all gradients, where there is one."""
+        """Traces `backward` for gradients of all outputs; returns `None` if there is no `backward`."""
         if self.definition.backward is None:
             return None
         outputs = self.output if isinstance(self.output, tuple) else (self.output,)
-        given = flatten_tensors(torch_tree.tree_map(_slot_or_none, outputs), lambda leaf: isinstance(leaf, Slot))
-        specs = [self.specs[slot.index] for slot in given.leaves]
+        arguments = flatten_tensors(torch_tree.tree_map(_slot_or_none, outputs), lambda leaf: isinstance(leaf, Slot))
+        specs = [self.specs[slot.index] for slot in arguments.leaves]
         before = ACTIVE.traced_backwards
         ACTIVE.traced_backwards = (*before, self.definition.original)
         try:
-            return self.trace_rule("backward", given.template, specs, (True,) * len(self.needs_input_grad))
+            return self.trace_rule("backward", arguments.template, specs, (True,) * len(self.needs_input_grad))
         finally:
             ACTIVE.traced_backwards = before
 
     def used_inputs(self) -> set[int]:
-        """Returns the inputs that `forward` or `backward` computes with, writes to, or gives a gradient.
+        """Returns the inputs that `forward` or `backward` uses, mutates, or returns a gradient for.
 
-        All of them, if `is_inside_own_backward`.
+        Returns all of them if `is_in_own_backward`.
         """
         if self.is_in_own_backward:
             return set(range(len(self.input_specs)))
@@ -453,23 +450,23 @@ class TracedForward(TracedCode):
         backward = self.full_backward()
         if backward is not None:
             with_gradient = {i for i, gradient in enumerate(backward.returned) if slots(gradient)}
-            used |= {i for i, owner in enumerate(self._input_indices) if owner in with_gradient}
+            used |= {i for i, name in enumerate(self._input_indices) if name in with_gradient}
         return used
 
     def inputs_read_by_backward(self) -> set[int]:
-        """Returns the inputs, as they were when `forward` was called, that `backward` computes with."""
+        """Returns the inputs whose value at the time of the call `backward` uses."""
         read = self._slots_read_by_backward()
         return read if self.reruns_forward else {self._input_of[slot] for slot in read if slot in self._input_of}
 
     def aliases_read_by_backward(self) -> list[StorageAlias]:
-        """Returns the part of `sharing` that `backward` computes with."""
+        """Returns the entries of `aliases` whose tensor `backward` uses."""
         read = self._slots_read_by_backward()
         return [x for x in self.aliases if (x.slot in read if not self.reruns_forward else x.kind == "input")]
 
     def _slots_read_by_backward(self) -> set[int]:
-        """The slots that `backward` computes with; the inputs, where it runs `forward` again.
+        """Returns the slots that `backward` uses; the inputs, if `reruns_forward`.
 
-        All that `forward` keeps, if `is_inside_own_backward`.
+        Returns all that `forward` saved if `is_in_own_backward`.
         """
         saved = range(len(self.input_specs)) if self.reruns_forward else self.saved_slots["backward"]
         if self.is_in_own_backward:
@@ -481,7 +478,7 @@ class TracedForward(TracedCode):
         return {i for i, node in zip(saved, of_backward, strict=False) if node.users}
 
     def mutated_inputs_of(self, method: str, state: TraceState) -> set[int]:
-        """Returns the inputs that `ctx` gave to `backward` or `jvp` in this trace, and that were written to there."""
+        """Returns the inputs of `forward` that `backward` or `jvp` got from `ctx` and mutated in this trace."""
         mutated = state.mutated_inputs()
         saved = (
             range(len(self.input_specs))
@@ -491,14 +488,16 @@ class TracedForward(TracedCode):
         return {position for i, position in enumerate(saved) if position is not None and i in mutated}
 
     def make_ctx(self, method: str, state: TraceState, needs_input_grad: tuple[bool, ...]) -> TorchContext:
-        """The ctx that `backward` or `jvp` gets in a new trace, whose first inputs are those of `to_keep`."""
+        """Makes the ctx of `backward` or `jvp` in a new trace, whose first inputs are the arrays of
+        `arrays_to_save`.
+        """
         if self.reruns_forward:
             ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
             self._run_code(ctx, self._new_inputs(state, needs_input_grad))
             return ctx.after_forward(method)
         tensors = {slot: state.add_constant(value) for slot, value in self._constant_slots.items()}
         for slot in self.saved_slots[method]:
-            # What was computed without autograd, or detached, requires no gradient.
+            # Detached intermediates, and those computed without autograd, require no gradient.
             requires_grad = any(needs_input_grad) if slot in self._outputs else None
             if slot in self._input_of:
                 requires_grad = needs_input_grad[self._input_indices[self._input_of[slot]]]
@@ -514,22 +513,22 @@ class TracedRule(TracedCode):
     """`backward` or `jvp`, traced.
 
     Args:
-      forward: the trace whose derivative it is.
+      forward: The trace of `forward`.
       method: "backward" or "jvp".
-      given: the template of its arguments.
-      specs: of the tensors in its slots.
-      needs_input_grad: one for each input of `forward`.
+      template: The template of the gradients or tangents that it takes.
+      specs: The specs of the tensors in the template's slots.
+      needs_input_grad: One flag for each input of `forward`.
 
     Attributes:
-      returned: the template of what it returned: gradients, one for each input and perhaps more, or tangents.
-      written: the inputs of `forward` that it wrote to, of those that were kept.
+      returned: The template of the result: tangents, or gradients, one for each input and perhaps more.
+      mutated: The saved inputs of `forward` that it mutated.
     """
 
     def __init__(
         self,
         forward: TracedForward,
         method: str,
-        given: Any,
+        template: Any,
         specs: Sequence[TensorSpec],
         needs_input_grad: tuple[bool, ...],
     ) -> None:
@@ -543,9 +542,9 @@ class TracedRule(TracedCode):
             state.first_gradient_input = len(
                 forward.input_specs if forward.reruns_forward else forward.saved_slots[method]
             )
-            order = definition.config.externals.gradient_memory_format_source
+            source = definition.config.externals.gradient_memory_format_source
             arguments = unflatten_tensors(
-                given, [state.add_input(x.shape, x.dtype, x.memory_format_source or order) for x in specs]
+                template, [state.add_input(x.shape, x.dtype, x.memory_format_source or source) for x in specs]
             )
             num_added = len(forward.implicit_outputs)
             if method == "backward":
@@ -556,28 +555,28 @@ class TracedRule(TracedCode):
                 else:
                     returned = function(ctx, *arguments)
             returned = returned if isinstance(returned, tuple) else (returned,)
-            returned_flat = flatten_tensors((*returned, *[None] * num_added) if method == "jvp" else returned)
-            values = [state.lower(tensor) for tensor in returned_flat.leaves]
+            flat = flatten_tensors((*returned, *[None] * num_added) if method == "jvp" else returned)
+            values = [state.lower(tensor) for tensor in flat.leaves]
             self.mutated = forward.mutated_inputs_of(method, state)
             state.check_saved_arguments()
-        self.returned: Any = returned_flat.template
+        self.returned: Any = flat.template
         self.reads_needs_input_grad = state.reads_needs_input_grad
         super().__init__(definition, method, state, values)
 
-    def run(self, saved: Sequence[Any], given: Sequence[Any], key: Any) -> tuple[Any, ...]:
-        """Runs the rule on JAX arrays."""
-        return unflatten_tensors(self.returned, self.run_graph([*saved, *given], key))
+    def run(self, saved: Sequence[Any], arguments: Sequence[Any], key: Any) -> tuple[Any, ...]:
+        """Runs the translation on JAX arrays."""
+        return unflatten_tensors(self.returned, self.run_graph([*saved, *arguments], key))
 
 
 class TracedVmap(TracedCode):
     """`vmap`, traced.
 
     Args:
-      definition: the Function.
-      arguments: the template of its inputs.
-      specs: of the tensors in its slots, their batch included.
-      info: what `vmap` is told of the batch.
-      in_dims: which axis of each input is the batch.
+      definition: The Function.
+      arguments: The template of its inputs.
+      specs: The specs of the tensors in the template's slots, batch axes included.
+      info: The `info` argument of `vmap`.
+      in_dims: The batch axis of each input.
     """
 
     def __init__(
@@ -586,10 +585,10 @@ class TracedVmap(TracedCode):
         state = TraceState(definition.name, definition.config)
         with trace_scope(state):
             inputs = unflatten_tensors(arguments, [state.add_input(*spec, requires_grad=True) for spec in specs])
-            returned_flat = flatten_tensors(definition.function.vmap(info, in_dims, *inputs))
-            values = [state.lower(tensor) for tensor in returned_flat.leaves]
+            flat = flatten_tensors(definition.function.vmap(info, in_dims, *inputs))
+            values = [state.lower(tensor) for tensor in flat.leaves]
             state.check_saved_arguments()
-        self._returned: Any = returned_flat.template
+        self._returned: Any = flat.template
         super().__init__(definition, "vmap", state, values)
 
     def run(self, inputs: Sequence[Any], key: Any) -> Any:
@@ -601,16 +600,16 @@ _T = TypeVar("_T", bound=TracedCode)
 
 
 def get_or_trace(
-    owner: str,
+    name: str,
     cache: LRUCache[_T],
     template: Any,
     specs: Sequence[TensorSpec],
     trace: Callable[[Sequence[TensorSpec]], _T],
     needs_input_grad: tuple[bool, ...] = (),
 ) -> _T:
-    """A trace for these arguments, an earlier one where there is one; kept, where that is safe.
+    """Returns a cached trace for these arguments, or makes a new one; caches it, if the arguments have a key.
 
-    JAX's integers have 32 bits by default. Where torch or the code wants 64, they are traced as if they had.
+    JAX's integers have 32 bits by default. If torch requires int64, int32 inputs are traced as int64.
     """
     try:
         key = static_key(template), tuple(specs), torch_settings_key()
@@ -619,18 +618,18 @@ def get_or_trace(
     found = None if key is None else cache.get(key, lambda trace: trace.fits(needs_input_grad))
     if found is None:
         try:
-            with checking_leaks(owner):
+            with checking_leaks(name):
                 found = trace(specs)
         except (TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
-            int64_specs = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
+            widened_specs = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
             if (
                 isinstance(error, TranslationError)
-                or int64_specs == specs
+                or widened_specs == specs
                 or not re.search("(?i)int64|long", str(error))
             ):
                 raise
-            with checking_leaks(owner):
-                found = trace(int64_specs)
+            with checking_leaks(name):
+                found = trace(widened_specs)
         if key is not None and not found.reads_external_values:
             cache.put(key, found)
     return found

@@ -486,7 +486,8 @@ def _cast_like(result: Any, recorded: Any, node: Node) -> Any:
     if isinstance(recorded, (tuple, list)):
         if not isinstance(result, (tuple, list)) or len(result) != len(recorded):
             raise TranslationError(
-                f"{operation_name(node.target)}{_line(node)} has {len(recorded)} results; its translation gave {result!r}"
+                f"{operation_name(node.target)}{_line(node)} has {len(recorded)} results; its translation gave "
+                f"{result!r}"
             )
         return type(recorded)(_cast_like(part, expected, node) for part, expected in zip(result, recorded, strict=True))
     if not isinstance(recorded, torch.Tensor):

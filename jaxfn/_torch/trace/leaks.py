@@ -27,7 +27,7 @@ _THREAD = threading.local()
 
 def track(value: Any) -> Any:
     """Notes tensors that a trace made; returns them."""
-    tracked: list[weakref.ref[Any]] | None = getattr(_THREAD, "noted", None)
+    tracked: list[weakref.ref[Any]] | None = getattr(_THREAD, "tracked", None)
     if tracked is not None:
         if isinstance(value, FunctionalTensor):
             tracked.append(weakref.ref(value))
@@ -38,7 +38,7 @@ def track(value: Any) -> Any:
 
 def swap(a: torch.Tensor, b: torch.Tensor) -> None:
     """Makes each of two tensors of a trace the other one. (`torch.utils.swap_tensors` wants no weak references.)"""
-    tracked: list[weakref.ref[Any]] = getattr(_THREAD, "noted", None) or []
+    tracked: list[weakref.ref[Any]] = getattr(_THREAD, "tracked", None) or []
     tracked[:] = [reference for reference in tracked if reference() is not a and reference() is not b]
     torch.utils.swap_tensors(a, b)
     track([a, b])
@@ -46,7 +46,7 @@ def swap(a: torch.Tensor, b: torch.Tensor) -> None:
 
 def live_tensors() -> list[FunctionalTensor]:
     """The tensors of the trace that are still there, each once."""
-    return _live(getattr(_THREAD, "noted", None) or [])
+    return _live(getattr(_THREAD, "tracked", None) or [])
 
 
 def tensors_with_storage(elem: torch.Tensor) -> list[FunctionalTensor]:
@@ -77,7 +77,7 @@ def checking_leaks(owner: str) -> Generator[None]:
     Raises:
       TranslationError: user code keeps one that depends on the inputs.
     """
-    before = getattr(_THREAD, "noted", None)
+    before = getattr(_THREAD, "tracked", None)
     tracked: list[weakref.ref[Any]] = []
     _THREAD.tracked = tracked
     try:

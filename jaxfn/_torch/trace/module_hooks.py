@@ -23,8 +23,8 @@ def check_no_backward_hooks(state: TraceState, original: Callable[[Any], Any], m
         return original(module)
     method, hook = module_backward_hooks(module)[0]
     raise TranslationError(
-        f"{state.name}: {state.describe_module(module)} has a backward hook, {_describe_hook(hook)}, registered by {method}. "
-        "torch's autograd calls it, and JAX does not. Remove the hook, and wrap the layer's output in a "
+        f"{state.name}: {state.describe_module(module)} has a backward hook, {_describe_hook(hook)}, registered by "
+        f"{method}. torch's autograd calls it, and JAX does not. Remove the hook, and wrap the layer's output in a "
         "torch.autograd.Function whose backward does what the hook does; a hook of a tensor, "
         f"output.register_hook(hook), works too{source_line()}"
     )
