@@ -351,8 +351,8 @@ class TracedForward(TracedCode):
         super().__init__(definition, "forward", state, results)
         if self.reruns_forward and self.draws:
             raise TranslationError(
-                f"{definition.name}.forward draws random numbers and stores tensors with autograd's graph on ctx, so it "
-                "would run again in backward and draw others. Draw the numbers outside, and pass them as an argument"
+                f"{definition.name}.forward draws random numbers and stores tensors with autograd's graph on ctx, so "
+                "it would have to run again in backward. Draw the numbers outside, and pass them as an argument"
             )
 
     def _new_inputs(self, state: TraceState, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Nodes of autograd's graph, as the code sees them."""
+"""Nodes of autograd's graph, as traced code sees them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from jaxfn._torch.graph.source_lines import source_line
 from jaxfn._torch.values.errors import TranslationError
 
-# The attribute of a tensor that the code registered a hook on.
+# The attribute that marks a tensor with a registered hook.
 HOOKED = "jaxfn_is_hooked"
 
 
 class GradFn:
-    """A node of autograd's graph as the code sees it: it can be looked at, and takes no hooks.
+    """A node of autograd's graph as traced code sees it. It can be inspected, and rejects hooks.
 
     Args:
-      owner: whose code it is, for messages.
-      node: the node.
+      name: The name of the code in messages.
+      node: torch's node.
     """
 
     def __init__(self, name: str, node: Any) -> None:
@@ -27,20 +27,20 @@ class GradFn:
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        """The nodes that follow in backward."""
+        """The nodes that autograd visits next."""
         return tuple((node and GradFn(self._name, node), i) for node, i in self.node.next_functions)
 
     def register_hook(self, hook: Any) -> Any:
-        """Refuses: JAX does not go through this graph."""
+        """Raises, since JAX does not use this graph."""
         raise TranslationError(
             f"{self._name} registers a hook on a `grad_fn`, {self.node.name()}, which torch's autograd calls and JAX "
-            f"does not. Register a hook on the tensor, `tensor.register_hook(hook)`, where it is made{source_line()}"
+            f"does not. Register a hook on the tensor, `tensor.register_hook(hook)`, where it is created{source_line()}"
         )
 
     register_prehook = register_hook
 
     def _register_hook_dict(self, tensor: torch.Tensor) -> None:
-        """Implements what `tensor.register_hook` calls inside an operation of a library."""
+        """Implements what `tensor.register_hook` calls inside a library's operation."""
         if HOOKED not in vars(tensor):
             self.register_hook(None)
         self.node._register_hook_dict(tensor)
@@ -59,5 +59,5 @@ torch.autograd.graph.Node.register(GradFn)  # for `isinstance`
 
 
 def unwrap_node(value: Any) -> Any:
-    """autograd's own node of a `GradFn`; anything else as it is."""
+    """Returns torch's node of a `GradFn`; other values unchanged."""
     return value.node if type(value) is GradFn else value

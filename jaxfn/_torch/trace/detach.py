@@ -1,22 +1,22 @@
 """Gradients where torch's autograd does not see what the code does: `detach`, `.data`, and `torch.no_grad()`.
 
-# Note: memory and gradients
+# Note: storage and gradients
 
-To torch the gradient belongs to a tensor, and the values to its memory, which several tensors may share:
+In torch a gradient belongs to a tensor, and values belong to its storage, which several tensors may share:
 
-    d = y.detach()              d has y's memory, and no gradient
+    d = y.detach()              d shares y's storage, and has no gradient
     with torch.no_grad():
-        v = y[0]                likewise
-        v.mul_(2)               y has other values, and its old gradient
+        v = y[0]                v shares y's storage, and has no gradient
+        v.mul_(2)               y has new values, and its old gradient
 
-A graph has values only, and JAX differentiates those. So a tensor that autograd sees no way back from, in memory that
-has a gradient, is marked *detached*, and its derivative is stopped wherever it is used. What is written without a
-gradient gets the derivative that the memory had before, by a node `carried(new, old)`.
+A graph has values only, and JAX differentiates those. So a tensor without a gradient, in storage that has one, is
+marked *detached*, and its derivative is stopped wherever it is used. A value that is written without a gradient gets
+the derivative that the storage had before, by a node `with_gradient_of(new, old)`.
 
-What autograd has saved for backward is memory too: written to by `.data`, which autograd does not see, torch's gradient
-takes the new values. Those are not known where JAX's derivative is taken, so that is refused. While tracing autograd
-saves for parameters only. Where there is such a write, code is traced again as if all inputs were parameters: if that
-is refused, so are gradients by the others.
+Autograd saves storage for backward too. If the code mutates it by `.data`, which autograd does not see, torch computes
+the gradient from the new values. JAX computes it from the old ones, so that raises. In a trace autograd saves tensors
+for parameters only. If there is such a mutation, the code is traced again with all inputs as parameters; if that
+raises, gradients by the other inputs raise.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ from jaxfn._torch.trace.autograd_nodes import unwrap_node
 from jaxfn._torch.trace.leaks import live_tensors, tensors_with_storage
 from jaxfn._torch.values.errors import TranslationError
 
-DETACHED = "jaxfn_is_detached"  # the attribute of a tensor that says so, and how
+DETACHED = "jaxfn_is_detached"  # The attribute that marks a detached tensor. Its value says how it was detached.
 _BY_CALL, _BY_DATA, _UNREADABLE = "by a call", "by .data", "unreadable"
 _ALIASED = "jaxfn_shares_memory"
 
 
 def mark_detached(tensor: Any, *, by_data: bool = False) -> Any:
-    """Marks a tensor of the code's as detached, if need be so that autograd does not see writes; returns it."""
+    """Marks a tensor of the user's code as detached, perhaps by `.data`, which hides mutations from autograd;
+    returns it.
+    """
     if isinstance(tensor, FunctionalTensor):
         vars(tensor)[DETACHED] = _BY_DATA if by_data else _BY_CALL
     return tensor
 
 
 def is_detached(tensor: object) -> bool:
-    """Whether a tensor is marked."""
+    """Whether a tensor is marked as detached."""
     return isinstance(tensor, FunctionalTensor) and DETACHED in vars(tensor)
 
 
@@ -58,17 +60,17 @@ def _is_by_data(tensor: FunctionalTensor) -> bool:
 
 
 def forbid_mutation(recorder: Recorder, tensor: torch.Tensor, reason: str) -> None:
-    """Notes that others, which would not see it, are in a tensor's memory."""
+    """Marks a tensor whose storage is shared with tensors that would not see a mutation."""
     recorder.has_aliased_inputs = True
     vars(tensor)[_ALIASED] = reason
 
 
 def set_data(recorder: Recorder, tensor: Any, value: torch.Tensor) -> None:
-    """Puts a tensor with its gradient into memory of its own, with other values: `tensor.data = value`.
+    """Implements `tensor.data = value`: gives a tensor new values in separate storage, and keeps its gradient.
 
-    To torch it is the memory of `value`, which makes no difference as long as nothing is written to it.
+    In torch it shares `value`'s storage, which makes no difference unless one of them is mutated.
     """
-    if recorder.follows_grad_mode and tensor.is_leaf:  # of others, autograd saved the memory and not the tensor
+    if recorder.follows_grad_mode and tensor.is_leaf:  # For other tensors, autograd saved the old storage.
         _check_not_saved(recorder, tensor)
     lowered = value
     if isinstance(value, FunctionalTensor):
@@ -77,14 +79,14 @@ def set_data(recorder: Recorder, tensor: Any, value: torch.Tensor) -> None:
     stop_detached(recorder, tensor)
     tensor.elem = FunctionalTensor.to_functional(recorder.with_gradient_of(lowered, tensor.from_functional())).elem
     if isinstance(value, FunctionalTensor):
-        reason = "one of which was made the `.data` of the other"
+        reason = "one of which was assigned to the `.data` of the other"
         link_storage(recorder, tensor, value, reason, "Assign a copy: `tensor.data = other.clone()`")
     else:
-        forbid_mutation(recorder, tensor, "its `.data` is a tensor that was made outside")
+        forbid_mutation(recorder, tensor, "its `.data` is an external tensor")
 
 
 def link_storage(recorder: Recorder, a: torch.Tensor, b: torch.Tensor, reason: str, hint: str) -> None:
-    """Notes that torch has one memory for two tensors, neither of which may be written to while there are both."""
+    """Records that two tensors share storage in torch, so neither may be mutated while both are referenced."""
     if isinstance(a, FunctionalTensor) and isinstance(b, FunctionalTensor):
         recorder.linked_storages += [(a.elem, b.elem, reason, hint), (b.elem, a.elem, reason, hint)]
 
@@ -93,54 +95,57 @@ def _check_aliases(recorder: Recorder, tensor: FunctionalTensor) -> None:
     for x in tensors_with_storage(tensor.elem):
         if _ALIASED in vars(x):
             raise TranslationError(
-                f"{recorder.name} writes to a tensor that shares its memory: {vars(x)[_ALIASED]}, and JAX's arrays "
-                f"share none. Write to a copy{source_line()}"
+                f"{recorder.name} mutates a tensor that shares its storage: {vars(x)[_ALIASED]}. JAX arrays share "
+                f"none. Mutate a copy{source_line()}"
             )
     for mutated, other, reason, hint in recorder.linked_storages:
         if storage_id(mutated) == storage_id(tensor.elem) and tensors_with_storage(other):
             raise TranslationError(
-                f"{recorder.name} writes to the memory of two tensors, {reason}, and JAX's arrays share none. "
+                f"{recorder.name} mutates the storage of two tensors, {reason}. JAX arrays share none. "
                 f"{hint}{source_line()}"
             )
 
 
 def _check_not_saved(recorder: Recorder, tensor: FunctionalTensor) -> None:
-    """Raises where autograd has saved memory for backward that is written to without its knowledge."""
+    """Raises if autograd has saved, for backward, the storage that is mutated by `.data`."""
     pending = [x.grad_fn for x in live_tensors()]
     while pending:
         node = unwrap_node(pending.pop())
         if node is None or node in recorder.visited_nodes:
             continue
-        recorder.visited_nodes.add(node)  # which keeps what it saved, so that memory is not used twice
+        recorder.visited_nodes.add(node)  # This keeps its saved storage alive, so identities stay unique.
         pending += [following for following, _ in node.next_functions]
         recorder.saved_storages |= {storage_id(x.elem) for x in saved_values(node) if isinstance(x, FunctionalTensor)}
     recorder.data_mutation = source_line()
     if storage_id(tensor.elem) in recorder.saved_storages:
         raise TranslationError(
-            f"{recorder.name} writes by `.data` to a tensor that autograd has saved for backward. torch's gradients "
-            "take the new values there, without saying so, and JAX's the old ones. Write before the tensor is used, "
-            f"or to a copy, `tensor.clone()`{source_line()}"
+            f"{recorder.name} mutates by `.data` a tensor that autograd has saved for backward. torch would silently "
+            "compute gradients from the new values, and JAX from the old ones. Mutate the tensor before its first use, "
+            f"or mutate a copy, `tensor.clone()`{source_line()}"
         )
 
 
 def stop_detached(recorder: Recorder, *tensors: FunctionalTensor) -> None:
-    """Takes the derivative off the present values of those tensors that are marked."""
+    """Stops the gradients of the tensors that are marked as detached."""
     for tensor in filter(is_detached, tensors):
         if vars(tensor)[DETACHED] is _UNREADABLE:
             raise TranslationError(
-                f"{recorder.name} reads a detached tensor, to which it wrote a value with a gradient, in the memory "
-                f"of another tensor that has a gradient of its own. Write to a copy: `.detach().clone()`{source_line()}"
+                f"{recorder.name} reads a detached tensor after it wrote a value with a gradient to it. The tensor "
+                "shares storage with another tensor that has a gradient. Mutate a copy: "
+                f"`.detach().clone()`{source_line()}"
             )
         _stop_gradient(recorder, tensor)
 
 
 def _is_called_by_user() -> bool:
-    """Whether it is the code that detaches, and not autograd for its own purposes."""
+    """Whether the user's code detaches, and not autograd internally."""
     return is_below_autograd() and not is_accumulating()
 
 
 def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
-    """Runs `call()`, an operation on tensors of the user's code, with the gradients that torch gives it."""
+    """Runs `call()`, an operation on tensors of the user's code, and gives its results the gradients that torch
+    gives them.
+    """
     for x in mutated_arguments(func, args, kwargs) if recorder.linked_storages or recorder.has_aliased_inputs else []:
         if isinstance(x, FunctionalTensor):
             _check_aliases(recorder, x)
@@ -159,7 +164,7 @@ def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: A
         return value
     mutated = [x for x in mutated_arguments(func, args, kwargs) if isinstance(x, FunctionalTensor) and _is_inexact(x)]
     if any(map(_is_by_data, mutated)):
-        with mode:  # in which autograd hands out what it saved
+        with mode:  # Autograd returns saved tensors through the mode.
             for x in filter(_is_by_data, mutated):
                 _check_not_saved(recorder, x)
     others = [x for x in operands if not any(x is y for y in mutated)]
@@ -185,13 +190,13 @@ def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: A
 
 
 def _unmark_detached(recorder: Recorder, tensor: FunctionalTensor) -> bool:
-    """Makes a detached tensor one that has a gradient, as torch does where something with a gradient is written to it.
+    """Makes a detached tensor one that has a gradient, as torch does when a value with a gradient is written to it.
 
-    Not where something else lies in that memory and has a gradient of its own: a graph cannot show both, and the
-    tensor must not be read any more.
+    Not if another tensor in that storage has a gradient: the graph cannot represent both, so later reads of the tensor
+    raise.
 
     Returns:
-      Whether it could be done.
+      Whether that was possible.
     """
     aliases = tensors_with_storage(tensor.elem)
     is_alone = not any(_is_differentiable(recorder, x) for x in aliases if not is_detached(x))
@@ -205,12 +210,12 @@ def _unmark_detached(recorder: Recorder, tensor: FunctionalTensor) -> bool:
 
 
 def _attached_aliases(tensor: FunctionalTensor) -> list[FunctionalTensor]:
-    """The tensors in the memory of a detached one that are not detached."""
+    """Returns the tensors that share a detached tensor's storage and are not detached."""
     return [x for x in tensors_with_storage(tensor.elem) if not is_detached(x)]
 
 
 def _set_value(tensor: FunctionalTensor, value: torch.Tensor) -> None:
-    """Gives a tensor, and what shares its memory, another value from below functionalization."""
+    """Gives a tensor, and all tensors that share its storage, a new value from below functionalization."""
     tensor.replace_(value)
     tensor.commit_update()
     tensor.sync()

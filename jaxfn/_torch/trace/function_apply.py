@@ -1,16 +1,16 @@
-"""Functions that the code being traced applies: each becomes one node, which keeps its own rule at every order.
+"""Functions that traced code applies. Each call becomes one node, which keeps the Function's rule at every order.
 
-# Note: `apply`, and `apply` taken before
+# Note: `apply`, and an `apply` that was looked up before the trace
 
-`Function.apply` has a stand-in while a trace is made, which is found by `Inner.apply(x)` and `super().apply(x)`. Where
-`apply` is a Python function (torch before 2.15), one that was taken beforehand, `round_ = Inner.apply`, comes by there
-too: torch's own looks the next one up. Since 2.15 `apply` is compiled code, and what was taken is that code itself. But
-it asks the class for its parts, by names, and a metaclass sees that:
+`Function.apply` is patched during a trace, which `Inner.apply(x)` and `super().apply(x)` find. Where `apply` is a
+Python function (torch before 2.15), an `apply` that was looked up before, `round_ = Inner.apply`, reaches the patch
+too, since torch's code looks up the next one. Since 2.15 `apply` is compiled code, and `round_` is that code itself.
+But it looks up attributes of the class, which a metaclass sees:
 
-    round_(x)    asks Inner for _backward_cls    which only this code asks for: Inner is being applied, and what it
-                                                 gives has a derivative if gradients are on (in forward they never are)
-                 asks Inner for forward          gets one that records the node
-                 asks Inner for setup_context    gets one that does nothing, where Inner has one
+    round_(x)    looks up Inner._backward_cls    which only this code looks up: Inner is being applied. The outputs
+                                                 have a derivative if gradients are on (inside forward they are off)
+                 looks up Inner.forward          gets a function that records the node
+                 looks up Inner.setup_context    gets a function that fills the ctx, if Inner has a setup_context
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _APPLYING = threading.local()
 
 def apply_in_trace(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Implements `function.apply` inside a trace."""
-    if function is _compat.CheckpointFunction:  # by a `checkpoint` that was taken before; see `patches`
+    if function is _compat.CheckpointFunction:  # By a `checkpoint` that was looked up before.
         run, _, *inputs = args
         with state.recorder.recomputing():
             return run(*inputs)
@@ -44,11 +44,11 @@ def apply_in_trace(state: TraceState, function: Any, args: Sequence[Any], kwargs
 
 def _becomes_node(state: TraceState, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     is_traced = any(map(state.is_traced, torch_tree.tree_leaves((tuple(args), dict(kwargs)))))
-    return is_traced and not issubclass(function, NodeAutograd)  # which is for autograd inside alone
+    return is_traced and not issubclass(function, NodeAutograd)  # `NodeAutograd` is part of a node.
 
 
 def look_up_attribute(function: Any, name: str) -> Any:
-    """An attribute of a Function class, or what compiled `apply` is to find in its place."""
+    """Returns an attribute of a Function class, or its replacement for compiled `apply`."""
     value = type.__getattribute__(function, name)
     if name == "_backward_cls":
         _APPLYING.applied = function if ACTIVE.state is not None else None
@@ -58,10 +58,11 @@ def look_up_attribute(function: Any, name: str) -> Any:
         if name == "setup_context":
             _APPLYING.applied = None
             return _set_up_recorded if getattr(_APPLYING, "recorded", None) is not None else value
-        is_separate = type.__getattribute__(function, "setup_context") is not torch.autograd.Function.setup_context
+        setup_context = type.__getattribute__(function, "setup_context")
         _APPLYING.applied = None
         if state is not None and not issubclass(function, NodeAutograd):
-            return _make_recording_forward(state, function, value, is_separate)
+            has_setup_context = setup_context is not torch.autograd.Function.setup_context
+            return _make_recording_forward(state, function, value, has_setup_context)
     return value
 
 
@@ -71,36 +72,36 @@ def _set_up_recorded(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _make_recording_forward(
-    state: TraceState, function: Any, forward: Callable[..., Any], is_separate: bool
+    state: TraceState, function: Any, forward: Callable[..., Any], has_setup_context: bool
 ) -> Callable[..., Any]:
-    """A `forward` for compiled `apply` to call."""
+    """Returns the `forward` that compiled `apply` calls."""
     has_gradients = _APPLYING.has_gradients
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        ctx, *inputs = (None, *args) if is_separate else args
+    def record(*args: Any, **kwargs: Any) -> Any:
+        ctx, *inputs = (None, *args) if has_setup_context else args
         if not _becomes_node(state, function, inputs, kwargs):
             returned, node = forward(*args, **kwargs), None
         else:
             with torch.set_grad_enabled(has_gradients):
                 returned = state.config.nested.apply(state, function, inputs, kwargs)
             node = state, function, inputs, kwargs, returned
-        if is_separate:  # for `_set_up`
+        if has_setup_context:  # For `_set_up_recorded`.
             _APPLYING.applied, _APPLYING.recorded = function, node
         elif node is not None:
             _set_up_context(ctx, *node)
         return returned
 
-    return recorded
+    return record
 
 
 def _set_up_context(
     ctx: Any, state: TraceState, function: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any], returned: Any
 ) -> None:
-    """Gives the ctx of a recorded node what torch makes its outputs by, and autograd inside goes back through it by."""
+    """Fills the ctx of a recorded node, from which torch makes its outputs, and autograd differentiates the call."""
     arguments = flatten_tensors((tuple(inputs), dict(kwargs)))
     outputs = returned if isinstance(returned, tuple) else (returned,)
-    # An output that is an input was written to. If it were not marked, torch would return a view of it instead, without
-    # a derivative, for here gradients are off.
+    # An output that is an input was mutated. If it were not marked dirty, torch would return a view of it, without a
+    # derivative, since gradients are off here.
     mutated = [x for x in arguments.leaves if any(x is y for y in outputs)]
     ctx.mark_dirty(*mutated)
     ctx.set_materialize_grads(False)
@@ -113,14 +114,15 @@ def _set_up_context(
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         if not can_repeat:
             raise TranslationError(
-                f"{state.name} differentiates through {function.__name__}, which draws random numbers, writes to an "
-                "argument or uses a module's tensors, by an `apply` that was taken before. torch 2.15 and later do not "
-                f"show that call, and it cannot be made again. Write {function.__name__}.apply(...) where it is called."
+                f"{state.name} differentiates through {function.__name__}, which draws random numbers, mutates an "
+                "argument or uses a module's tensors, by an `apply` that was looked up before. torch 2.15 and later "
+                f"hide that call from jaxfn, and it cannot be repeated. Write {function.__name__}.apply(...) where it "
+                "is called."
             )
         gradients = [*grad_outputs[0]] if isinstance(grad_outputs[0], list) else grad_outputs
         creates_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Views, so that no input is reached through another one.
+            # Separate views, so that autograd returns one gradient for each input.
             tensors = [x.view_as(x) for x in ctx.saved_tensors]
             args, kwargs = unflatten_tensors(template, tensors)
             returned = state.config.nested.apply(state, function, args, kwargs)

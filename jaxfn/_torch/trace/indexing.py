@@ -1,7 +1,7 @@
-"""Indexing with traced tensors where torch would ask for their values.
+"""Indexing with traced tensors, where torch would read their values.
 
-`x[i]`, with `i` a tensor of one integer, is a gather, and `x[i] = y` a scatter. `x[mask]` is a `Selection`. Every other
-index is left to torch.
+`x[i]`, with `i` a tensor of one integer, is a gather, and `x[i] = y` a scatter. `x[mask]` is a `Selection`. torch
+handles all other indices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def get_item(state: TraceState, tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """`tensor[index]`."""
+    """Returns `tensor[index]`."""
     index = _replace_concrete_masks(state, index)
     parts = _expand_index(tensor, index)
     if _is_traced_mask(state, parts):
@@ -30,12 +30,12 @@ def get_item(state: TraceState, tensor: torch.Tensor, index: Any) -> torch.Tenso
 
 
 def set_item(state: TraceState, tensor: torch.Tensor, index: Any, value: Any) -> None:
-    """`tensor[index] = value`."""
+    """Implements `tensor[index] = value`."""
     index = _replace_concrete_masks(state, index)
     parts = _expand_index(tensor, index)
     if isinstance(value, Selection):
         if not _is_traced_mask(state, parts):
-            raise_unsupported("an assignment to an index that is no mask")
+            raise_unsupported("an assignment to an index that is not a mask")
         assign(state, tensor, parts[0], value)
         return
     if not any(_is_traced_integer(state, part) for part in parts):
@@ -47,7 +47,7 @@ def set_item(state: TraceState, tensor: torch.Tensor, index: Any, value: Any) ->
 
 
 def _replace_concrete_masks(state: TraceState, index: Any) -> Any:
-    """The index with the places where masks are true instead of the masks, of those that depend on no input."""
+    """Replaces masks that depend on no input by the indices of their true elements."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         is_mask = isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) and part.dim() > 0
@@ -56,7 +56,7 @@ def _replace_concrete_masks(state: TraceState, index: Any) -> Any:
 
 
 def _expand_index(tensor: torch.Tensor, index: Any) -> list[Any]:
-    """An index as one part for each dimension that it speaks of, without an ellipsis."""
+    """Returns an index as one part for each dimension that it names, without an ellipsis."""
     parts = list(index) if isinstance(index, tuple) else [index]
     taken = sum(_dimensions(part) for part in parts)
     for position, part in enumerate(parts):
@@ -67,7 +67,7 @@ def _expand_index(tensor: torch.Tensor, index: Any) -> list[Any]:
 
 
 def _dimensions(part: Any) -> int:
-    """Counts the dimensions of the tensor that a part of an index takes."""
+    """Returns the number of the tensor's dimensions that a part of an index consumes."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8):
@@ -76,7 +76,7 @@ def _dimensions(part: Any) -> int:
 
 
 def _is_traced_mask(state: TraceState, parts: list[Any]) -> bool:
-    """Whether the index is a traced mask and nothing else that matters."""
+    """Whether the index is a traced mask, followed only by full slices."""
     if not parts or not isinstance(parts[0], torch.Tensor) or parts[0].dtype not in (torch.bool, torch.uint8):
         return False
     is_all = all(isinstance(part, slice) and part == slice(None) for part in parts[1:])
@@ -89,7 +89,7 @@ def _is_traced_integer(state: TraceState, part: Any) -> bool:
 
 
 def _integer_indices(state: TraceState, parts: list[Any]) -> list[torch.Tensor | None]:
-    """The unknown integers as `aten.index` takes them: by dimension of the tensor."""
+    """Returns the traced integers in the form that `aten.index` takes: one entry for each dimension."""
     indices: list[torch.Tensor | None] = []
     for part in parts:
         indices += [part if _is_traced_integer(state, part) else None] * _dimensions(part)
@@ -97,6 +97,6 @@ def _integer_indices(state: TraceState, parts: list[Any]) -> list[torch.Tensor |
 
 
 def _gather(state: TraceState, tensor: torch.Tensor, parts: list[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The tensor at the unknown integers, and what of the index remains to be done on that."""
+    """Returns the tensor at the traced integers, and the rest of the index, to apply to the result."""
     remaining = tuple(part for part in parts if not _is_traced_integer(state, part))
     return aten.index(tensor, _integer_indices(state, parts)), remaining

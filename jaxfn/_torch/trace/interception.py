@@ -1,7 +1,7 @@
-"""Interception of torch's Python functions, before autograd and functionalization make operations of them.
+"""Interception of torch's Python functions, above autograd and functionalization.
 
-`TorchFunctionInterceptor` sees every call of torch's functions and every attribute of a tensor, and answers those that need another
-answer while tracing. `patches` is for what no mode sees.
+`TorchFunctionInterceptor` sees every call of a torch function and every access to a tensor's attribute, and handles
+those that must behave differently in a trace. `patches` handles names that no torch mode intercepts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _HANDLERS: dict[Any, _Handler] = {}
 
 
 class TorchFunctionInterceptor(TorchFunctionMode):
-    """Answers what torch code asks of its tensors."""
+    """Handles torch functions and attributes of tensors inside a trace."""
 
     def __init__(self, state: TraceState) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if ACTIVE.state is not self.state:  # another trace, inside of this one
+        if ACTIVE.state is not self.state:  # A nested trace is active.
             return func(*args, **kwargs)
         args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(value) for name, value in kwargs.items()}
         if _is_device_name(kwargs.get("device")):
@@ -65,7 +65,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         if any(isinstance(x, Selection) for x in (*args, *kwargs.values())) and func is not torch.Tensor.__setitem__:
             return call_with_selections(self.state, func, args, kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor) and not kwargs["out"].numel():
-            empty = kwargs["out"]  # which gets the result's size
+            empty = kwargs["out"]  # It gets the result's shape.
             return _replace_contents(
                 empty, self.__torch_function__(func, types, args, {**kwargs, "out": None}).to(empty.dtype)
             )
@@ -76,9 +76,10 @@ class TorchFunctionInterceptor(TorchFunctionMode):
 
 
 def _call_operation(state: TraceState, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operation. For a custom one torch applies the Function that it made of the registered backward.
+    """Calls an operation. For a custom one, torch applies the Function that it made of the registered backward.
 
-    Not if there is none, or a jaxfn Function replaces it: then the derivative is that of its code or its replacement.
+    Without a registered backward, or if a jaxfn Function replaces the operation, the derivative is that of its code or
+    of the replacement.
     """
     overloads = operation.overloads() if hasattr(operation, "overloads") else []
     overload = getattr(operation, overloads[0]) if len(overloads) == 1 else operation
@@ -90,13 +91,13 @@ def _call_operation(state: TraceState, operation: Any, args: tuple[Any, ...], kw
     if replacement is None:
         kernel = python_kernel(overload)
         if isinstance(kernel, functools.partial) and not has_registered_backward(overload):
-            with contextlib.suppress(Exception):  # torch's dispatcher comes to it again, and says why
-                return kernel(*args, **kwargs)  # here, so that autograd inside goes through it, as in torch
+            with contextlib.suppress(Exception):  # torch's dispatcher calls the kernel again, and raises.
+                return kernel(*args, **kwargs)  # Above autograd, which differentiates the kernel, as in torch.
     if replacement is None or (has_registered_backward(overload) and not hasattr(replacement, "_jaxfn_dispatcher")):
         if is_traceable(overload):
             return operation(*args, **kwargs)
         raise TranslationError(
-            f"{state.name} calls {overload}, a custom operation with autograd of its own, which needs torch 2.13 or "
+            f"{state.name} calls {overload}, a custom operation with its own autograd, which needs torch 2.13 or "
             f"newer. Replace it by a jaxfn Function: from_torch(..., ops={{{overload}: Function}}){source_line()}"
         )
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]
@@ -105,18 +106,18 @@ def _call_operation(state: TraceState, operation: Any, args: tuple[Any, ...], kw
 
 
 def check_operation(name: str, operation: Any) -> None:
-    """Raises for a custom operation that writes to its arguments, or whose backward would not be found."""
+    """Raises for a custom operation that mutates its arguments, or whose backward would not be used."""
     if has_cuda_only_backward(operation):
         raise TranslationError(
-            f"{name} calls {operation}, whose backward is registered for AutogradCUDA alone and would be left out, as "
-            f"code is traced on a CPU. Register it for all devices, by torch.library.register_autograd{source_line()}"
+            f"{name} calls {operation}, whose backward is registered for AutogradCUDA only. It would be ignored, since "
+            f"code is traced on a CPU. Register it by torch.library.register_autograd{source_line()}"
         )
     names = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if names:
         raise TranslationError(
             f"{name} calls {operation}, a custom operation that mutates its argument {', '.join(names)}. JAX's arrays "
             "are immutable, and torch registers no derivative for such an operation. Write an operation that returns "
-            "the new value, or name a JAX function for a Python function around the call that returns it: "
+            "the new value, or name a JAX function that replaces a Python function around the call: "
             f"from_torch(..., ops={{function: jax_function}}){source_line()}"
         )
 
@@ -133,7 +134,7 @@ def _handles(*functions: Any) -> Callable[[_Handler], _Handler]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """A device as the one on which everything is while tracing; anything else as it is."""
+    """Replaces a device by the CPU, on which everything is traced; returns other values unchanged."""
     return torch.device("cpu") if isinstance(value, torch.device) and value.type != "meta" else value
 
 
@@ -144,7 +145,7 @@ def _is_device_name(value: object) -> bool:
 @_handles(torch.Tensor.to)
 def _to(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     args = [args[0], *(torch.device("cpu") if _is_device_name(arg) else arg for arg in args[1:])]
-    if len(args) > 1 and type(args[1]) is int:  # the number of a GPU
+    if len(args) > 1 and type(args[1]) is int:  # The index of a GPU.
         args[1] = torch.device("cpu")
     return func(*args, **kwargs)
 
@@ -156,7 +157,7 @@ def _return_tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs:
 
 @_handles(torch.Tensor.type)
 def _type(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    if len(args) > 1 and args[1] is FunctionalTensor:  # the type of a tensor, as the code sees it
+    if len(args) > 1 and args[1] is FunctionalTensor:  # The code got it by `type(tensor)`.
         args = (args[0], torch.Tensor, *args[2:])
     if len(args) > 1 and isinstance(args[1], str):
         args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
@@ -179,11 +180,11 @@ def _get_values(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: An
 
 
 def _require_concrete(mode: TorchFunctionInterceptor, tensor: torch.Tensor, reader: str, hint: str) -> torch.Tensor:
-    """A tensor that has values."""
+    """Returns a tensor's concrete value. Raises if it is traced."""
     tensor = mode.state.lower(tensor)
     if mode.state.recorder.is_traced(tensor):
         raise DataDependentError(
-            f"{mode.state.name}: {reader} asks for the values of a tensor, and while JAX traces there are none. "
+            f"{mode.state.name}: {reader} reads the values of a tensor, and a traced tensor has none. "
             f"{hint}{ops_hint(running_line())}{source_line()}"
         )
     return tensor
@@ -191,11 +192,11 @@ def _require_concrete(mode: TorchFunctionInterceptor, tensor: torch.Tensor, read
 
 @_handles(torch.tensor_split, torch.Tensor.tensor_split)
 def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuses places in a tensor, which torch would read from memory."""
+    """Raises for split indices in a tensor, which torch would read from memory."""
     if any(isinstance(x, torch.Tensor) for x in (*args[1:], *(kwargs[name] for name in kwargs if name != "input"))):
         raise TranslationError(
-            f"{mode.state.name}: tensor_split at places that a tensor holds has no translation to JAX. Name them as "
-            f"Python numbers, or name a JAX function by ops={{torch.tensor_split: jax_function}}{source_line()}"
+            f"{mode.state.name}: tensor_split at indices in a tensor has no translation to JAX. Pass Python numbers, "
+            f"or name a JAX function by ops={{torch.tensor_split: jax_function}}{source_line()}"
         )
     return func(*args, **kwargs)
 
@@ -204,7 +205,7 @@ def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: 
 def _tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     if not (args and isinstance(args[0], torch.Tensor)):
         return func(*args, **kwargs)
-    # Also one made outside, whose value may change.
+    # A copy, also of an external tensor, whose value may change.
     tensor = args[0].detach().clone() if func is torch.tensor else args[0]
     if kwargs.get("copy"):
         tensor = tensor.clone()
@@ -225,7 +226,7 @@ def _new_tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: An
 
 @_handles(torch.Tensor.__reduce_ex__)
 def _copy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuses `copy.copy`, which in torch gives a leaf in the same memory."""
+    """Raises for `copy.copy`, which in torch returns a leaf that shares storage."""
     if mode.state.is_traced(args[0]):
         raise TranslationError(
             f"{mode.state.name}: copy.copy of a tensor has no translation to JAX. Use `tensor.clone()` or "
@@ -246,13 +247,13 @@ def _deepcopy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any)
 @_handles(torch.Tensor.to_sparse, torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.sparse_coo_tensor)
 def _sparse(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     raise TranslationError(
-        f"{mode.state.name}: {func.__name__} makes a sparse tensor, which has no counterpart on JAX. Use dense "
+        f"{mode.state.name}: {func.__name__} returns a sparse tensor, which has no counterpart on JAX. Use dense "
         f"tensors{source_line()}"
     )
 
 
 def _replace_contents(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which is from now on what `other` was: writes cannot change the size of a traced tensor."""
+    """Makes `tensor` refer to a copy of `other`: in-place operations cannot change the shape of a traced tensor."""
     swap(tensor, other.clone())
     return tensor
 
@@ -265,7 +266,7 @@ def _resize(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -
     elif len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         shape = tuple(shape[0])
     missing = math.prod(shape) - tensor.numel()
-    # Memory that torch would leave as it is, zeros here.
+    # torch would leave new elements uninitialized; here they are zeros.
     longer = torch.cat([tensor.reshape(-1), tensor.new_zeros(max(missing, 0))])[: math.prod(shape)]
     return tensor if shape == tensor.shape else _replace_contents(tensor, longer.view(shape))
 
@@ -288,7 +289,7 @@ _REPLACEMENTS = {
 
 @_handles(LINEAR_CROSS_ENTROPY)
 def _linear_cross_entropy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    """Computes a matrix product and a loss; in pieces, torch would compute gradients in forward, zeros here."""
+    """Computes a matrix product and a loss, without torch's chunking, which computes gradients in forward."""
     return func(*args, **{**kwargs, "options": None})
 
 
@@ -296,7 +297,7 @@ def _linear_cross_entropy(mode: TorchFunctionInterceptor, func: Any, args: Any, 
 def _call_replacement(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     if not any(map(mode.state.is_traced, torch_tree.tree_leaves((args, kwargs)))):
         return func(*args, **kwargs)
-    with mode:  # the functions that it calls are looked at in their turn
+    with mode:  # The functions that it calls are intercepted too.
         return _REPLACEMENTS[func](mode.state, func, args, kwargs)
 
 
@@ -309,7 +310,7 @@ def _detach_in_place(mode: TorchFunctionInterceptor, func: Any, args: Any, kwarg
 
 
 def detach_in_place(state: TraceState, original: Callable[..., torch.Tensor], input: torch.Tensor) -> torch.Tensor:
-    """`tensor.detach_()`, which torch does by `original`."""
+    """Implements `tensor.detach_()`; `original` is torch's."""
     if state.recorder.follows_grad_mode:
         return mark_detached(original(input))
     state.recorder.stop_gradient(state.lower(input))
@@ -322,14 +323,14 @@ def _require_grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: 
     is_differentiated_by_jax = mode.state.recorder.follows_grad_mode
     if is_differentiated_by_jax and not flag and mode.state.requires_grad(args[0]):
         raise TranslationError(
-            f"{mode.state.name} sets `requires_grad` of a parameter to False while it runs, and to JAX a parameter "
-            f"has one derivative. Use `.detach()`, or freeze it before the module is called{source_line()}"
+            f"{mode.state.name} sets `requires_grad` of a parameter to False while it runs. On JAX a parameter has "
+            f"one derivative per call. Use `.detach()`, or freeze it before the call{source_line()}"
         )
     if is_differentiated_by_jax:
-        if not flag:  # an argument, of which torch's caller would get no gradient
+        if not flag:  # The caller gets no gradient for the argument.
             return mark_detached(args[0])
     else:
-        # Detached to be a leaf of autograd inside, not to have no derivative in the whole.
+        # The code detached it to make a leaf for autograd inside. JAX still differentiates it.
         mode.state.recorder.undo_stop_gradient(mode.state.lower(args[0]))
     return func(*args, **kwargs)
 
@@ -349,14 +350,14 @@ def _register_post_accumulate_grad_hook(mode: TorchFunctionInterceptor, func: An
     if not (mode.state.recorder.follows_grad_mode and mode.state.is_traced(args[0])):
         return func(*args, **kwargs)
     raise TranslationError(
-        f"{mode.state.name} registers a hook that is called when `.grad` of a tensor is there, and JAX has no "
-        f"`.grad`. Use `register_hook`{source_line()}"
+        f"{mode.state.name} registers a hook that torch calls after it stored `.grad`, and JAX has no `.grad`. Use "
+        f"`register_hook`{source_line()}"
     )
 
 
 @_handles(torch.autograd.grad)
 def _grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
-    """autograd inside, which may be asked for gradients at nodes of its graph."""
+    """Implements `torch.autograd.grad` inside traced code, also for gradients at nodes of its graph."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.autograd.graph.GradientEdge):
@@ -373,7 +374,7 @@ def _set_data(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any)
         if tensor.shape != value.shape or tensor.dtype != value.dtype:
             raise TranslationError(
                 f"{mode.state.name}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or "
-                f"dtype, {tuple(value.shape)}. Make a new tensor{source_line()}"
+                f"dtype, {tuple(value.shape)}. Create a new tensor{source_line()}"
             )
         if isinstance(tensor, FunctionalTensor):
             with without_functions():

@@ -1,7 +1,7 @@
-"""A JAX function called from inside torch code: one node of the graph, which torch's autograd can differentiate.
+"""Calls of JAX functions in torch code: each is one node of the graph, which torch's autograd can differentiate.
 
-That is what becomes of a torch Function that another one applies (it keeps its own rule at every order), and of a
-Python function that a JAX function stands for.
+Such nodes stand for nested torch Functions (which keep their own rules at every order), and for Python functions that
+JAX functions replace.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _JaxFunction = Callable[..., Sequence[Any]]
 
 
 class JaxFunctionNode:
-    """A JAX function, and what is known of it where torch code calls it.
+    """A JAX function that traced torch code calls.
 
     Args:
-      tracing: the trace.
-      function: takes arrays and returns a sequence of arrays.
-      name: for the graph.
-      outputs: shape and dtype of each output.
-      non_differentiable: the places of those that have no derivative, of whatever dtype.
+      state: The trace.
+      function: Takes arrays and returns a sequence of arrays.
+      name: The node's name in the graph.
+      outputs: The shape and dtype of each output.
+      non_differentiable: The indices of the outputs that have no derivative, whatever their dtype.
     """
 
     def __init__(
@@ -53,14 +53,16 @@ class JaxFunctionNode:
         return original_apply(NodeAutograd)(self, torch.is_grad_enabled(), *tensors)
 
     def record(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The node, which knows nothing of autograd."""
+        """Records the node, without autograd."""
         fakes = tuple(self.state.recorder.make_fake(shape, dtype) for shape, dtype in self.outputs)
         return self.state.record_call(JaxCall(self.function, self.name), tensors, fakes)
 
     def backward(self, tensors: Sequence[torch.Tensor], outputs: Sequence[int]) -> JaxFunctionNode:
-        """The derivative, a function of these tensors and the gradients of these outputs; the others have none."""
+        """Returns the derivative: a function of these tensors and of the gradients of these outputs (the others have
+        none).
+        """
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
-        num_tensors, function = len(tensors), self.function  # all that the graph keeps of this
+        num_tensors, function = len(tensors), self.function  # The graph references these only, and not `self`.
 
         def gradients(*operands: Any) -> Sequence[Any]:
             arrays, cotangents = operands[:num_tensors], operands[num_tensors:]
@@ -81,7 +83,7 @@ class JaxFunctionNode:
 
 
 class NodeAutograd(torch.autograd.Function):
-    """A `JaxFunctionNode` as autograd inside a Function sees it."""
+    """A `JaxFunctionNode` as torch's autograd sees it."""
 
     @staticmethod
     def forward(
@@ -89,8 +91,8 @@ class NodeAutograd(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.node = node
         ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)  # a Function may see which of its outputs have no gradient
-        with torch.set_grad_enabled(has_gradients):  # as at the call: in here they are always off
+        ctx.set_materialize_grads(False)  # The node's `backward` distinguishes outputs without a gradient.
+        with torch.set_grad_enabled(has_gradients):  # The mode of the caller; inside `forward` gradients are off.
             outputs = node.record(tensors)
         marked = node.non_differentiable
         ctx.mark_non_differentiable(
@@ -111,7 +113,7 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
 
 
 def draw_key(state: TraceState) -> torch.Tensor:
-    """A traced tensor that holds a random key of its own, for a call and its derivative alike."""
+    """Records a node that draws a separate random key, which a call and its derivative share."""
     return state.record_call(
         JaxCall(_draw_key, "random_key", draws=True), (), state.recorder.make_fake((2,), torch.uint32)
     )
@@ -122,7 +124,7 @@ def _draw_key(key: Any) -> jax.Array:
 
 
 def wrap_key(data: Any) -> Any:
-    """The JAX key that a tensor of `draw_key` holds."""
+    """Returns the JAX key that a tensor of `draw_key` contains."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
@@ -131,7 +133,7 @@ def call_replacement(
 ) -> Any:
     """Calls the JAX function that replaces a Python function."""
     arguments = flatten_tensors((tuple(args), dict(kwargs)))
-    template = arguments.template  # all that the graph keeps of the arguments
+    template = arguments.template  # The graph references the template only, and not the arguments.
     lowered = unflatten_tensors(template, [state.lower(tensor) for tensor in arguments.leaves])
     outputs = flatten_tensors(state.recorder.infer_jax_outputs(replacement, *lowered))
 

@@ -1,9 +1,9 @@
-"""Tensors of a trace that user code keeps: in a global, a cache, an attribute of a module or a class.
+"""Leaked tensors: those that user code keeps after the trace in a global, a cache, or an attribute of a module or
+class.
 
-While torch traces, all tensors are `FunctionalTensor`s, which plain torch cannot use afterwards. What depends on no
-input becomes the real tensor that it stands for. What depends on the inputs has no value, so that whoever uses it later
-would compute with something that never was: it is refused when the trace ends, and becomes a tensor without values (on
-torch's meta device), so that plain torch says so too.
+While torch traces, all tensors are `FunctionalTensor`s, which plain torch cannot use afterwards. A leaked tensor that
+depends on no input becomes the tensor that it wraps. One that depends on the inputs has no value, so whatever uses it
+later would compute nonsense: the trace raises, and the tensor becomes a meta tensor, so that plain torch raises too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _THREAD = threading.local()
 
 
 def track(value: Any) -> Any:
-    """Notes tensors that a trace made; returns them."""
+    """Registers new tensors of a trace, and returns them."""
     tracked: list[weakref.ref[Any]] | None = getattr(_THREAD, "tracked", None)
     if tracked is not None:
         if isinstance(value, FunctionalTensor):
@@ -37,7 +37,7 @@ def track(value: Any) -> Any:
 
 
 def swap(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Makes each of two tensors of a trace the other one. (`torch.utils.swap_tensors` wants no weak references.)"""
+    """Swaps two tensors of a trace. (`torch.utils.swap_tensors` rejects tensors with weak references.)"""
     tracked: list[weakref.ref[Any]] = getattr(_THREAD, "tracked", None) or []
     tracked[:] = [reference for reference in tracked if reference() is not a and reference() is not b]
     torch.utils.swap_tensors(a, b)
@@ -45,18 +45,18 @@ def swap(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def live_tensors() -> list[FunctionalTensor]:
-    """The tensors of the trace that are still there, each once."""
+    """Returns the tensors of the trace that are still referenced."""
     return _live(getattr(_THREAD, "tracked", None) or [])
 
 
 def tensors_with_storage(elem: torch.Tensor) -> list[FunctionalTensor]:
-    """The tensors of the trace that lie in the same memory as what is inside of one of them."""
+    """Returns the tensors of the trace that share the storage of `elem`, the inner tensor of one of them."""
     location = storage_id(elem)
     return [x for x in live_tensors() if storage_id(x.elem) == location]
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether what is written to one tensor may be seen in another: in the same memory, their ranges meet."""
+    """Whether a mutation of one tensor may change another: they share storage, and their ranges overlap."""
     if not isinstance(a, FunctionalTensor) or not isinstance(b, FunctionalTensor):
         return a is b
     with without_functions():
@@ -65,17 +65,17 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def storage_extent(tensor: torch.Tensor) -> int:
-    """Returns the number of elements of memory that a tensor spans."""
+    """Returns the number of storage elements that a tensor spans."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return sum((length - 1) * step for length, step in steps) + 1 if tensor.numel() else 0
 
 
 @contextlib.contextmanager
-def checking_leaks(owner: str) -> Generator[None]:
-    """Looks after the tensors of the traces made inside, of which nothing in jaxfn may be held any more at the end.
+def checking_leaks(name: str) -> Generator[None]:
+    """Converts the tensors that traces made inside leave behind. When it exits, jaxfn must not reference any of them.
 
     Raises:
-      TranslationError: user code keeps one that depends on the inputs.
+      TranslationError: User code keeps a tensor that depends on the inputs.
     """
     before = getattr(_THREAD, "tracked", None)
     tracked: list[weakref.ref[Any]] = []
@@ -90,24 +90,26 @@ def checking_leaks(owner: str) -> Generator[None]:
     location = _release(tracked, is_named=True)
     if location is not None:
         raise TranslationError(
-            f"{owner} keeps a tensor that depends on its inputs{location}, and while JAX traces it has no value: what "
-            "uses it later would not get that of this call. Pass it on by ctx.save_for_backward(tensor) or as an "
-            "attribute ctx.name = tensor, or return it as an output. (Of gradients, in backward and in hooks: have "
+            f"{name} keeps a tensor that depends on its inputs{location}. While JAX traces it has no value, so later "
+            "uses would not see the value of this call. Pass it on by ctx.save_for_backward(tensor) or as an "
+            "attribute ctx.name = tensor, or return it as an output. (For gradients, in backward and in hooks: have "
             "jax.grad return them)"
         )
 
 
 def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
-    """Makes plain tensors of those that are still there; returns where one is kept that has no values.
+    """Makes plain tensors of those that are still referenced; returns the location of one that depends on the inputs.
 
-    To find where takes time, by the number of objects that Python has: `is_named` says whether it is wanted.
+    Args:
+      tracked: Weak references to the tensors.
+      is_named: Whether to find the location, which takes time proportional to the number of Python objects.
     """
     tensors = _live(tracked)
     if is_named and any(map(_is_traced, tensors)):
         del tensors
-        gc.collect()  # cycles of autograd's, and of frames of exceptions, keep tensors for a while
+        gc.collect()  # Reference cycles of autograd and of exception frames keep tensors for a while.
         tensors = _live(tracked)
-    tracked.clear()  # tensors with weak references are not exchanged
+    tracked.clear()  # Tensors with weak references cannot be swapped.
     location: str | None = None
     kept_by_torch: list[FunctionalTensor] = []
     while tensors:
@@ -116,16 +118,16 @@ def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
             location = _describe_holder(tensor, tensors)
         if not _make_plain(tensor):
             kept_by_torch.append(tensor)
-    if kept_by_torch and not is_named:  # by autograd's graph, perhaps, in such a cycle
+    if kept_by_torch and not is_named:  # Perhaps by a reference cycle.
         gc.collect()
         for tensor in kept_by_torch:
-            if type(tensor) is FunctionalTensor:  # torch 2.8 may change the class before it refuses
+            if type(tensor) is FunctionalTensor:  # torch 2.8 may change the class before it raises.
                 _make_plain(tensor)
     return location
 
 
 def _live(tracked: list[weakref.ref[Any]]) -> list[FunctionalTensor]:
-    """The tensors that are still there, each once."""
+    """Returns the tensors that are still referenced, without duplicates."""
     tensors = (reference() for reference in tracked)
     return list({id(tensor): tensor for tensor in tensors if type(tensor) is FunctionalTensor}.values())
 
@@ -140,9 +142,9 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 
 
 def _make_plain(tensor: torch.Tensor) -> bool:
-    """Makes a plain tensor of one that a trace made, which is the same object; not of one that torch itself holds.
+    """Makes a plain tensor of a traced one, the same object. Returns False if torch itself references it.
 
-    Nobody finds those, in a cache or in autograd's graph.
+    User code cannot find such tensors, which are in a cache or in autograd's graph.
     """
     value = _below(tensor)
     with without_modes(), without_functions(), torch.no_grad():
@@ -160,7 +162,7 @@ def _make_plain(tensor: torch.Tensor) -> bool:
 
 
 def _describe_holder(tensor: torch.Tensor, ours: list[FunctionalTensor]) -> str:
-    """Describes where a tensor is kept, as part of a message."""
+    """Describes where a tensor is referenced, as part of a message."""
     for holder in gc.get_referrers(tensor):
         if holder is ours or isinstance(holder, types.FrameType):
             continue
@@ -173,12 +175,12 @@ def _describe_holder(tensor: torch.Tensor, ours: list[FunctionalTensor]) -> str:
 def _describe_entry(holder: Any, value: object) -> str:
     if isinstance(holder, dict):
         keys = [key for key, item in holder.items() if item is value]
-        owner = _describe_namespace(holder)
-        return f"{owner}.{keys[0]}" if keys and owner else f"a dict, by {keys[0]!r}" if keys else ""
+        name = _describe_namespace(holder)
+        return f"{name}.{keys[0]}" if keys and name else f"a dict, by {keys[0]!r}" if keys else ""
     if isinstance(holder, (list, tuple, set)):
-        for owner in gc.get_referrers(holder):
-            if isinstance(owner, dict) and _describe_namespace(owner):
-                return _describe_entry(owner, holder)
+        for namespace in gc.get_referrers(holder):
+            if isinstance(namespace, dict) and _describe_namespace(namespace):
+                return _describe_entry(namespace, holder)
         return f"a {type(holder).__name__}"
     if isinstance(holder, types.CellType):
         functions = [
@@ -190,7 +192,7 @@ def _describe_entry(holder: Any, value: object) -> str:
 
 
 def _describe_namespace(namespace: dict[Any, Any]) -> str:
-    """Whose attributes a dict holds."""
+    """Describes the object whose attributes a dict contains; "" if there is none."""
     if "__name__" in namespace and "__builtins__" in namespace:
         return str(namespace["__name__"])
     for holder in gc.get_referrers(namespace):

@@ -15,9 +15,10 @@ from jaxfn._torch.values.errors import TranslationError
 
 
 def check_no_backward_hooks(state: TraceState, original: Callable[[Any], Any], module: torch.nn.Module) -> Any:
-    """Raises for a module with backward hooks, its own or global ones, where torch would call them.
+    """Raises if a module has backward hooks, its own or global ones, and torch would call them.
 
-    Replaces `Module._get_backward_hooks` and `Module._get_backward_pre_hooks`, which torch calls only if there are any.
+    Patches `Module._get_backward_hooks` and `Module._get_backward_pre_hooks`, which torch calls only if there are
+    hooks.
     """
     if not torch.is_grad_enabled():
         return original(module)

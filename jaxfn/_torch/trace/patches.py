@@ -1,8 +1,8 @@
-"""Stand-ins for names of torch's that no mode of torch's sees used, in place while any thread traces.
+"""Patches of torch names that no torch mode intercepts, applied while any thread traces.
 
-Names are looked up in modules and classes, which all threads share. So a stand-in asks which trace its own thread is
-making, and in a thread that makes none it does what the original does. Threads trace side by side: a name is replaced
-when the first of them begins, and put back when the last one ends, and only that is done under a lock.
+Names are looked up in modules and classes, which all threads share. So a patched name checks whether its own thread is
+tracing, and calls the original if not. Traces of several threads overlap: a name is patched when the first trace
+begins, and restored when the last one ends. Only that happens under a lock.
 """
 
 from __future__ import annotations
@@ -37,73 +37,72 @@ _MISSING = object()
 
 
 class _Patch:
-    """An attribute, and its stand-in.
+    """An attribute, and the value that replaces it.
 
     Args:
-      owner: whose attribute.
-      name: what it is called.
-      stand_in_of: what makes the stand-in of its value.
+      namespace: The module or class that has the attribute.
+      name: The attribute's name.
+      make_patch: Makes the patched value of the original one.
     """
 
-    def __init__(self, owner: Any, name: str, make_patch: Callable[[Any], Any]) -> None:
-        self.owner = owner
+    def __init__(self, namespace: Any, name: str, make_patch: Callable[[Any], Any]) -> None:
+        self.namespace = namespace
         self.name = name
         self._make_patch = make_patch
         self._original, self._patched = _MISSING, None
 
-    def patch(self) -> Any:
-        """The patch for the value; the same one in the next trace, unless the value has changed."""
-        original = getattr(self.owner, self.name)
+    def make(self) -> Any:
+        """Returns the patched value; the same one in the next trace, unless the original value has changed."""
+        original = getattr(self.namespace, self.name)
         if original is not self._original:
             self._original, self._patched = original, self._make_patch(original)
         return self._patched
 
 
 _LOCK = threading.Lock()
-_ORIGINALS: dict[
-    tuple[int, str], Any
-] = {}  # what attributes were that have a stand-in, by the owner's identity and name
-_NUM_USERS = Counter[tuple[int, str]]()  # that need it
-_FUNCTION_PATCHES: dict[int, list[_Patch]] = {}  # of Python functions that have a stand-in, by identity
+# The original values and the number of users of patched attributes, by the namespace's identity and the name.
+_ORIGINALS: dict[tuple[int, str], Any] = {}
+_NUM_USERS = Counter[tuple[int, str]]()
+_FUNCTION_PATCHES: dict[int, list[_Patch]] = {}  # Patches of replaced Python functions, by the function's identity.
 
 
 @contextlib.contextmanager
-def patching(owner: str, functions: Iterable[Any]) -> Generator[None]:
-    """Puts the stand-ins in place.
+def patching(name: str, functions: Iterable[Any]) -> Generator[None]:
+    """Applies the patches.
 
     Args:
-      owner: whose code is traced, for messages.
-      functions: Python functions that JAX functions stand for.
+      name: The name of the traced code in messages.
+      functions: The Python functions that JAX functions replace.
     """
     with _LOCK:
-        patches = [*_PATCHES, *(name for function in functions for name in _patches_of_function(owner, function))]
-        for name in patches:
-            key = id(name.owner), name.name
+        patches = [*_PATCHES, *(patch for function in functions for patch in _patches_of_function(name, function))]
+        for patch in patches:
+            key = id(patch.namespace), patch.name
             _NUM_USERS[key] += 1
             if key not in _ORIGINALS:
-                _ORIGINALS[key] = vars(name.owner).get(name.name, _MISSING)
-                setattr(name.owner, name.name, name.patch())
+                _ORIGINALS[key] = vars(patch.namespace).get(patch.name, _MISSING)
+                setattr(patch.namespace, patch.name, patch.make())
     try:
         yield
     finally:
         with _LOCK:
-            for name in patches:
-                key = id(name.owner), name.name
+            for patch in patches:
+                key = id(patch.namespace), patch.name
                 _NUM_USERS[key] -= 1
                 if _NUM_USERS[key]:
                     continue
                 before = _ORIGINALS.pop(key)
                 if before is _MISSING:
-                    delattr(name.owner, name.name)
+                    delattr(patch.namespace, patch.name)
                 else:
-                    setattr(name.owner, name.name, before)
+                    setattr(patch.namespace, patch.name, before)
 
 
 def _dispatching(handler: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns a function that makes a patch, which calls `answer` inside a trace, and the original elsewhere.
+    """Returns a function that makes a patch, which calls `handler` inside a trace and the original elsewhere.
 
     Args:
-      answer: of the trace, the original and the arguments, whose names are torch's, or the user's.
+      handler: Takes the trace, the original, and the arguments.
     """
 
     def make_patch(original: Any) -> Any:
@@ -118,7 +117,7 @@ def _dispatching(handler: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _dispatching_property(handler: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns a function that patches an attribute of tensors; `answer` gets the trace, the getter, and the tensor."""
+    """Returns a function that patches an attribute of tensors; `handler` takes the trace, the getter and the tensor."""
     make_patch = _dispatching(handler)
     return lambda original: property(make_patch(original.__get__), original.__set__)
 
@@ -140,14 +139,16 @@ def _patch_lookup(_: Any) -> Any:
 def _recompute(
     state: TraceState, original: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """`torch.utils.checkpoint.checkpoint`, which calls the function in autograd's backward once more."""
+    """Implements `torch.utils.checkpoint.checkpoint`: marks what the function records to be recomputed."""
     options = inspect.signature(original).parameters
     with state.recorder.recomputing():
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
 
 def _patch_custom_op_autograd(original: Any) -> Any:
-    """torch's module as custom operations see it, whose registered backward counts wherever an argument is traced."""
+    """Returns torch's module as custom operations see it: a registered backward is used whenever an argument is
+    traced.
+    """
 
     def is_grad_enabled() -> bool:
         return ACTIVE.state is not None or original.is_grad_enabled()
@@ -167,7 +168,7 @@ def _return_tensor(
 
 
 def _get_data(state: TraceState, original: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """`.data`, which is to torch's modes what autograd itself does with what it saves."""
+    """Implements `.data`, which torch modes cannot tell from what autograd itself does with saved tensors."""
     if state.recorder.follows_grad_mode:
         return mark_detached(original(tensor), by_data=True)
     with state.recorder.stopping_gradients():
@@ -182,7 +183,9 @@ def _make_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 def _detect_causal(
     state: TraceState, original: Callable[..., bool], mask: Any, is_causal: bool | None = None, size: int | None = None
 ) -> bool:
-    """Whether a mask is the causal one: without values it is used as any other, which means the same."""
+    """Whether a mask is the causal one. A traced mask has no values, so it is used as a general one, which is
+    equivalent.
+    """
     is_unknown = is_causal is None and state.is_traced(mask)
     return not is_unknown and original(mask, is_causal, size)
 
@@ -190,14 +193,14 @@ def _detect_causal(
 def _preprocess_grad_inputs(
     state: TraceState, original: Callable[..., Any], inputs: Any, create_graph: bool, need_graph: bool
 ) -> Any:
-    """Implements the first step of `torch.autograd.functional`, which detaches what requires no gradient."""
+    """Implements the first step of `torch.autograd.functional`, which detaches inputs that require no gradient."""
     if state.recorder.follows_grad_mode and create_graph:
         return tuple(_make_leaf(x, need_graph) for x in inputs)
     return original(inputs, create_graph, need_graph)
 
 
 def _get_grad_fn(state: TraceState, original: Callable[..., Any], tensor: torch.Tensor) -> Any:
-    """`.grad_fn`, whose hooks autograd would call."""
+    """Implements `.grad_fn`; a node that rejects hooks, which torch's autograd would call."""
     node = None if LEAF in vars(tensor) else original(tensor)
     if node is None and _is_called_by_user() and state.recorder.input_index(state.lower(tensor)) is None:
         state.may_require_grad(tensor)
@@ -224,7 +227,7 @@ def _run_script(state: TraceState, original: Callable[..., Any], script: Any, /,
 
 
 def _get_requires_grad(state: TraceState, original: Callable[..., bool], tensor: torch.Tensor) -> bool:
-    """`.requires_grad`: of an input what `ctx.needs_input_grad` says, of others whether there may be a derivative."""
+    """Implements `.requires_grad`: `ctx.needs_input_grad` for inputs, else whether there may be a derivative."""
     of_input = state.requires_grad(tensor)
     if of_input is not None:
         return of_input
@@ -232,45 +235,45 @@ def _get_requires_grad(state: TraceState, original: Callable[..., bool], tensor:
 
 
 def _enter_saved_tensors_hooks(state: TraceState, original: Callable[[Any], Any], hooks: Any) -> Any:
-    """Hooks of saved tensors, which change gradients where they change values; torch's own do not."""
+    """Implements `saved_tensors_hooks`. Raises for the user's, which may change gradients; torch's own do not."""
     module: str = getattr(hooks.pack_hook, "__module__", "")
     if state.recorder.follows_grad_mode and module.partition(".")[0] != "torch":
         raise TranslationError(
             f"{state.name} runs under saved_tensors_hooks, which torch's autograd calls and JAX does not. "
-            f"Use jax.checkpoint with a policy around what is differentiated{source_line()}"
+            f"Use jax.checkpoint with a policy around the differentiated function{source_line()}"
         )
     return original(hooks)
 
 
 def _is_called_by_user() -> bool:
-    """Whether it is the user's code that has called the stand-in whose answer calls this, also code without a file."""
+    """Whether the user's code (or code without a file) called the patched name whose handler calls this function."""
     filename = sys._getframe(3).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
     return filename.startswith("<") or is_user_code(filename)
 
 
 def _is_grad_enabled(state: TraceState, original: Callable[[], bool]) -> bool:
-    """Whether gradients are on; to the user's code they are in backward, which may be differentiated again."""
+    """Implements `torch.is_grad_enabled`: True for user code in backward, which may be differentiated again."""
     return (state.is_differentiated and _is_called_by_user()) or original()
 
 
 def _is_compiling(state: TraceState, original: Callable[[], bool]) -> bool:
-    """Whether torch compiles; to the user's code it does, so that it leaves out checks that need values."""
+    """Implements `torch.compiler.is_compiling`: usually True for user code, so that it skips data-dependent checks."""
     return state.is_compiling() if _is_called_by_user() else original()
 
 
 def _seed(state: TraceState, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    state.recorder.is_seeded = True  # and nothing else: what is drawn afterwards is refused
+    state.recorder.is_seeded = True  # Later draws raise.
     name = original.__name__
     return torch.initial_seed() if name == "seed" else torch.default_generator if name == "manual_seed" else None
 
 
 class _ValidateArgs:
-    """Whether distributions look at the values of their parameters: not while tracing."""
+    """The flag that makes distributions check the values of their parameters: False while tracing."""
 
     def __init__(self, original: bool) -> None:
         self._original = original
 
-    def __get__(self, instance: Any, owner: Any) -> bool:
+    def __get__(self, instance: Any, namespace: Any) -> bool:
         return self._original and ACTIVE.state is None
 
 
@@ -289,27 +292,29 @@ def _patch_staticmethod(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda original: staticmethod(patch(original))
 
 
-def _patches_of_function(owner: str, function: Any) -> list[_Patch]:
-    """Returns the names by which a Python function is found: in modules, and in the class that defines it."""
-    in_place = [name for name in _FUNCTION_PATCHES.get(id(function), []) if (id(name.owner), name.name) in _ORIGINALS]
-    if in_place:
-        return in_place
-    owners: list[Any] = list(sys.modules.values())
+def _patches_of_function(code: str, function: Any) -> list[_Patch]:
+    """Returns the patches of all names of a Python function: in modules, and in the class that defines it."""
+    active = [
+        patch for patch in _FUNCTION_PATCHES.get(id(function), []) if (id(patch.namespace), patch.name) in _ORIGINALS
+    ]
+    if active:
+        return active
+    namespaces: list[Any] = list(sys.modules.values())
     scope: Any = sys.modules.get(getattr(function, "__module__", ""))
     for part in getattr(function, "__qualname__", "").split(".")[:-1]:
         scope = getattr(scope, part, None)
-        owners.append(scope)
+        namespaces.append(scope)
     patch = _replacing(function)
     patches: list[_Patch] = []
-    for scope in owners:
+    for scope in namespaces:
         for name, value in list(getattr(scope, "__dict__", {}).items()):
             is_static = type(value) is staticmethod
             if (value.__func__ if is_static else value) is function:
                 patches.append(_Patch(scope, name, _patch_staticmethod(patch) if is_static else patch))
     if not patches:
         raise TranslationError(
-            f"{owner}: ops= names {function!r}, which is an attribute of no imported module (see sys.modules) or of "
-            "its class, so that the calls of it cannot be found"
+            f"{code}: ops= names {function!r}, which is not an attribute of an imported module (see sys.modules) or "
+            "of its class, so its calls cannot be intercepted"
         )
     _FUNCTION_PATCHES[id(function)] = patches
     return patches
@@ -318,7 +323,7 @@ def _patches_of_function(owner: str, function: Any) -> list[_Patch]:
 _PATCHES = [
     _Patch(_compat.APPLY_CLASS, "apply", _patch_apply),
     *(_Patch(kind, "__call__", _dispatching(_run_script)) for kind in _compat.SCRIPT_TYPES),
-    _Patch(_compat.FunctionalTensor, "cuda", _dispatching(_return_tensor)),  # torch's asks the driver first
+    _Patch(_compat.FunctionalTensor, "cuda", _dispatching(_return_tensor)),  # torch's method initializes CUDA first.
     _Patch(_compat.FunctionalTensor, "detach_", _dispatching(detach_in_place)),
     _Patch(_compat.FunctionalTensor, "data", _dispatching_property(_get_data)),
     _Patch(torch, "detach_", _dispatching(detach_in_place)),

@@ -1,6 +1,6 @@
-"""torch's recurrent layers as one `jax.lax.scan` for each layer and direction.
+"""torch's recurrent layers, as one `jax.lax.scan` for each layer and direction.
 
-torch computes them by compiled code that shows no operations, or by as many operations as there are steps.
+torch computes them by compiled code that shows no operations, or by as many operations as there are time steps.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from jaxfn._torch.trace.jax_function_node import JaxFunctionNode, draw_key, wrap
 from jaxfn._torch.trace.state import TraceState
 from jaxfn._torch.values.errors import TranslationError
 
-# A step: what one unit makes of its input's part of the gates, its state and the recurrent weights.
+# One time step: the new state, from the input's part of the gates, the state and the recurrent weights.
 _Step = Callable[[Array, tuple[Array, ...], Sequence[Array]], tuple[Array, ...]]
 
 
 class _RecurrentLayers(NamedTuple):
-    """The arguments of a recurrent layer of torch's besides tensors.
+    """The arguments of a recurrent layer, except tensors.
 
     Attributes:
-      step: of the unit.
-      num_states: of one unit, two for an LSTM.
-      num_weights: for each layer and direction.
-      has_biases, num_layers, dropout, is_bidirectional: torch's.
-      is_dropping: whether outputs of layers are dropped.
+      step: One time step.
+      num_states: The number of state arrays of one layer, two for an LSTM.
+      num_weights: The number of weights for each layer and direction.
+      has_biases: torch's argument.
+      num_layers: torch's argument.
+      dropout: torch's argument.
+      is_bidirectional: torch's argument.
+      is_dropping: Whether dropout is applied between layers.
     """
 
     step: _Step
@@ -45,7 +48,7 @@ class _RecurrentLayers(NamedTuple):
     def run(
         self, steps: Array, lengths: Array | None, states: Sequence[Array], weights: Sequence[Array], key: Any
     ) -> Any:
-        """The outputs (time, batch, features) and the last states of all layers."""
+        """Returns the outputs (time, batch, features) and the last states of all layers."""
         last: list[tuple[Array, ...]] = []
         unit = 0
         for layer in range(self.num_layers):
@@ -73,7 +76,7 @@ class _RecurrentLayers(NamedTuple):
         def body(state: tuple[Array, ...], of_step: tuple[Array, Array]) -> tuple[tuple[Array, ...], Array]:
             gates, time = of_step
             new_state = self.step(gates, state, self._with_bias(recurrent))
-            if lengths is not None:  # what has ended stays as it is
+            if lengths is not None:  # The state after a sequence's end does not change.
                 goes_on = (time < lengths)[:, None]
                 new_state = tuple(jnp.where(goes_on, new, old) for new, old in zip(new_state, state, strict=True))
             return new_state, new_state[0]
@@ -120,7 +123,9 @@ _STEPS: dict[Any, _Step] = {
 
 
 def recurrent(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`, as `torch.nn`'s layers call them."""
+    """Implements `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`, as the layers of `torch.nn` call
+    them.
+    """
     is_packed = isinstance(args[1], torch.Tensor) and isinstance(args[3], (tuple, list))
     if is_packed:
         steps, batch_sizes, states, weights, has_biases, num_layers, dropout, is_training, is_bidirectional = args
@@ -145,7 +150,7 @@ def recurrent(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     )
     if is_batch_first:
         steps = steps.transpose(0, 1)
-    num_states, num_operands = len(states), len(states) + len(weights)  # all that the graph keeps of them
+    num_states, num_operands = len(states), len(states) + len(weights)  # The graph references only these.
 
     def function(steps: Array, *others: Array) -> list[Array]:
         key = wrap_key(others[-1]) if layers.is_dropping else None
@@ -167,11 +172,11 @@ def recurrent(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _concrete_values(state: TraceState, tensor: torch.Tensor, what: str) -> list[int]:
-    """A tensor's values, which decide on shapes."""
+    """Returns a tensor's concrete values, which determine shapes. Raises if it is traced."""
     if state.is_traced(tensor):
         raise TranslationError(
-            f"{state.name}: {what} depend on the arguments, and they decide on the shapes of packed sequences, "
-            f"which JAX has to know. Pass them as Python numbers{source_line()}"
+            f"{state.name}: {what} depend on the arguments, but they determine the shapes of packed sequences, which "
+            f"are static on JAX. Pass them as Python numbers{source_line()}"
         )
     return tensor.tolist()
 
@@ -182,14 +187,14 @@ def _lengths(state: TraceState, batch_sizes: torch.Tensor) -> list[int]:
 
 
 def _packed_positions(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The time and the sequence of each packed step."""
+    """Returns the time and the sequence index of each packed step."""
     positions = [(time, i) for time in range(lengths[0]) for i, length in enumerate(lengths) if time < length]
     times, sequences = torch.tensor(positions).reshape(-1, 2).unbind(1)
     return times, sequences
 
 
 def _pad_packed(data: torch.Tensor, times: torch.Tensor, sequences: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-    """Packed steps as (time, sequence, ...)."""
+    """Returns packed steps as (time, sequence, ...)."""
     size = int(times.max()) + 1, int(sequences.max()) + 1
     return data.new_full((*size, *data.shape[1:]), value).index_put((times, sequences), data)
 
@@ -197,21 +202,21 @@ def _pad_packed(data: torch.Tensor, times: torch.Tensor, sequences: torch.Tensor
 def pack(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `pack_padded_sequence` for sequences that are sorted by length."""
     steps, lengths, is_batch_first = args
-    lengths_known = _concrete_values(state, lengths, "lengths")
+    concrete_lengths = _concrete_values(state, lengths, "lengths")
     if is_batch_first:
         steps = steps.transpose(0, 1)
     if (
-        sorted(lengths_known, reverse=True) != lengths_known
-        or len(lengths_known) != steps.shape[1]
-        or lengths_known[0] > len(steps)
-        or lengths_known[-1] < 1
+        sorted(concrete_lengths, reverse=True) != concrete_lengths
+        or len(concrete_lengths) != steps.shape[1]
+        or concrete_lengths[0] > len(steps)
+        or concrete_lengths[-1] < 1
     ):
         raise TranslationError(
-            f"{state.name}: the lengths {lengths_known} of packed sequences are not sorted, or do not fit the shape "
-            f"{tuple(steps.shape)}{source_line()}"
+            f"{state.name}: the lengths {concrete_lengths} of packed sequences are not sorted, or do not match the "
+            f"shape {tuple(steps.shape)}{source_line()}"
         )
-    sizes = [sum(length > time for length in lengths_known) for time in range(lengths_known[0])]
-    return steps[_packed_positions(lengths_known)], torch.tensor(sizes)
+    sizes = [sum(length > time for length in concrete_lengths) for time in range(concrete_lengths[0])]
+    return steps[_packed_positions(concrete_lengths)], torch.tensor(sizes)
 
 
 def pad(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,17 +1,17 @@
 """The scope of a trace: the recorder, the modes above it, and the patches.
 
-# Note: the layers that a line of torch code passes
+# Note: the layers that a line of torch code passes through
 
     y = x.clone(); y[0] = 7; z = torch.relu(y) * Inner.apply(y)
 
-    stand-ins           names that no mode of torch's sees: `Inner.apply` comes to `applications`, `Tensor.cuda`, ...
-    PythonLevel         functions, by name: `y[0] = 7` is an assignment here, and `relu` is one function
-    autograd            torch's own, so that `torch.autograd.grad` works inside of forward and backward
-    functionalization   torch's own: an operation in place becomes a new value, and views of the old one follow it
-    Recorder            operations on tensors that have a shape and no values: each becomes a node of the graph
+    patches             names that no torch mode sees: `Inner.apply` (see `function_apply`), `Tensor.cuda`, ...
+    interceptor         functions, by name: `y[0] = 7` is an assignment here, and `relu` is one function
+    autograd            torch's, so that `torch.autograd.grad` works inside of forward and backward
+    functionalization   torch's: an in-place operation becomes a new value, and views of the old one are updated
+    Recorder            operations on fake tensors, which have a shape and no values: each becomes a graph node
 
-A tensor of the code's is a `FunctionalTensor` around one of the recorder's. `TraceState.lower` goes from the one to the
-other, `TraceState.lift` back. What depends on no input has values all the way down, and is really computed.
+A tensor of the user's code is a `FunctionalTensor` around a tensor of the recorder. `TraceState.lower` unwraps it, and
+`TraceState.lift` wraps. Tensors that depend on no input have values at every layer, and are computed immediately.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from jaxfn._torch.values.errors import EscapedTensorError, TranslationError
 
 @contextlib.contextmanager
 def trace_scope(state: TraceState) -> Generator[None]:
-    """Inside, what torch does in this thread is recorded."""
+    """Inside, torch operations of this thread are recorded."""
     states = _random_states()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(without_modes())  # another trace's, where its code applies this Function
+        stack.enter_context(without_modes())  # Those of an enclosing trace that applies this Function.
         stack.enter_context(torch.no_grad())
         stack.enter_context(patching(state.name, state.config.replacements.functions))
         stack.enter_context(state.recorder)
         stack.enter_context(_Functionalization(state.recorder))
         stack.enter_context(TorchFunctionInterceptor(state))
         before, ACTIVE.state = ACTIVE.state, state
-        if before is not None:  # a Function inside, which may look at the module's attributes too
+        if before is not None:  # A nested Function may read the module's attributes too.
             state.first_access = before.first_access
         try:
             yield
@@ -73,20 +73,20 @@ def trace_scope(state: TraceState) -> Generator[None]:
         finally:
             ACTIVE.state = before
             state.recorder.restore_gradients()
-            torch.clear_autocast_cache()  # which may hold tensors of the trace
+            torch.clear_autocast_cache()  # It may contain tensors of the trace.
     if _random_states() != states:
         raise TranslationError(
-            f"{state.name} draws from Python's or NumPy's random numbers, which would be drawn once, while "
-            "tracing. Draw with torch, and pass a key to apply."
+            f"{state.name} draws random numbers from Python or NumPy. They would be drawn only once, during tracing. "
+            "Draw with torch, and pass a key to apply."
         )
 
 
-# The error says it all.
+# The error that is raised contains the same text.
 FAKE_TENSOR_LOG.addFilter(lambda record: ACTIVE.state is None)
 
 
 def _operand_error(state: TraceState, error: Exception) -> TranslationError | None:
-    """Returns the error for a wrong shape or dtype that torch noticed, with the part of the module and its inputs."""
+    """Returns the error for a wrong shape or dtype that torch detected, with the submodule and its inputs."""
     is_for_get_or_trace = re.search("(?i)int64|long", str(error))
     if state.recorder.operand_error[0] is not error or is_for_get_or_trace:
         return None
@@ -98,39 +98,39 @@ def _operand_error(state: TraceState, error: Exception) -> TranslationError | No
         shapes = [f"{name} of shape {tuple(x.shape)}" for name, x in inputs.items() if isinstance(x, torch.Tensor)]
         where = f" in {state.describe_module(frame.f_locals['self'])}, with {', '.join(shapes)}"
     return TranslationError(
-        f"{state.name}: an operation does not fit its operands{where}.\n{state.recorder.operand_error[1]}: {error}"
+        f"{state.name}: an operation does not support its operands{where}.\n{state.recorder.operand_error[1]}: {error}"
         f"{source_line(frames)}\nPass inputs of the shapes and dtypes that the torch code takes"
     )
 
 
 def _explain_torch_error(name: str, error: Exception) -> TranslationError | None:
-    """Returns the explanation of an error that torch raised while tracing, if it is known."""
+    """Returns an explanation of an error that torch raised while tracing, if it is known."""
     text = str(error)
     where = source_line([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
     if "non-functional tensor" in text:
         return TranslationError(f"{name} {MUTATES_EXTERNAL}{where}")
     if "token for effect" in text:
         return TranslationError(
-            f"{name} calls a collective operation of torch.distributed, which knows nothing of JAX's "
-            "devices. Name a JAX function for it (one with jax.lax.psum, say, under jax.shard_map): "
+            f"{name} calls a collective operation of torch.distributed, which has no access to JAX's devices. "
+            "Name a JAX function for it (one with jax.lax.psum under jax.shard_map, for example): "
             f"from_torch(..., ops={{torch.distributed.all_reduce: jax_function}}){where}"
         )
     if "HigherOrderOperator" in text or "registered for HOP" in text:  # the latter on torch 2.8
         return TranslationError(
-            f"{name} hands torch a part of its program (torch.cond, a while_loop, flex_attention), which jaxfn does "
-            "not look into. Use torch.where, or name a JAX function to stand for the Python function around it: "
+            f"{name} passes a function to a higher-order operation (torch.cond, while_loop, flex_attention), which "
+            "jaxfn does not trace. Use torch.where, or name a JAX function that replaces the function around it: "
             f"from_torch(..., ops={{function: jax_function}}){where}"
         )
     if any(words in text for words in _STORAGE_ERRORS):
         return TranslationError(
-            f"{name} hands a tensor's memory to compiled code (a C++, CUDA or Triton kernel), which JAX "
-            "cannot run. Name a JAX function to stand for the Python function around it, or for the torch "
-            f"operation: from_torch(..., ops={{function: jax_function}}){where}"
+            f"{name} passes a tensor's memory to compiled code (a C++, CUDA or Triton kernel), which JAX cannot run. "
+            "Name a JAX function that replaces the Python function around it, or the torch operation: "
+            f"from_torch(..., ops={{function: jax_function}}){where}"
         )
     return None
 
 
-# What torch says where something looks into a tensor's memory.
+# Parts of torch's messages for code that accesses a fake tensor's memory.
 _STORAGE_ERRORS = (
     "data pointer",
     "data_ptr",
@@ -143,7 +143,7 @@ _STORAGE_ERRORS = (
 
 
 class _Functionalization(FunctionalTensorMode):
-    """torch's, with the questions it asks itself hidden from `TorchFunctionInterceptor`."""
+    """torch's functionalization, with its own checks hidden from `TorchFunctionInterceptor`."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Functionalization(FunctionalTensorMode):
                     return kernel(*args, **(kwargs or {}))
             except EscapedTensorError:
                 raise
-            except Exception as error:  # of any kind: it may be code for NumPy, or for a GPU
+            except Exception as error:  # Any exception: it may be code for NumPy, or for a GPU.
                 reason = f"whose code cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
                 self._recorder.untraceable_kernels[func] = reason
         with without_functions():
@@ -173,7 +173,7 @@ class _Functionalization(FunctionalTensorMode):
             return track(torch_tree.tree_map_only(torch.Tensor, self._make_functional, value))
 
     def _python_kernel(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-        """The Python code of a custom operation on traced tensors, where that is to be traced."""
+        """Returns the Python code of a custom operation on traced tensors, if that is to be traced."""
         if not is_custom(func) or not any(map(active_trace().is_traced, torch_tree.tree_leaves((args, kwargs)))):
             return None
         check_operation(self._recorder.name, func)
@@ -181,13 +181,15 @@ class _Functionalization(FunctionalTensorMode):
         return None if is_opaque else python_kernel(func)
 
     def _make_functional(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor made outside, so that writes to it are seen; any other tensor as it is."""
+        """Makes a constant of this trace functional, so that its mutations are seen; returns other tensors
+        unchanged.
+        """
         if isinstance(tensor, FunctionalTensor) or not self._recorder.is_local(tensor):
             return tensor
         return to_functional(tensor, self)
 
 
-# Raise for some values, which are not known while tracing. JAX's linear algebra gives NaN for what has no solution.
+# Checks of values, which tracing does not have. JAX's linear algebra returns NaN where there is no solution.
 _VALUE_CHECKS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
 
 

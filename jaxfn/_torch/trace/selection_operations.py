@@ -1,4 +1,4 @@
-"""Operations on `x[mask]`."""
+"""Operations on `x[mask]` with a traced mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils import _pytree as torch_tree
 from jaxfn._torch.trace.selection import Selection, raise_unsupported
 from jaxfn._torch.trace.state import TraceState
 
-# Functions of each element alone. (A trailing underscore, for the in-place form, is left off.)
+# Elementwise functions. (In-place forms are listed without their trailing underscore.)
 _ELEMENTWISE = """
     abs absolute acos acosh add addcdiv addcmul and angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin
     asinh atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
@@ -26,24 +26,24 @@ _ELEMENTWISE = """
     sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh
     tanhshrink threshold to true_divide truediv trunc type type_as where xlog1py xlogy xor zero zeros_like
 """
-# What a selection knows of itself: all but its length.
+# Attributes of a selection that do not depend on its length.
 _METADATA = "dtype device is_cuda is_floating_point is_complex is_sparse requires_grad layout"
 
 
 def select(tensor: torch.Tensor, mask: torch.Tensor) -> Selection:
-    """`tensor[mask]`."""
+    """Returns `tensor[mask]`."""
     return Selection.from_parts(torch.where(_expand_mask(mask, tensor), tensor, torch.ones_like(tensor)), mask)
 
 
 def assign(state: TraceState, tensor: torch.Tensor, mask: torch.Tensor, selection: Selection) -> None:
-    """`tensor[mask] = selection`."""
+    """Implements `tensor[mask] = selection`."""
     if not state.is_same_computation(mask, selection.mask):
         raise_unsupported("an assignment to another mask")
     tensor.copy_(torch.where(_expand_mask(mask, tensor), selection.full, tensor))
 
 
 def call_with_selections(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of torch's with selections among its arguments."""
+    """Calls a torch function that has selections among its arguments."""
     name = _function_name(func)
     if name in _METADATA.split():
         return func(*[x.full if isinstance(x, Selection) else x for x in args], **kwargs)
@@ -61,7 +61,7 @@ def call_with_selections(state: TraceState, func: Any, args: Any, kwargs: Any) -
                 f"`{name}` with a tensor of shape {tuple(operand.shape)}, one entry for each selected element"
             )
     full = func(*torch_tree.tree_map(_full, args), **torch_tree.tree_map(_full, kwargs))
-    if isinstance(args[0], Selection) and full is args[0].full:  # in place
+    if isinstance(args[0], Selection) and full is args[0].full:  # In place
         return args[0]
     return Selection.from_parts(full, first.mask) if isinstance(full, torch.Tensor) else full
 
@@ -78,5 +78,5 @@ def _function_name(func: Any) -> str:
 
 
 def _expand_mask(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A mask with the dimensions that it does not speak of."""
+    """Appends axes of length 1 to a mask, up to the dimensions of `tensor`."""
     return mask.to(torch.bool).reshape(tuple(mask.shape) + (1,) * (tensor.dim() - mask.dim()))

@@ -1,4 +1,4 @@
-"""Hooks that torch calls with the gradient of a tensor."""
+"""Hooks of tensors, which torch calls with the tensor's gradient."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from jaxfn._torch.values.errors import TranslationError
 _DROP_TANGENT_UNLESS = JaxCall(drop_tangent_unless, "drop_tangent_unless")
 
 
-def drop_tangent(state: TraceState, tensor: torch.Tensor, leader: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with its derivative dropped unless `leader` has one, below functionalization."""
+def drop_tangent(state: TraceState, tensor: torch.Tensor, perturbed_by: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor, below functionalization, whose derivative is dropped unless `perturbed_by` has one."""
     fake = state.recorder.make_fake(tensor.shape, tensor.dtype)
-    return state.recorder.record_call(_DROP_TANGENT_UNLESS, (state.lower(tensor), state.lower(leader)), {}, fake)
+    return state.recorder.record_call(_DROP_TANGENT_UNLESS, (state.lower(tensor), state.lower(perturbed_by)), {}, fake)
 
 
 def apply_hook(
     state: TraceState, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> torch.Tensor:
-    """A tensor with the same values, whose gradient passes a hook: a Function that torch code applies."""
+    """Returns a copy of a tensor whose gradient passes through a hook. Implemented as a Function that torch code
+    applies.
+    """
 
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -46,18 +48,17 @@ def apply_hook(
 
 
 def register_hook(state: TraceState, original: Any, tensor: torch.Tensor, hook: Any) -> Any:
-    """`tensor.register_hook(hook)`, which torch does by `original`."""
+    """Implements `tensor.register_hook(hook)`; `original` is torch's."""
     if not (state.recorder.follows_grad_mode and state.is_traced(tensor)):
         return original(tensor, hook)
     if state.recorder.is_used(state.lower(tensor)):
         raise TranslationError(
-            f"{state.name} registers a hook on a tensor that was used before, and jaxfn calls hooks with the "
-            f"gradient of later uses only. Register it where the tensor is made{source_line()}"
+            f"{state.name} registers a hook on a tensor that was used before, and jaxfn calls hooks with the gradient "
+            f"of later uses only. Register it where the tensor is created{source_line()}"
         )
     if HOOKED in vars(tensor):
         raise TranslationError(
-            f"{state.name} registers another hook on a tensor that has one. Register one that does what both "
-            f"do{source_line()}"
+            f"{state.name} registers a second hook on a tensor. Register one hook that does what both do{source_line()}"
         )
     vars(tensor)[HOOKED] = True
     if _derivative_may_use_output(state.recorder.node(state.lower(tensor))):
@@ -66,22 +67,22 @@ def register_hook(state: TraceState, original: Any, tensor: torch.Tensor, hook: 
         state.recorder.set_node(state.lower(tensor), state.lower(apply_hook(state, tensor, hook)))
     if tensor.requires_grad:
         with without_functions():
-            original(tensor, hook)  # for autograd inside
+            original(tensor, hook)  # For autograd inside traced code.
     return _Handle(state.name)
 
 
 def _derivative_may_use_output(node: torch.fx.Node) -> bool:
-    """Whether the derivative of the operation that made a tensor may use that tensor.
+    """Whether the derivative of the operation that returned a tensor may use that tensor.
 
-    For `y = tanh(x)` it is `g * (1 - y * y)`. In torch a second derivative goes through that `y`, and so through its
-    hook; in JAX it goes through the `y` that has no hook yet.
+    For `y = tanh(x)` it is `g * (1 - y * y)`. In torch a second derivative passes through that `y`, and so through its
+    hook; in JAX it passes through the `y` before the hook.
     """
     output: int | None = None
     if node.target is operator.getitem:
         node, output = cast(tuple[torch.fx.Node, int], node.args)
     if node.op != "call_function":
         return False
-    if node.target is torch.ops.aten.relu.default:  # by whose output its derivative has none
+    if node.target is torch.ops.aten.relu.default:  # Its derivative is piecewise constant.
         return False
     target: Any = node.target
     if not isinstance(target, OPERATION_TYPES):
@@ -90,7 +91,7 @@ def _derivative_may_use_output(node: torch.fx.Node) -> bool:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), _make_meta_tensor)
         try:
             tensor = target(*args, **kwargs)
-        except Exception:  # an operation that has no meta function, or not as it is called here
+        except Exception:  # It has no meta kernel for these arguments.
             return True
     tensor = tensor if output is None else tensor[output]
     return any(
@@ -111,5 +112,5 @@ class _Handle:
         self._name = name
 
     def remove(self) -> None:
-        """Refuses: the hook is a part of the trace."""
-        raise TranslationError(f"{self._name} removes a hook of a tensor, which is a part of the trace by then")
+        """Raises, since the hook is part of the trace."""
+        raise TranslationError(f"{self._name} removes a hook of a tensor, and the hook is already part of the trace")

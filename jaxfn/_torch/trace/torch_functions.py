@@ -1,7 +1,8 @@
-"""Functions of torch's whose operations have no counterpart, or results of sizes that depend on values.
+"""torch functions that are replaced as a whole, since their operations have no counterpart or sizes that depend on
+values.
 
-What the functions themselves return has a known size, so each is replaced as a whole: by one JAX function, which
-autograd inside can differentiate, or by other functions of torch's.
+The functions' own results have known sizes. Each is replaced by one JAX function, which autograd inside traced code can
+differentiate, or by other torch functions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxfn._torch.values.errors import TranslationError
 
 
 def _bind_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The arguments of a Python function by name, defaults filled in."""
+    """Returns the arguments of a Python function by name, with defaults."""
     call = inspect.signature(function).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments
@@ -41,7 +42,7 @@ def _raise(state: TraceState, what: str) -> None:
 
 
 def embedding_bag(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.nn.functional.embedding_bag`."""
+    """Implements `torch.nn.functional.embedding_bag`."""
     arguments = _bind_arguments(func, args, kwargs)
     indices, weight, offsets, weights = (arguments[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
     if arguments["max_norm"] is not None:
@@ -50,7 +51,9 @@ def embedding_bag(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
                 weight.detach(), indices.contiguous(), arguments["max_norm"], arguments["norm_type"]
             )
     if arguments["scale_grad_by_freq"]:
-        _raise(state, "embedding_bag with `scale_grad_by_freq`: torch divides by how often another row is there")
+        _raise(
+            state, "embedding_bag with `scale_grad_by_freq` is not supported: torch divides by the count of another row"
+        )
     if indices.dim() == 2:
         offsets = torch.arange(indices.shape[0]) * indices.shape[1]
         weights = None if weights is None else weights.reshape(-1)
@@ -64,7 +67,7 @@ def embedding_bag(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
         selected = selected * weights[0][:, None] if weights else selected
         bag_indices = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
         if padding is not None:
-            bag_indices = jnp.where(indices == padding, bags, bag_indices)  # in no bag
+            bag_indices = jnp.where(indices == padding, bags, bag_indices)  # Out of range: in no bag
         return [reduce(selected, bag_indices, bags).astype(rows.dtype)]
 
     indices = indices.reshape(-1)
@@ -82,7 +85,7 @@ def _bag_mean(rows: Array, bag_indices: Array, bags: int) -> Array:
 
 
 def _bag_max(rows: Array, bag_indices: Array, bags: int) -> Array:
-    """The largest of each bag, whose derivative goes to the first of equals; 0 for an empty bag."""
+    """Returns the largest row of each bag, whose derivative goes to the first of equal ones; 0 for an empty bag."""
     fixed, shape = lax.stop_gradient(rows), (bags, rows.shape[1])
     best = jnp.full(shape, -jnp.inf, rows.dtype).at[bag_indices].max(fixed, mode="drop")
     is_best = (fixed == best[jnp.minimum(bag_indices, bags - 1)]) | jnp.isnan(fixed)
@@ -98,7 +101,7 @@ _BAGS: dict[str, Callable[[Array, Array, int], Array]] = {"sum": _bag_sum, "mean
 
 
 def ctc_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.nn.functional.ctc_loss`."""
+    """Implements `torch.nn.functional.ctc_loss`."""
     arguments = _bind_arguments(func, args, kwargs)
     scores, targets = arguments["log_probs"], arguments["targets"]
     lengths = [torch.as_tensor(arguments[name]).reshape(-1) for name in ("input_lengths", "target_lengths")]
@@ -123,7 +126,7 @@ def ctc_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def one_hot(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.nn.functional.one_hot`, which compares traced tensors with each class, also one out of range."""
+    """Implements `torch.nn.functional.one_hot`; for traced tensors by comparison with each class, also out of range."""
     arguments: dict[str, Any] = {
         "num_classes": -1,
         **dict(zip(("tensor", "num_classes"), args, strict=False)),
@@ -131,27 +134,28 @@ def one_hot(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     }
     num_classes = arguments["num_classes"] if arguments["num_classes"] >= 0 else int(arguments["tensor"].max()) + 1
     classes = torch.arange(num_classes)
-    found = torch.embedding(classes[:, None], arguments["tensor"])  # negative where it is out of range
+    found = torch.embedding(classes[:, None], arguments["tensor"])  # Negative where an index is out of range
     return torch.where(found < 0, found, found == classes)
 
 
 def _split_targets(targets: Array, sizes: Array) -> Array:
-    """Targets that lie one after the other, one row each, filled up with whatever comes next."""
+    """Returns concatenated targets as one row each, padded with the following elements."""
     starts = jnp.cumsum(sizes) - sizes
     return targets[jnp.minimum(starts[:, None] + np.arange(targets.shape[0]), targets.shape[0] - 1)]
 
 
-# The logarithm of what cannot be: finite, for the derivative of the difference of two infinities is a nan.
+# The logarithm of probability 0. It is finite, since the derivative of the difference of two infinities is NaN.
 _LOG_ZERO = -1e30
 
 
 def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int) -> Array:
-    """Minus the logarithm of the probability of one target, with torch's derivative.
+    """Returns minus the log-probability of one target, with torch's derivative.
 
-    That one takes the scores to be logarithms of probabilities which sum to 1: it has the probabilities in it besides.
+    torch assumes that the scores are logarithms of probabilities which sum to 1, so its derivative also contains the
+    probabilities.
     """
     labels = jnp.full(2 * target.shape[0] + 1, blank).at[1::2].set(target)
-    labels = jnp.where(np.arange(len(labels)) < 2 * size, labels, blank)  # behind the target there may be anything
+    labels = jnp.where(np.arange(len(labels)) < 2 * size, labels, blank)  # The rest is padding.
     may_skip = jnp.concatenate([jnp.zeros(2, bool), (labels[2:] != blank) & (labels[2:] != labels[:-2])])[: len(labels)]
     bag_indices = np.arange(len(labels))
 
@@ -177,15 +181,17 @@ def _ctc(scores: Array, target: Array, steps: Array, size: Array, *, blank: int)
 
 
 def gaussian_nll_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.nn.functional.gaussian_nll_loss`, which raises for negative variances."""
+    """Implements `torch.nn.functional.gaussian_nll_loss`, without its check of negative variances."""
     arguments = _bind_arguments(func, args, kwargs)
     x, variance = arguments["input"], arguments["var"]
     if not isinstance(variance, torch.Tensor):
         variance = torch.full_like(x, variance)
     if variance.shape == x.shape[:-1]:
         variance = variance[..., None]
-    is_fitting = variance.ndim == x.ndim and sum(n for n, m in zip(variance.shape, x.shape, strict=True) if n != m) <= 1
-    if not is_fitting:
+    is_broadcastable = (
+        variance.ndim == x.ndim and sum(n for n, m in zip(variance.shape, x.shape, strict=True) if n != m) <= 1
+    )
+    if not is_broadcastable:
         raise ValueError(f"gaussian_nll_loss: a variance of shape {tuple(variance.shape)} for {tuple(x.shape)}")
     variance = variance.clone()
     with torch.no_grad():
@@ -194,5 +200,5 @@ def gaussian_nll_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> A
     loss = loss + 0.5 * math.log(2 * math.pi) if arguments["full"] else loss
     reduce = {"none": lambda: loss, "mean": loss.mean, "sum": loss.sum}
     if arguments["reduction"] not in reduce:
-        raise ValueError(f"gaussian_nll_loss: reduction is {arguments['reduction']!r}, and may be one of {[*reduce]}")
+        raise ValueError(f"gaussian_nll_loss: reduction is {arguments['reduction']!r}, expected one of {[*reduce]}")
     return reduce[arguments["reduction"]]()
