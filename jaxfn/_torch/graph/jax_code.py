@@ -1,4 +1,4 @@
-"""The JAX code of a translation, for people to read."""
+"""The translation of a graph as JAX code, for reading."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _MODULES = {"jnp": jnp, "jnp.linalg": jnp.linalg, "lax": lax, "jax.nn": jax.nn, 
 
 
 def format_jax_code(graph_module: GraphModule, ops: OperationMap | None = None) -> str:
-    """The Python text of a graph's translation: one line for each operation, its torch name and result behind it.
+    """Formats a graph's translation as Python code: one line for each operation, with torch's name and the result's
+    type.
 
-    A result that JAX would give in another dtype than torch is cast to the one in the comment.
+    A result whose JAX dtype differs from torch's is cast to the dtype in the comment.
 
     Args:
-      graph_module: as for `TranslatedGraph`.
-      ops: likewise.
+      graph_module: The graph from `Recorder.finish`.
+      ops: JAX functions that replace torch operations.
 
     Returns:
-      A function `translated` of the placeholders; names such as `elementwise.add` are modules of the table.
+      A function `translated` of the placeholders. Names such as `elementwise.add` are in the modules of `operations`.
     """
     replacements = key_by_name(ops)
     names: list[str] = []
@@ -61,12 +62,12 @@ def format_jax_code(graph_module: GraphModule, ops: OperationMap | None = None) 
 
 
 def _format_function(function: Callable[..., Any]) -> tuple[str, list[str]]:
-    """A function's name, and the arguments that are bound to it."""
+    """Returns a function's name, and the arguments that a `partial` binds."""
     if isinstance(function, partial):
         name, bound = _format_function(function.func)
         return name, bound + [_format(argument) for argument in function.args]
     name = getattr(function, "__name__", None) or repr(function)
-    wrapped: list[Any] = [function]  # as to promote its operands
+    wrapped: list[Any] = [function]  # `promote` wraps functions.
     while (inner := getattr(wrapped[-1], "__wrapped__", None)) is not None:
         wrapped.append(inner)
     for prefix, module in _MODULES.items():
@@ -97,7 +98,7 @@ def _format(value: Any) -> str:
 
 
 def _comment(node: Node, operation: str | None) -> str:
-    """The operation's torch name, the result's dtype and shape, and the user's line."""
+    """Returns a comment with torch's name of the operation, the result's dtype and shape, and the user's line."""
     recorded = node.meta.get("val")
     results = recorded if isinstance(recorded, (tuple, list)) else [recorded]
     shapes = [

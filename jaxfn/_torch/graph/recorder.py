@@ -1,15 +1,14 @@
 """Records what torch code does to its tensors, as a `torch.fx` graph of functional ATen operations.
 
-Three layers of torch's own make an operation in the user's Python into a node here:
+Three layers turn an operation of the user's Python into a node:
 
-    the user's code   on `FunctionalTensor`s, with autograd above them (`torch.autograd.grad` inside works)
-    functionalization in-place writes and views become pure operations
-    `Recorder`        a node for each operation
+    the user's code   on `FunctionalTensor`s, with autograd above them (`torch.autograd.grad` works inside)
+    functionalization in-place operations and views become pure operations
+    `Recorder`        each operation becomes a node
 
-Below functionalization a tensor is either *traced*, a `FakeTensor` that has a shape and no values, because it depends
-on the Function's inputs; or *constant*, a real tensor that does not. Operations on constants alone really run, so that
-Python code may look at their values; only operations on traced tensors, random draws, and constants that are operands
-of those end up in the graph.
+Below functionalization a tensor is either *traced*, a `FakeTensor` with a shape and no values, because it depends on
+the inputs; or *constant*, a real tensor that does not. Operations on constants only are executed, so Python code may
+read their values. The graph contains only operations on traced tensors, random draws, and the constants that these use.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from jaxfn._tree import is_array_leaf
 
 aten = torch.ops.aten
 
-# Constants of more elements than this are made in the graph where they can be.
+# Constants with more elements than this are computed in the graph if possible.
 _LARGE = 4096
 
 
@@ -58,26 +57,27 @@ _STOP_GRADIENT = JaxCall(jax.lax.stop_gradient, "stop_gradient")
 
 @jax.custom_jvp
 def _with_gradient_of(value: jax.Array, differentiated: jax.Array) -> jax.Array:
-    """`value`, with the derivative of `carrier`."""
+    """Returns `value`, with the derivative of `differentiated`."""
     return value
 
 
 @_with_gradient_of.defjvp
 def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _with_gradient_of(*primals), tangents[1]  # which carries derivatives of higher orders, too
+    return _with_gradient_of(*primals), tangents[1]  # The tangent itself has derivatives of higher orders.
 
 
 _WITH_GRADIENT_OF = JaxCall(_with_gradient_of, "carried")
 
 
 class ExternalTensors(NamedTuple):
-    """The graph inputs for tensors from outside, in a trace and in those of the Functions that are applied in it.
+    """The tensors from outside of traced code that are graph inputs, for a trace and the Functions applied in it.
 
     Attributes:
-      names: of tensors that have a stand-in, parameters and buffers, by their memory.
-      permuted: what an input has the order of its elements in memory from, where that may be another than its axes say.
-      permuted_gradients: likewise of gradients.
-      guarding: a context in which backward runs, whose name it is given, for messages.
+      names: The names of parameters and buffers that are inputs, by their storage.
+      memory_format_source: Where the strides of inputs come from, for messages, if they may differ from contiguous
+        ones.
+      gradient_memory_format_source: Where the strides of gradients come from, for messages.
+      backward_guard: A context in which `backward` is traced. It takes the method's name, for messages.
     """
 
     names: Mapping[int | None, str] = {}
@@ -86,16 +86,16 @@ class ExternalTensors(NamedTuple):
     backward_guard: Callable[[str], AbstractContextManager[None]] = lambda who: contextlib.nullcontext()
 
 
-# Of a trace in which nothing made outside has a stand-in.
+# For a trace without external tensors.
 NO_EXTERNALS = ExternalTensors()
 
 
 class AssumedValue(NamedTuple):
-    """A place where Python code asks for a tensor's value.
+    """A place where Python code reads a concrete value of a tensor, and the value that it got.
 
     Attributes:
-      line: which.
-      value: what it was told, to see what it does then.
+      line: The user's line.
+      value: The assumed value, with which tracing went on.
     """
 
     line: Line | None
@@ -103,17 +103,33 @@ class AssumedValue(NamedTuple):
 
     def __str__(self) -> str:
         name = self.line and self.line.callable
-        around = f"; ops={{{name}: jax_function}} would stand for the function around it" if name else ""
-        return f"{format_line(self.line)}\n    (taken to be {self.value}{around})"
+        hint = f"; ops={{{name}: jax_function}} would replace the function around it" if name else ""
+        return f"{format_line(self.line)}\n    (assumed to be {self.value}{hint})"
 
 
 class Recorder(TorchDispatchMode):
-    """Builds the graph of one trace; entered below functionalization.
+    """Builds the graph of one trace. It is entered below functionalization.
 
     Args:
-      owner: whose code it is, for messages.
-      replaced: the operations that a JAX function stands for, by name.
-      stood_in: what stands for things made outside.
+      name: The name of the code in messages.
+      replacements: The JAX functions that replace operations, by the operations' names.
+      externals: The graph inputs for tensors from outside.
+
+    Attributes:
+      graph: The graph.
+      constants: The constants in the graph, by name.
+      reads_external_values: Whether Python code read values of an external tensor.
+      is_seeded: Whether the code set torch's random state.
+      differentiates_externals: Whether autograd inside the code stored a gradient in an external tensor.
+      has_aliased_inputs: Whether inputs stand for tensors that share storage.
+      assumed: The reads of concrete values, if tracing is to go on with assumed values.
+      follows_grad_mode: Whether the results of operations under `torch.no_grad()` have no derivative.
+      untraceable_kernels: Why the Python code of custom operations cannot be traced.
+      linked_storages: Pairs of tensors that share storage in torch, with the reason and a hint.
+      visited_nodes: The nodes of autograd's graph whose saved tensors are in `saved_storages`.
+      saved_storages: The storages that autograd saved.
+      operand_error: What torch raised for the operands of an operation, and their shapes.
+      data_mutation: The line that mutated a tensor by `.data`, if any.
     """
 
     _mode_key = BELOW_FUNCTIONALIZATION
@@ -125,33 +141,31 @@ class Recorder(TorchDispatchMode):
         self._replacements = replacements
         self.graph = torch.fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
-        self.reads_external_values = False  # whether Python code looked at the values of a tensor made outside
-        self.is_seeded = False  # whether the code set torch's random state
-        self.differentiates_externals = False  # whether autograd inside gave a gradient to a tensor made outside
-        self.has_aliased_inputs = False  # whether inputs stand for tensors that lie in each other's memory
-        self.assumed: list[AssumedValue] | None = None  # what Python code was told of values that are not there
-        self.follows_grad_mode = False  # whether what is computed under `torch.no_grad()` has no derivative
-        self.untraceable_kernels: dict[Any, str] = {}  # why the Python code of a custom operation cannot be traced
-        self.linked_storages: list[
-            tuple[Any, Any, str, str]
-        ] = []  # memory that torch has once for both; why, and what helps
-        self.visited_nodes: set[Any] = set()  # those of autograd's graph that were looked at, and what they saved
+        self.reads_external_values = False
+        self.is_seeded = False
+        self.differentiates_externals = False
+        self.has_aliased_inputs = False
+        self.assumed: list[AssumedValue] | None = None
+        self.follows_grad_mode = False
+        self.untraceable_kernels: dict[Any, str] = {}
+        self.linked_storages: list[tuple[Any, Any, str, str]] = []
+        self.visited_nodes: set[Any] = set()
         self.saved_storages: set[int | None] = set()
-        self.operand_error: tuple[Exception | None, str] = None, ""  # what torch refused to compute, and the shapes
-        self.data_mutation: str | None = None  # the line that wrote by `.data`
+        self.operand_error: tuple[Exception | None, str] = None, ""
+        self.data_mutation: str | None = None
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._nodes: dict[int, torch.fx.Node] = {}  # of tensors, by identity
-        self._value_sources: dict[torch.fx.Node, torch.fx.Node] = {}  # the nodes that others have the same values as
-        self._references: list[torch.Tensor] = []  # so that no identity is used twice
-        self._local: set[int] = set()  # the constants made in this trace
-        self._external_dependent: set[int] = set()  # the constants that depend on a tensor made outside
-        self._external_views: set[int] = set()  # the constants that lie in memory of a tensor made outside
-        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # what tensors made outside had as `.grad`
-        self._memory_format_sources: dict[torch.fx.Node, str] = {}  # what a node has its order in memory from
+        self._nodes: dict[int, torch.fx.Node] = {}  # by the identity of their tensors
+        self._value_sources: dict[torch.fx.Node, torch.fx.Node] = {}  # nodes with equal values
+        self._references: list[torch.Tensor] = []  # keep tensors alive, so identities stay unique
+        self._local: set[int] = set()  # constants that were created in this trace
+        self._external_dependent: set[int] = set()  # constants that depend on an external tensor
+        self._external_views: set[int] = set()  # constants that are views of an external tensor
+        self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # `.grad` of external tensors
+        self._memory_format_sources: dict[torch.fx.Node, str] = {}  # where nodes' strides come from
         self._nested_externals: dict[str | None, ExternalTensors] = {}
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
-        self._recomputed: int | None = None  # which part is being recorded that is computed again; see `recomputing`
+        self._recomputed: int | None = None  # the active `recomputing` block, by number
         self._num_recomputed = 0
 
     # ------------------------------------------------------------------------------------------------ tensors and nodes
@@ -159,12 +173,12 @@ class Recorder(TorchDispatchMode):
     def add_input(
         self, shape: Sequence[int], dtype: torch.dtype, memory_format_source: str | None = None
     ) -> torch.Tensor:
-        """A new input of the graph: a traced tensor.
+        """Adds an input to the graph, and returns its traced tensor.
 
         Args:
-          shape: its shape.
-          dtype: its type.
-          permuted: what it has the order of its elements in memory from, where that may be another than its axes say.
+          shape: Its shape.
+          dtype: Its dtype.
+          memory_format_source: Where its strides come from, for messages, if they may differ from contiguous ones.
         """
         node = self.graph.placeholder(f"input_{len(self._inputs)}")
         self._inputs.append(node)
@@ -174,7 +188,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def make_fake(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor without values."""
+        """Returns a tensor without values."""
         with plain_torch():
             return FakeTensor(self._fake, torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.device("cpu"))
 
@@ -191,7 +205,7 @@ class Recorder(TorchDispatchMode):
             return FakeTensor(self._fake, meta, torch.device("cpu"))
 
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
-        """The graph with these outputs, and without what they do not need."""
+        """Returns the graph with these outputs, without unused nodes."""
         self.linked_storages.clear()
         self.visited_nodes.clear()
         self.graph.output(tuple(self.node(tensor) for tensor in outputs))
@@ -209,7 +223,7 @@ class Recorder(TorchDispatchMode):
         return isinstance(tensor, FakeTensor)
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether it depends neither on the inputs nor on tensors made outside, which may get new values."""
+        """Whether a tensor depends neither on the inputs nor on external tensors, which may get new values."""
         return (
             not isinstance(tensor, FakeTensor)
             and id(tensor) in self._local
@@ -217,34 +231,34 @@ class Recorder(TorchDispatchMode):
         )
 
     def add_local_constant(self, constant: torch.Tensor) -> None:
-        """Counts a real tensor among those made in this trace."""
+        """Registers a real tensor as created in this trace."""
         self._local.add(id(constant))
         self._references.append(constant)
 
     def input_index(self, tensor: torch.Tensor) -> int | None:
-        """Returns the index of the input that a tensor is; `None` if it is none."""
+        """Returns the index of the input that a tensor is; `None` if it is not an input."""
         node = self._nodes.get(id(tensor))
         return self._inputs.index(node) if node in self._inputs else None
 
     def is_same_computation(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
         """Whether two nodes are the same computation."""
-        numbers: dict[Any, int] = {}  # of computations, so that each node is looked at once
-        known: dict[torch.fx.Node, int] = {}
+        numbers: dict[Any, int] = {}  # One number for each distinct computation.
+        numbered: dict[torch.fx.Node, int] = {}
         for node in self.graph.nodes:
             operands, _ = torch_tree.tree_flatten((node.args, dict(node.kwargs)))
-            parts = [("node", known[x]) if isinstance(x, torch.fx.Node) else (type(x), x) for x in operands]
+            parts = [("node", numbered[x]) if isinstance(x, torch.fx.Node) else (type(x), x) for x in operands]
             is_repeatable = node.op == "call_function" and not draws_random_numbers(node.target)
             computation = (node.target, *parts) if is_repeatable else node
-            known[node] = numbers.setdefault(computation, len(numbers))
-        return known[a] == known[b]
+            numbered[node] = numbers.setdefault(computation, len(numbers))
+        return numbered[a] == numbered[b]
 
     def has_same_values(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
-        """Whether two nodes have the same values, whatever their derivatives are, as far as the graph shows."""
+        """Whether two nodes have equal values, whatever their derivatives, as far as the graph shows."""
         a, b = self._value_source(a), self._value_source(b)
         return a is b or self.is_same_computation(a, b)
 
     def _value_source(self, node: torch.fx.Node) -> torch.fx.Node:
-        """The node that another one has its values from, unchanged."""
+        """Returns the node from which another one has its values, unchanged."""
         while True:
             source = self._value_sources.get(node)
             if source is None and node.target in _VALUE_ARGUMENT:
@@ -258,7 +272,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def stopping_gradients(self) -> Generator[None]:
-        """Inside, `detach` is what the user's code asked for."""
+        """Inside, `detach` is a call of the user's code, and not of autograd."""
         self._stops, before = True, self._stops
         try:
             yield
@@ -267,23 +281,23 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_grad_disabled(self) -> bool:
-        """Whether what is computed now has no derivative."""
+        """Whether the results of operations have no derivative at present."""
         return self.follows_grad_mode and not torch.is_grad_enabled()
 
     def stop_gradient(self, tensor: torch.Tensor) -> None:
-        """Takes the derivative off a tensor."""
+        """Stops the gradient of a tensor."""
         self._bind_node(tensor, self._new_node(_STOP_GRADIENT, (self.node(tensor),)))
 
     def is_used(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was computed from a tensor that has a derivative."""
+        """Whether a differentiable result was computed from a tensor."""
         return any(user.meta["is_differentiable"] for user in self.node(tensor).users)
 
     def detach_value(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor with the values of another one and without its derivative."""
+        """Returns a tensor with equal values and no derivative."""
         return self._bind_node(self._fake_like(value), self._new_node(_STOP_GRADIENT, (self.node(value),)))
 
     def with_gradient_of(self, value: torch.Tensor, differentiated: torch.Tensor) -> torch.Tensor:
-        """A tensor with the values of one and the derivative of another."""
+        """Returns a tensor with the values of `value` and the derivative of `differentiated`."""
         if not self.is_differentiable(differentiated):
             return self.detach_value(value) if self.is_differentiable(value) else value
         return self._bind_node(
@@ -296,7 +310,7 @@ class Recorder(TorchDispatchMode):
         return node is not None and node.meta["is_differentiable"]
 
     def differentiable_inputs(self, tensor: torch.Tensor) -> set[int]:
-        """The inputs that a tensor has a derivative by, as far as the graph shows."""
+        """Returns the inputs by which a tensor has a derivative, as far as the graph shows."""
         found: set[torch.fx.Node] = set()
         pending = [self.node(tensor)]
         while pending:
@@ -308,19 +322,19 @@ class Recorder(TorchDispatchMode):
         return {i for i, node in enumerate(self._inputs) if node in found}
 
     def undo_stop_gradient(self, tensor: torch.Tensor) -> None:
-        """Takes back that a tensor was detached."""
+        """Undoes `stop_gradient`."""
         node = self._nodes.get(id(tensor))
         while node is not None and node.target is _STOP_GRADIENT:  # torch 2.8 detaches twice
             node = self._nodes[id(tensor)] = cast(torch.fx.Node, node.args[0])
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """The node whose value a tensor is; a constant becomes one here."""
+        """Returns the node that computes a tensor; adds one for a constant."""
         node = self._nodes.get(id(tensor))
         if node is not None:
             return node
         if isinstance(tensor, FakeTensor):
             raise EscapedTensorError(
-                f"{self.name} uses a tensor of another call of forward, which an object or a closure kept. Keep it by "
+                f"{self.name} uses a tensor of another call of forward, which an object or a closure kept. Save it by "
                 "ctx.save_for_backward(tensor), or as an attribute ctx.name = tensor."
             )
         if tensor.layout is not torch.strided:
@@ -333,7 +347,7 @@ class Recorder(TorchDispatchMode):
         return self.node(self._bind_node(tensor, self.graph.get_attr(name)))
 
     def _check_not_external(self, tensor: torch.Tensor) -> None:
-        """Raises where code comes by another way to a tensor that has a stand-in, or to what depends on one."""
+        """Raises if the code reaches a tensor that is a graph input, or a result of one, through another object."""
         if not self.externals.names or id(tensor) in self._local:
             return
         name = self.externals.names.get(storage_id(tensor))
@@ -341,12 +355,12 @@ class Recorder(TorchDispatchMode):
             return
         what = f"its parameter or buffer {name!r} by another tensor than its own" if name else "a tensor with a graph"
         raise TranslationError(
-            f"{self.name} uses {what}, kept in an object, a tuple, a closure or a partial: it would be a constant, "
-            f"with the values that it has in torch and no gradient. Use the module's attribute{source_line()}"
+            f"{self.name} uses {what}, stored in an object, a tuple, a closure or a partial: it would be a constant, "
+            f"with torch's values and no gradient. Use the module's attribute{source_line()}"
         )
 
     def set_node(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        """`tensor`, whose node is from now on that of `of`, which has the same values."""
+        """Makes `of`'s node, which has equal values, the node of `tensor`; returns `tensor`."""
         before, node = self._nodes.get(id(tensor)), self.node(of)
         if before is not None and before is not node:
             self._value_sources[node] = before
@@ -361,7 +375,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recomputing(self) -> Generator[None]:
-        """Inside, what is recorded is computed again where it is differentiated, in place of being kept."""
+        """Inside, what is recorded is recomputed when it is differentiated, and not saved."""
         before = self._recomputed
         if before is None and self.follows_grad_mode:
             self._num_recomputed += 1
@@ -372,7 +386,7 @@ class Recorder(TorchDispatchMode):
             self._recomputed = before
 
     def _bind_node(self, value: Any, node: torch.fx.Node) -> Any:
-        """`value`, a tensor or a tuple or list of them, known as `node`'s from now on."""
+        """Makes `node` the node of `value`, a tensor or a tuple or list of tensors; returns `value`."""
         node.meta["val"] = torch_tree.tree_map_only(torch.Tensor, self._to_fake, value)
         node.meta["is_differentiable"] = _has_derivative(node.meta["val"]) and (
             node.op == "placeholder" or _is_node_differentiable(node)
@@ -389,7 +403,7 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------ operations
 
     def record_call(self, target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], value: Any) -> Any:
-        """Records a call of a Python function of arrays, which gives `value` (tensors from `fake`)."""
+        """Records a call of a Python function of arrays that returns `value` (tensors from `make_fake`)."""
         self._record(target, (args, kwargs), value)
         if self.is_grad_disabled:
             for part in torch_tree.tree_leaves(value):
@@ -399,17 +413,17 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # questions, as to the device
+        if func.namespace == "prim":  # queries, for example of the device
             return func(*args, **kwargs)
         operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if operands and all(x.device.type == "meta" for x in operands):  # torch asks itself for a shape
+        if operands and all(x.device.type == "meta" for x in operands):  # torch infers a shape
             with plain_torch():
                 return func(*args, **kwargs)
         is_traced = any(isinstance(x, FakeTensor) for x in operands)
         if func in _IDENTITIES and is_traced:
             if self._stops and func is aten.detach.default:
                 return self.record_call(_STOP_GRADIENT, args, {}, self._infer_outputs(func, args, kwargs))
-            # Autograd is above; what it detaches for its own purposes keeps its derivative.
+            # Autograd itself detaches too. Such tensors keep their derivative.
             return self.set_node(self._infer_outputs(func, args, kwargs), args[0])
         draws = draws_random_numbers(func)
         if draws:
@@ -424,53 +438,48 @@ class Recorder(TorchDispatchMode):
             if _has_derivative(faked):
                 return self._record(func, (args, kwargs), faked)
             return self._make_filled_constant(faked, _FILL_VALUES[func](args))
-        if func._schema.is_mutable:  # below functionalization: in a decomposition of torch's own
+        if func._schema.is_mutable:  # Functionalization removed others; this one is in a decomposition.
             raise TranslationError(
-                f"{self.name}: torch carries an operation out by {func}, which writes to memory, and a graph has "
-                "none. Name a JAX function to stand for what is called: from_torch(..., ops={operation: function})"
-                f"{source_line()}"
+                f"{self.name}: torch implements an operation by {func}, which mutates its arguments. Name a JAX "
+                f"function that replaces the operation: from_torch(..., ops={{operation: function}}){source_line()}"
             )
         if entry_name(str(func)) is None and unsupported_reason(str(func)) is None:
-            decompose = self._decompose(func, args, kwargs)
-            if decompose is not NotImplemented:
-                return decompose
+            results = self._decompose(func, args, kwargs)
+            if results is not NotImplemented:
+                return results
         if func in _STRIDED_OPERATIONS:
             self._check_memory_format(args[0])
         return self._record(func, (args, kwargs), self._infer_outputs(func, args, kwargs))
 
     def replacement(self, func: Any) -> Callable[..., Any] | None:
-        """The JAX function that stands for an operation."""
+        """Returns the JAX function that replaces an operation, if any."""
         return self._replacements.get(str(func)) or self._replacements.get(str(func).rpartition(".")[0])
 
     def nested_externals(self, tensors: Sequence[torch.Tensor], function: str) -> ExternalTensors:
-        """Returns the graph inputs for tensors from outside, in a Function that is applied to these tensors."""
-        memory_format_source = None
+        """Returns the externals for a Function that is applied to these tensors."""
+        source = None
         for i, tensor in enumerate(tensors):
-            memory_format_source = memory_format_source or self.memory_format_of(
-                tensor, f"tensor {i} of those that {function} is applied to"
-            )
-        if memory_format_source == self.externals.memory_format_source:
+            source = source or self.memory_format_of(tensor, f"tensor argument {i} of {function}")
+        if source == self.externals.memory_format_source:
             return self.externals
-        return self._nested_externals.setdefault(
-            memory_format_source, self.externals._replace(memory_format_source=memory_format_source)
-        )
+        return self._nested_externals.setdefault(source, self.externals._replace(memory_format_source=source))
 
     def record_memory_format(self, tensor: torch.Tensor, source: str) -> None:
-        """Notes what a tensor has the order of its elements in memory from; see `memory_format_of`."""
+        """Records where a tensor's strides come from; see `memory_format_of`."""
         self._memory_format_sources[self.node(tensor)] = source
 
     def memory_format_of(self, tensor: torch.Tensor, name: str) -> str | None:
-        """Returns the source of a tensor's memory order, where that may differ from the order of its axes.
+        """Returns where a tensor's strides come from, if they may differ from contiguous ones.
 
         Args:
-          tensor: the tensor, from below functionalization.
-          name: what it is called where it has that order by itself: a view of a part, or transposed.
+          tensor: The tensor, from below functionalization.
+          name: The source to return if the tensor itself has nonstandard strides: as a slice, or transposed.
         """
         source = self._inherited_memory_format(tensor)
         return name if source is None and has_nonstandard_strides(tensor) else source
 
     def _inherited_memory_format(self, tensor: torch.Tensor) -> str | None:
-        """Returns the tensor of unknown memory order from which a tensor may have taken its own."""
+        """Returns the recorded source of a tensor from which this one may have inherited its strides."""
         node = self._nodes.get(id(tensor))
         pending, seen = [node] if self._memory_format_sources and node else [], set[torch.fx.Node]()
         while pending:
@@ -484,11 +493,11 @@ class Recorder(TorchDispatchMode):
     def _check_memory_format(self, tensor: torch.Tensor) -> None:
         if source := self._inherited_memory_format(tensor):
             raise TranslationError(
-                f"{self.name} reads memory (as_strided) that depends on {source}, whose elements torch has, or may "
-                "have, in another order than its axes (channels_last, transposed, or a part of another tensor); arrays "
-                "of JAX have none. Make it contiguous where it comes from: by `tensor.contiguous()` before a Function "
-                "gets, keeps or returns it, and for a parameter by "
-                f"`parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)`{source_line()}"
+                f"{self.name} reads memory by strides (as_strided) that depend on {source}, which may be noncontiguous "
+                "in torch (channels_last, transposed, or a part of another tensor); JAX arrays have no strides. Make "
+                "it contiguous where it is created: by `tensor.contiguous()` before a Function takes, saves or returns "
+                "it, and for a parameter by `parameter.data = "
+                f"parameter.data.clone(memory_format=torch.contiguous_format)`{source_line()}"
             )
 
     def _record(self, target: Any, arguments: tuple[Any, Any], value: Any) -> Any:
@@ -500,7 +509,7 @@ class Recorder(TorchDispatchMode):
         return self._bind_node(value, node)
 
     def _infer_outputs(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation on traced tensors: shapes and dtypes."""
+        """Returns the outputs of an operation on traced tensors, without values."""
         args, kwargs = torch_tree.tree_map_only(torch.Tensor, self._to_fake, (args, kwargs))
         try:
             with self._fake:
@@ -511,8 +520,8 @@ class Recorder(TorchDispatchMode):
             )
         except DynamicOutputShapeException:
             reason = unsupported_reason(str(func)) or (
-                "the shape of what it returns depends on the values of a tensor, and JAX's shapes are static. Use "
-                "torch.where, or a mask that multiplies, instead of selecting elements"
+                "the shape of its result depends on the values of a tensor, and JAX's shapes are static. Use "
+                "torch.where, or multiply by a mask, instead of selecting elements"
             )
             raise TranslationError(
                 f"{self.name}: {func}: {reason}. Or name a JAX function, ops={{torch.ops.{func}: jax_function}}"
@@ -526,33 +535,35 @@ class Recorder(TorchDispatchMode):
                 shapes = [tuple(x.shape) for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
                 self.operand_error = error, f"{func} got {', '.join(map(str, shapes))}"
                 raise
-            reason = self.untraceable_kernels.get(func, "of which torch knows only compiled code")
+            reason = self.untraceable_kernels.get(func, "which has only compiled code")
             raise TranslationError(
-                f"{self.name} calls {func}, {reason}, and torch does not know what shapes it returns. Name a JAX "
-                f"function to stand for it: from_torch(..., ops={{torch.ops.{func}: function}}){source_line()}"
+                f"{self.name} calls {func}, {reason}, and torch cannot infer the shapes of its results. Name a JAX "
+                f"function that replaces it: from_torch(..., ops={{torch.ops.{func}: function}}){source_line()}"
             ) from error
 
     def assume(self, problem: str, dtype: torch.dtype) -> Any:
-        """Returns an assumed value of a tensor, where only the rest of the code is to be seen; raises otherwise.
+        """Returns an assumed concrete value of a tensor, if tracing is to go on without it; raises otherwise.
 
         Args:
-          problem: what is wrong otherwise.
-          dtype: the tensor's.
+          problem: The message of the error.
+          dtype: The tensor's dtype.
 
         Raises:
-          NeededValueError: it is to be translated.
+          DataDependentError: `assumed` is `None`.
         """
         if self.assumed is None:
             raise DataDependentError(f"{problem}{ops_hint(running_line())}{source_line()}")
         line = running_line()
         is_asserted = line is not None and line.text.startswith("assert")
         value = is_asserted if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        place = AssumedValue(line, value)
-        self.assumed += [] if place in self.assumed else [place]
+        read = AssumedValue(line, value)
+        self.assumed += [] if read in self.assumed else [read]
         return value
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation that the table does not have, in terms of others; `NotImplemented` if torch knows none."""
+        """Decomposes an operation that the table does not have; returns `NotImplemented` if torch has no
+        decomposition.
+        """
         rule = decompositions().get(func)
         with self:
             if rule is not None:
@@ -560,8 +571,8 @@ class Recorder(TorchDispatchMode):
             return decompose(func, args, kwargs)
 
     def _run_on_constants(self, func: Any, args: Any, kwargs: Any, operands: Sequence[torch.Tensor]) -> Any:
-        """An operation on constants alone."""
-        if func is aten.lift_fresh.default:  # what torch.tensor makes of Python numbers
+        """Executes an operation on constants only."""
+        if func is aten.lift_fresh.default:  # The result of `torch.tensor(numbers)`.
             for operand in operands:
                 self.add_local_constant(operand)
         is_external_dependent = any(id(x) in self._external_dependent or id(x) not in self._local for x in operands)
@@ -586,12 +597,12 @@ class Recorder(TorchDispatchMode):
             and entry_name(str(func))
             and not _has_data_dependent_shape(func)
         ):
-            # A parameter may get new values, so nothing that was computed from it is kept.
+            # An external tensor may get new values, so what depends on it is computed in every call.
             self._record(func, (args, kwargs), value)
         return value
 
     def _make_filled_constant(self, like: torch.Tensor, value: Any) -> torch.Tensor:
-        """A constant: whole numbers made after the shape of a traced tensor, where Python code looks at values."""
+        """Returns a constant of the shape of a traced tensor, for integers, which Python code may read."""
         with plain_torch():
             filled = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).fill_(value)
             self.add_local_constant(filled)
@@ -601,28 +612,30 @@ class Recorder(TorchDispatchMode):
 
     @property
     def shape_env(self) -> Any:
-        """Asked for by torch's other ways to trace, which do not work inside of this one."""
+        """Raises: torch's other ways to trace look up this attribute, and do not work inside of a trace."""
         raise TranslationError(
-            f"{self.name} traces code with torch (torch.func.linearize, make_fx, torch.compile), which is being "
-            f"traced itself. Call the code, or torch.func.jvp in the place of torch.func.linearize{source_line()}"
+            f"{self.name} traces code with torch (torch.func.linearize, make_fx, torch.compile), inside code that "
+            f"jaxfn traces. Call it directly, or use torch.func.jvp in place of torch.func.linearize{source_line()}"
         )
 
     def is_local(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a constant that lies in memory of its own, and not in that of a tensor made outside."""
+        """Whether a tensor is a constant that does not share storage with an external tensor."""
         return not isinstance(tensor, FakeTensor) and not self._is_external(tensor)
 
     def _is_external(self, tensor: torch.Tensor) -> bool:
-        """Whether a constant is a tensor made outside, or a view of one."""
+        """Whether a constant is an external tensor, or a view of one."""
         return id(tensor) not in self._local or id(tensor) in self._external_views
 
     def _stash_gradient(self, tensor: torch.Tensor) -> None:
-        """Autograd inside may add to the `.grad` of a parameter, which is put back in the end."""
+        """Removes the `.grad` of an external tensor, which autograd inside the code may add to, until the trace
+        ends.
+        """
         if tensor.is_leaf and tensor.requires_grad and tensor not in self._gradients:
             self._gradients[tensor] = tensor.grad
             tensor.grad = None
 
     def restore_gradients(self) -> None:
-        """Gives the tensors made outside their `.grad` back."""
+        """Restores the `.grad` of external tensors."""
         if self._gradients:
             with plain_torch():
                 for tensor, gradient in self._gradients.items():
@@ -634,11 +647,11 @@ class Recorder(TorchDispatchMode):
         if self.is_seeded or (generator is not None and _was_just_seeded(generator)):
             raise TranslationError(
                 f"{self.name}: {func} draws from a random state that the code sets itself (a generator or a seed). On "
-                f"JAX all random numbers come from the key given to apply, key=jax.random.key(...){source_line()}"
+                f"JAX all random numbers come from the key passed to apply, key=jax.random.key(...){source_line()}"
             )
 
     def infer_jax_outputs(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Returns the results of a JAX function for these tensors: tensors without values, Python values unchanged."""
+        """Returns the outputs of a JAX function for these tensors, without values; Python values are kept."""
         arguments = flatten_tensors((tuple(args), dict(kwargs)))
         templates: list[Any] = []
 
@@ -654,27 +667,27 @@ class Recorder(TorchDispatchMode):
 
 
 def has_nonstandard_strides(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in memory otherwise than its axes say, as in channels_last, or in a part of another."""
+    """Whether a tensor is noncontiguous (as in channels_last) or starts inside of its storage (as a slice does)."""
     if tensor.layout is not torch.strided or torch.nn.parameter.is_lazy(tensor):
         return False
     return not (tensor.is_contiguous() and tensor.storage_offset() == 0)
 
 
 MUTATES_EXTERNAL = (
-    "writes to a tensor that was made outside of the Function (a buffer of a module, say). On JAX that would happen "
-    "once, while tracing, and not in every call. Return the new value instead; what a module keeps between calls comes "
-    "back from net.apply if it is registered by `self.register_buffer(name, tensor)`"
+    "mutates an external tensor (a buffer of a module, for example). On JAX that would "
+    "happen once, during tracing, and not in every call. Return the new value instead. net.apply returns state that a "
+    "module registers by `self.register_buffer(name, tensor)`"
 )
 _DATA_DEPENDENT = (
-    "Python code asks for the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, an `assert`), "
-    "and while JAX traces there is none. Use torch.where, or pass the number as a Python number"
+    "Python code reads the value of a tensor (in an `if`, a `while`, `int()`, `.item()`, `.tolist()`, an `assert`), "
+    "and a traced tensor has none. Use torch.where, or pass the number as a Python number"
 )
 _SCALAR_READS = (aten._local_scalar_dense.default, aten.item.default)
 _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
 
 
 def _is_node_differentiable(node: torch.fx.Node) -> bool:
-    """Whether what a node computes has a derivative by an input."""
+    """Whether a node's result has a derivative by an input."""
     operands = node.all_input_nodes
     if node.target is _WITH_GRADIENT_OF:
         operands = [cast(torch.fx.Node, node.args[1])]
@@ -682,12 +695,12 @@ def _is_node_differentiable(node: torch.fx.Node) -> bool:
 
 
 def _has_derivative(value: Any) -> bool:
-    """Whether some tensor in what a node gives can have one."""
+    """Whether the dtype of a tensor in a node's result is differentiable."""
     tensors = [x for x in torch_tree.tree_leaves(value) if isinstance(x, torch.Tensor)]
     return any(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors)
 
 
-# Which argument has the values of what these give, if shape and dtype are the same.
+# Operations whose result has the values of an argument, if shape and dtype match, with the argument's index.
 _VALUE_ARGUMENT: Mapping[Any, int] = {
     _WITH_GRADIENT_OF: 0,
     _STOP_GRADIENT: 0,
@@ -698,7 +711,7 @@ _VALUE_ARGUMENT: Mapping[Any, int] = {
 }
 _STRIDED_OPERATIONS = (aten.as_strided.default, aten.as_strided_scatter.default)
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-# Tensors filled with one number, which depend on the shape alone of a tensor: which number, by the arguments.
+# Operations that fill a tensor of an argument's shape with one number, with a function that returns the number.
 _FILL_VALUES: dict[Any, Callable[[Any], Any]] = {
     aten.zeros_like.default: lambda args: 0,
     aten.ones_like.default: lambda args: 1,
@@ -711,12 +724,12 @@ _DYNAMIC_SHAPE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outpu
 
 
 def _has_data_dependent_shape(func: Any) -> bool:
-    """Whether the shape of what an operation returns depends on values."""
+    """Whether the shape of an operation's result depends on values."""
     return any(tag in func.tags for tag in _DYNAMIC_SHAPE)
 
 
 def _was_just_seeded(generator: torch.Generator) -> bool:
-    """Whether a generator has a seed of the user's and nothing has been drawn from it since."""
+    """Whether the user seeded a generator, and nothing has been drawn from it since."""
     with plain_torch():
         fresh = torch.Generator()
         seed = generator.initial_seed()
@@ -725,12 +738,12 @@ def _was_just_seeded(generator: torch.Generator) -> bool:
 
 
 def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operation writes to."""
+    """Returns the tensors that an operation mutates."""
     names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    return [x for x in torch_tree.tree_leaves([given.get(name) for name in names]) if isinstance(x, torch.Tensor)]
+    arguments = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    return [x for x in torch_tree.tree_leaves([arguments.get(name) for name in names]) if isinstance(x, torch.Tensor)]
 
 
 def _to_plain_containers(arguments: Any) -> Any:
-    """Arguments as a graph takes them: torch's own lists and tuples are not all plain ones."""
+    """Returns arguments with plain lists and tuples, which a graph requires."""
     return map_aggregate(arguments, lambda argument: argument)

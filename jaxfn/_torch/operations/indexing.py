@@ -290,13 +290,13 @@ def searchsorted(
     if sorter is not None:
         boundaries = gather(boundaries, boundaries.ndim - 1, sorter)
 
-    def find_implementation(edges: Array, x: Array) -> Array:
+    def find(edges: Array, x: Array) -> Array:
         return jnp.searchsorted(edges, x, "right" if right or side == "right" else "left")
 
     if boundaries.ndim == 1:
-        return find_implementation(boundaries, values)
+        return find(boundaries, values)
     rows = math.prod(boundaries.shape[:-1])
-    found = jax.vmap(find_implementation)(boundaries.reshape(rows, -1), values.reshape(rows, -1))
+    found = jax.vmap(find)(boundaries.reshape(rows, -1), values.reshape(rows, -1))
     return found.reshape(values.shape)
 
 

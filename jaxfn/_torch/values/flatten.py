@@ -1,4 +1,4 @@
-"""Nested Python values with the tensors, or arrays, in them taken out."""
+"""Nested Python values, flattened to their tensors or arrays and a template."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.utils import _pytree as torch_tree
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Stands where a leaf was taken out."""
+    """A leaf's position in a template."""
 
     index: int
 
 
 class FlatTensors(NamedTuple):
-    """A value in two parts.
+    """A flattened value.
 
     Attributes:
-      leaves: what was taken out.
-      template: the value with `Slot`s in their places.
+      leaves: The tensors or arrays.
+      template: The value with `Slot`s in their places.
     """
 
     leaves: list[Any]
@@ -30,19 +30,19 @@ class FlatTensors(NamedTuple):
 
 
 def is_tensor(value: object) -> bool:
-    """Whether it is a tensor of torch's."""
+    """Whether a value is a torch tensor."""
     return isinstance(value, torch.Tensor)
 
 
 def flatten_tensors(
     value: Any, is_leaf: Callable[[Any], bool] = is_tensor, *, deduplicate: bool = False
 ) -> FlatTensors:
-    """Takes leaves out of a value, however deep they are in lists, tuples and dicts.
+    """Flattens lists, tuples and dicts, at any depth, to their tensors and a template.
 
     Args:
-      value: the value.
-      is_leaf: which leaves; none of them a container.
-      each_once: whether an object that is found again gets the slot that it has.
+      value: The value.
+      is_leaf: Which values are leaves. Default: tensors. Containers must not be.
+      deduplicate: Whether an object that occurs more than once gets a single slot.
     """
     leaves: list[Any] = []
     slots_by_id: dict[int, Slot] = {}
@@ -59,7 +59,7 @@ def flatten_tensors(
 
 
 def unflatten_tensors(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """The value again, with other leaves."""
+    """Fills a template with leaves."""
 
     def fill(leaf: Any) -> Any:
         return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
@@ -68,10 +68,10 @@ def unflatten_tensors(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) 
 
 
 def _is_size(value: object) -> bool:
-    """Whether it is a `torch.Size`, which torch's own functions would make a tuple of."""
+    """Whether a value is a `torch.Size`, which torch's pytree functions would convert to a tuple."""
     return isinstance(value, torch.Size)
 
 
 def slots(template: Any) -> list[int]:
-    """The slots in a template."""
+    """Returns the slots in a template."""
     return [leaf.index for leaf in torch_tree.tree_leaves(template) if isinstance(leaf, Slot)]
