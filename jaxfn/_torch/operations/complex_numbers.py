@@ -37,7 +37,7 @@ def view_as_complex(x: Array) -> Array:
 
 @operation("aten.angle")
 def angle(x: Array) -> Array:
-    """0 for positive real numbers, pi for negative ones; its derivative for real numbers is 0."""
+    """Returns 0 for positive real numbers, pi for negative ones. The derivative for real numbers is 0."""
     if jnp.iscomplexobj(x):
         return jnp.angle(x)
     x = to_inexact(x)
@@ -50,7 +50,7 @@ def polar(size: Array, angle: Array) -> Array:
 
 
 def _normalized(x: Array, lengths: Sequence[int], normalization: int) -> Array:
-    """torch's normalization numbers: 0 for none, 1 for the root of the number of elements, 2 for the number."""
+    """Normalizes by torch's code: 0 for no factor, 1 for the root of the number of elements, 2 for the number."""
     count = np.prod(lengths, dtype=float)
     return x if normalization == 0 else x / jnp.asarray(np.sqrt(count) if normalization == 1 else count, x.dtype)
 

@@ -77,7 +77,7 @@ register_all(
 
 @operation("aten.sign", "aten.sgn")
 def sign(x: Array) -> Array:
-    """0 of a nan, unless it is complex."""
+    """Returns 0 for a real NaN."""
     if x.dtype == np.bool_:
         return x
     return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sign(x)
@@ -85,7 +85,7 @@ def sign(x: Array) -> Array:
 
 @operation("aten.abs")
 def absolute(x: Array) -> Array:
-    """torch's derivative at 0 is 0, JAX's 1."""
+    """Computes absolute values. torch's derivative at 0 is 0, JAX's is 1."""
     return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
@@ -114,7 +114,7 @@ def rsub(x: Any, y: Any, alpha: Any = 1) -> Array:
 
 @operation("aten.div")
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
-    """Division; `rounding_mode` is None, "trunc" (towards zero) or "floor"."""
+    """Divides; `rounding_mode` is `None`, "trunc" (towards zero) or "floor"."""
     dtype = result_type(x, y)
     x, y = as_dtype(x, dtype), as_dtype(y, dtype)
     if rounding_mode is None:
@@ -123,7 +123,7 @@ def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
         return jnp.floor_divide(x, y) if rounding_mode == "floor" else lax.div(*jnp.broadcast_arrays(x, y))
     if rounding_mode == "trunc":
         return jnp.trunc(x / y)
-    # Constant between its steps; without stop_gradient, inf and nan of the parts would reach the derivative.
+    # Piecewise constant. Without stop_gradient, inf and NaN of the parts would reach the derivative.
     x, y = lax.stop_gradient(x), lax.stop_gradient(y)
     return jnp.where(y == 0, x / y, jnp.floor_divide(x, y))
 
@@ -135,7 +135,7 @@ def floor_divide(x: Any, y: Any) -> Array:
 
 @operation("aten.nextafter", accepts_half=True)
 def nextafter(x: Array, y: Array) -> Array:
-    """JAX has no derivative of it; torch's follows x where there is a step."""
+    """Computes the next number. JAX has no derivative of it; torch's is that of x where there is a step."""
     dtype = result_type(x, y)
     x, y = as_dtype(x, dtype), as_dtype(y, dtype)
     fixed = lax.stop_gradient(x)
@@ -161,7 +161,7 @@ def power(x: Any, exponent: Any) -> Array:
 def _power(x: Array, exponent: Array) -> Array:
     if is_inexact(x):
         return jnp.power(x, exponent)
-    # One over an integer's power, cut to an integer: nothing is left unless it was 1 or -1.
+    # A negative power of an integer, truncated, is 0 unless the base is 1 or -1.
     inverse = jnp.where(x == 1, 1, jnp.where(x == -1, 1 - 2 * (exponent % 2), 0))
     return jnp.where(exponent < 0, inverse, jnp.power(x, jnp.maximum(exponent, 0)))
 
@@ -183,10 +183,10 @@ _with_bounds = functools.partial(promote, cast=jnp.asarray)  # a bound that does
 
 @operation("aten.clamp", "aten.clamp_min", accepts_half=True)
 def clamp(x: Array, low: Any, high: Any = None) -> Array:
-    """The derivative at a bound is a convention, which torch changed in 2.15."""
+    """Clamps. The derivative at a bound is a convention, which torch changed in 2.15."""
     if not CLAMP_SPLITS_TIES:
         if isinstance(low, Array) and isinstance(high, Array):
-            # Where both bounds are the same, torch loses what belongs to the lower one.
+            # Where both bounds are equal, torch drops the derivative of the lower one.
             low = jnp.where(low == high, lax.stop_gradient(low), low)
         return _clamp_to_x(x, low, high)
     if any(isinstance(bound, Array) for bound in (low, high)):
@@ -196,7 +196,7 @@ def clamp(x: Array, low: Any, high: Any = None) -> Array:
 
 @_with_bounds
 def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
-    """Clamps; at a bound x has all of the derivative (`jnp.clip` halves it)."""
+    """Clamps. At a bound x has the whole derivative (`jnp.clip` halves it)."""
     if low is not None:
         x = jnp.where((x < low) | (low != low), low, x)
     if high is not None:
@@ -206,7 +206,7 @@ def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
 
 @_with_bounds
 def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
-    """Clamps; at a bound, which is a number, there is no derivative."""
+    """Clamps. At a bound, which is a number, the derivative is 0."""
     if low is not None:
         x = jnp.where((x <= low) | (low != low), low, x)
     if high is not None:
@@ -216,7 +216,7 @@ def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
 
 @_with_bounds
 def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
-    """Clamps; at a bound x and the bound have half of the derivative each; x has all of it if bounds are equal."""
+    """Clamps. At a bound x and the bound have half of the derivative each; x has all of it if the bounds are equal."""
     if low is None:
         return x if high is None else jnp.minimum(x, high)
     if high is None:
@@ -255,7 +255,7 @@ def ldexp(x: Array, exponent: Array) -> Array:
 def lerp(x: Array, end: Array, weight: Any) -> Array:
     weight = jnp.asarray(weight, x.dtype)
     difference = end - x
-    # From the nearer end, so that both are met exactly.
+    # From the nearer end, so that both ends are exact.
     return jnp.where(jnp.abs(weight) < 0.5, x + weight * difference, end - difference * (1 - weight))
 
 

@@ -32,7 +32,7 @@ register_all({"aten.linalg_eig": jnp.linalg.eig, "aten._linalg_eigvals": jnp.lin
 
 @operation("aten.addmm.default", "aten.addmv", "aten.baddbmm.default", accepts_half=True)
 def addmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    """`beta` 0 leaves `x` out, nan and all; half precision is rounded to once, in the end."""
+    """Leaves `x` out if `beta` is 0, even if it is NaN. Half precision is rounded once, at the end."""
     product = scaled(jnp.matmul(first, second, preferred_element_type=compute_dtype(first.dtype)), alpha)
     return product if beta == 0 else scaled(half_to_single(x), beta) + product
 
@@ -50,21 +50,22 @@ def addbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any =
 
 @operation("aten._grouped_mm", accepts_half=True)
 def grouped_mm(a: Array, b: Array, ends: Array | None = None, bias: None = None, dtype: Any = None) -> Array:
-    """One product for each group: of rows or columns up to `ends`, where a matrix has no axis of groups.
+    """Multiplies one pair of matrices for each group: of rows or columns up to `ends`, if a matrix has no axis of
+    groups.
 
-    What lies behind the last end, of which torch returns memory as it finds it, is 0.
+    Elements after the last end, which torch leaves uninitialized, are 0.
 
-    Note: JAX (0.10 to 0.12) has no second derivatives of `lax.ragged_dot`, and batches it only where all its operands
-    are batched.
+    Note: JAX (0.10 to 0.12) has no second derivatives of `lax.ragged_dot`, and batches it only if all its operands are
+    batched.
     """
     product = functools.partial(jnp.einsum, preferred_element_type=compute_dtype(a.dtype))
     if ends is None:
         return product("gmk,gkn->gmn", a, b)
-    length = a.shape[0] if b.ndim == 3 else b.shape[1]  # of the axis that is in groups
+    length = a.shape[0] if b.ndim == 3 else b.shape[1]  # of the grouped axis
     length = a.shape[1] if a.ndim == b.ndim else length
-    place = jnp.arange(length, dtype=ends.dtype)
+    position = jnp.arange(length, dtype=ends.dtype)
     begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    is_inside = (place >= begins[:, None]) & (place < ends[:, None])
+    is_inside = (position >= begins[:, None]) & (position < ends[:, None])
     if b.ndim == 3:
         return product("gmk,gkn->mn", jnp.where(is_inside[:, :, None], a, 0), b)
     masked = jnp.where(is_inside[:, None, :], a[None] if a.ndim == 2 else b[None], 0)
@@ -72,7 +73,7 @@ def grouped_mm(a: Array, b: Array, ends: Array | None = None, bias: None = None,
 
 
 def scaled(x: Array, factor: Any) -> Array:
-    """`factor * x` in the dtype of `x`."""
+    """Returns `factor * x` in the dtype of `x`."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
@@ -81,7 +82,7 @@ def _adjoint(x: Array) -> Array:
 
 
 def _from_triangle(x: Array, lower: bool) -> Array:
-    """The Hermitian matrix of which `x` has one triangle; derivatives are spread over both, as torch's are."""
+    """Returns the Hermitian matrix of which `x` has one triangle. Derivatives are spread over both, as in torch."""
     half = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
     diagonal = jnp.real(jnp.diagonal(x, axis1=-2, axis2=-1))[..., None] * jnp.eye(x.shape[-1], dtype=x.dtype)
     symmetric = (x + _adjoint(x)) / 2
@@ -89,7 +90,7 @@ def _from_triangle(x: Array, lower: bool) -> Array:
 
 
 def _factored(a: Array) -> tuple[Array, Array, Array]:
-    """LU, pivots counted from 1, and the number of the first pivot that is 0, or 0: as LAPACK gives them."""
+    """Returns LU, pivots counted from 1, and the number of the first pivot that is 0 (or 0), as LAPACK does."""
     lu, pivots, _ = lax.linalg.lu(a)
     is_zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
     found = jnp.where(is_zero.any(-1), jnp.argmax(is_zero, -1) + 1, 0) if is_zero.shape[-1] else jnp.zeros(a.shape[:-2])
@@ -97,7 +98,7 @@ def _factored(a: Array) -> tuple[Array, Array, Array]:
 
 
 def _factored_in_memory_order(a: Array) -> tuple[Array, Array, Array]:
-    """`_factored` where torch hands LAPACK a real contiguous matrix as it lies in memory, as its transpose."""
+    """Returns `_factored` where torch passes a real contiguous matrix to LAPACK as its transpose."""
     return _factored(a if jnp.iscomplexobj(a) else a.mT)
 
 
@@ -110,12 +111,12 @@ def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
     return jnp.linalg.inv(a), _factored(a)[2]
 
 
-# For a determinant, and on torch 2.8 for a solution, torch hands LAPACK a real matrix that lies in memory in the order
-# of its elements as its transpose, and autograd, which uses the factors again, knows.
+# For a determinant, and on torch 2.8 for a solution, torch passes a real contiguous matrix to LAPACK as its transpose.
+# Autograd uses those factors.
 
 
 def det_noncontiguous(a: Array) -> tuple[Array, Array, Array]:
-    # JAX differentiates no determinant of an empty matrix, which is 1.
+    # JAX cannot differentiate the determinant of an empty matrix, which is 1.
     value = jnp.linalg.det(a) if a.size else jnp.ones(a.shape[:-2], a.dtype)
     return value, *_factored(a)[:2]
 
@@ -155,7 +156,7 @@ def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) 
 
 
 def _batched(a: Array, b: Array) -> tuple[Array, Array]:
-    """Both with the batch axes of both."""
+    """Broadcasts the batch axes of both matrices."""
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return jnp.broadcast_to(a, (*batch, *a.shape[-2:])), jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
 
@@ -209,7 +210,7 @@ def lu_solve(factors: Array, pivots: Array, b: Array, left: bool = True, adjoint
 
 @operation("aten.linalg_cholesky_ex")
 def cholesky_ex(a: Array, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
-    """A matrix that is not positive definite gives nan, and 1 as second result."""
+    """Returns NaN, and 1 as second result, for a matrix that is not positive definite."""
     factor = cholesky(a, upper)
     return factor, jnp.isnan(factor).any((-2, -1)).astype(np.int32)
 
@@ -241,7 +242,9 @@ def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
 
 @operation("aten.geqrf")
 def geqrf(a: Array) -> tuple[Array, Array]:
-    """The reflections whose product is the orthogonal factor, below the diagonal of the other, and their factors."""
+    """Returns the reflections of the orthogonal factor, stored below the diagonal of the triangular one, and their
+    factors.
+    """
     reflections, taus = jnp.linalg.qr(a, mode="raw")
     return reflections.mT, taus
 
@@ -253,7 +256,7 @@ mark_unsupported(
     "aten.linalg_ldl_solve",
 )
 mark_unsupported(
-    "the shapes of what it returns depend on the rank; `torch.linalg.pinv(a) @ b` is the solution",
+    "the shapes of its results depend on the rank; `torch.linalg.pinv(a) @ b` is the solution",
     "aten.linalg_lstsq",
 )
 
@@ -283,7 +286,7 @@ def matrix_exp(a: Array) -> Array:
 
 @operation("aten.linalg_pinv.atol_rtol_tensor")
 def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, hermitian: bool = False) -> Array:
-    """Singular values up to the larger of `atol` and `rtol` times the largest one count as 0."""
+    """Treats singular values up to `atol`, or `rtol` times the largest one, as 0."""
     if not a.size:
         return a.mT
     if rtol is None:
@@ -293,7 +296,7 @@ def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, herm
         largest = jnp.linalg.norm(lax.stop_gradient(a), 2, (-2, -1))
         rtol = jnp.maximum(rtol, atol / largest)
     if hermitian:
-        # Only the values are one triangle's; torch differentiates as by the whole matrix.
+        # Only the values come from one triangle; torch differentiates by the whole matrix.
         a = a + lax.stop_gradient(_from_triangle(a, lower=True) - a)
     return jnp.linalg.pinv(a, rtol=rtol)
 
@@ -323,7 +326,7 @@ def cross(a: Array, b: Array, dim: int = -1) -> Array:
 
 @operation("aten._cdist_forward")
 def cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Array:
-    """p-norm distances between the rows; the derivative of a distance at 0 is 0."""
+    """Returns the p-norm distances between the rows. The derivative of a distance at 0 is 0."""
     difference = a[..., :, None, :] - b[..., None, :, :]
     return vector_norm(difference, p, -1) if a.shape[-1] else jnp.zeros(difference.shape[:-1], a.dtype)
 

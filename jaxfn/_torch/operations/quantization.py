@@ -11,7 +11,9 @@ from jaxfn._torch.operations.table import operation
 
 
 def _quantized(x: Array, scale: Array, zero_point: Array, low: int, high: int) -> tuple[Array, Array]:
-    """The nearest level, and where there is one; torch has the scale and its reciprocal in single precision."""
+    """Returns the nearest level, and whether it is in range; torch computes the scale's reciprocal in single
+    precision.
+    """
     scale = jnp.asarray(scale, np.float32)
     level = jnp.round(x * (1 / scale).astype(x.dtype)) + zero_point
     mask = (level >= low) & (level <= high)

@@ -15,7 +15,7 @@ from jaxfn._torch.operations.table import data_movement, operation, register_all
 
 
 def identity(x: Array) -> Array:
-    """`x`: JAX arrays are not written in place, so a copy is the array itself."""
+    """Returns `x`. JAX arrays are immutable, so a copy is the array itself."""
     return x
 
 
@@ -33,7 +33,7 @@ register_all(
     },
     accepts_half=True,
 )
-register_all({"aten.repeat": jnp.tile})  # whose derivative is a sum
+register_all({"aten.repeat": jnp.tile})  # Its derivative is a sum.
 
 
 @data_movement("aten.roll")
@@ -52,16 +52,16 @@ def to_dtype(x: Array, dtype: Any = None, *_: Any) -> Array:
 
 
 def _to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Floating point numbers as whole ones, and what does not fit as an x86 processor has it.
+    """Casts floating-point numbers to integers. Out of range, the result is that of an x86 processor.
 
-    That is the lowest number, or the last bits of what is computed in 32 bits if the dtype has fewer.
+    That is the lowest number, or the last bits of a 32-bit conversion if the dtype has fewer bits.
     """
     if dtype.itemsize < 4:
         return _to_integer(x, np.dtype(np.int32)).astype(dtype)
     if dtype.name not in ("int32", "int64"):
         return x.astype(dtype)
     lowest = jnp.iinfo(dtype).min
-    # The highest number has no floating point number, and the one above it has.
+    # The highest integer is not a floating-point number, but the one above it is.
     fits = (x >= float(lowest)) & (x < -float(lowest))
     return jnp.where(fits, x.astype(dtype), lowest)
 
@@ -78,7 +78,7 @@ def view(x: Array, size: Sequence[int], *_: Any) -> Array:
 
 @data_movement("aten.view.dtype")
 def view_dtype(x: Array, dtype: Any) -> Array:
-    """Reinterprets the bits as another dtype; the last axis shrinks or grows with the size of an element."""
+    """Reinterprets the bits as another dtype. The last axis shrinks or grows with the size of an element."""
     ratio = np.dtype(dtype).itemsize / x.dtype.itemsize
     if ratio > 1:
         x = x.reshape(*x.shape[:-1], -1, round(ratio))
@@ -104,7 +104,7 @@ def squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
 
 
 def _named(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    # An empty list means no axis here, where it means all of them to a reduction.
+    # An empty list means no axis here, but all axes in a reduction.
     return () if isinstance(dim, Sequence) and not dim else axes(x, dim)
 
 
@@ -117,8 +117,8 @@ def flip(x: Array, dims: Sequence[int]) -> Array:
 def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
     dtype = result_type(*tensors)
     # torch skips tensors of shape (0,), whatever the shape of the others.
-    kept = [x for x in tensors if x.shape != (0,)] or tensors[:1]
-    return jnp.concatenate([x.astype(dtype) for x in kept], dim)
+    operands = [x for x in tensors if x.shape != (0,)] or tensors[:1]
+    return jnp.concatenate([x.astype(dtype) for x in operands], dim)
 
 
 @data_movement("aten.stack")
@@ -161,7 +161,7 @@ def narrow(x: Array, dim: int, start: int, length: int) -> Array:
 
 @data_movement("aten.unfold")
 def unfold(x: Array, dim: int, size: int, step: int) -> Array:
-    """Windows of `size` elements along `dim`, `step` apart, as a new last axis."""
+    """Returns windows of `size` elements along `dim`, `step` apart, as a new last axis."""
     if x.ndim == 0:
         return x.reshape(1)[:size]
     starts = np.arange(0, x.shape[dim] - size + 1, step)

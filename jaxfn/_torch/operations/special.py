@@ -48,19 +48,19 @@ mark_unsupported(
 
 @operation("aten.polygamma")
 def polygamma(n: int, x: Array) -> Array:
-    """Computes by reflection at 1/2 for arguments below, where JAX's function, or its derivative, is wrong."""
+    """Reflects arguments below 1/2, where JAX's function or its derivative is wrong."""
     x = to_inexact(x)
     sign = (-1) ** n
     is_low = x < 0.5
     is_pole = (x <= 0) & (x == jnp.floor(x))
-    # Neither side may be computed where it is not used: its derivative could be nan there.
+    # Neither branch is evaluated where it is not used: its derivative could be NaN there.
     above = jnp.where(is_low, 1 - x, x)
     high = jsp.digamma(above) if n == 0 else jsp.polygamma(n, above)
     cotangent = _cotangent
     for _ in range(n):
         cotangent = _derivative(cotangent)
     reflected = sign * high - cotangent(jnp.where(is_low & ~is_pole, x, 0.25))
-    # torch's digamma has the sign of the zero's other side at 0, and none at the other poles.
+    # torch's digamma is infinite with the opposite sign of the zero at 0, and NaN at the other poles.
     pole = jnp.where(x == 0, jnp.copysign(np.inf, -x), np.nan) if n == 0 else -sign * np.inf
     return jnp.where(is_pole, pole, jnp.where(is_low, reflected, high))
 
@@ -80,7 +80,7 @@ def lgamma(x: Array) -> Array:
 
 @lgamma.defjvp
 def lgamma_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """JAX's own is the same, but the derivative of that one is wrong below 0."""
+    """Computes JAX's own derivative, whose own derivative is wrong below 0."""
     return lgamma(*primals), tangents[0] * polygamma(0, *primals)
 
 
