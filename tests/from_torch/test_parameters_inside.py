@@ -188,7 +188,9 @@ X = np.random.default_rng(0).normal(size=(5, 6))
 
 @row("I5")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Reversible writes to .*running_mean.* a second time in backward")
+@pytest.mark.filterwarnings(
+    "ignore:Reversible mutates .*running_mean.* and, where it computes the same again, in backward"
+)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", NETS)
 def test_every_parameter_gets_its_gradient(name, wrap):
