@@ -87,10 +87,10 @@ class AppliedFunction(NamedTuple):
         return f"{self.name} ({self.location}), {self.times} x, {rules}"
 
 
-def _count_applied_functions(programs: Sequence[TracedForward]) -> list[AppliedFunction]:
+def _count_applied_functions(traces: Sequence[TracedForward]) -> list[AppliedFunction]:
     times: Counter[Any] = Counter()
     definitions: dict[Any, Definition] = {}
-    pending = list(programs)
+    pending = list(traces)
     while pending:
         traced = pending.pop(0)
         function = getattr(traced.definition.function, ORIGINAL, traced.definition.function)

@@ -284,7 +284,7 @@ class FunctionAdapter:
         name = self.definition.name
         if not set(traced.mutated) <= {*traced.dirty, *traced.implicit_outputs}:
             self._warn_once(
-                f"{name} mutates one of its inputs. JAX arrays are immutable: the caller's array keeps its value, "
+                f"{name} mutates one of its inputs. JAX arrays are immutable: the caller's array does not change, "
                 "and only what forward returns is new."
             )
         if traced.uses_double and jax.dtypes.canonicalize_dtype(np.float64) == np.float32:

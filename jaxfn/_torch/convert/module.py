@@ -211,7 +211,7 @@ class ConvertedModule(Opaque):
             return self._callable.explain((self.parameters, self.buffers, args, kwargs), 1)
 
     def _call_module(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
-        """Calls the module with these tensors in place of its own; also returns its buffers afterwards."""
+        """Calls the module with these tensors instead of its own; also returns its buffers afterwards."""
         module, state = self.torch_module, active_trace()
         _check_hooks(module)
         tensors = {**parameters, **buffers}
@@ -253,7 +253,7 @@ class ConvertedModule(Opaque):
 
         An attribute that forward sets before it reads it only passes a value on inside the call, and is not state.
         """
-        owner, values, recorder = self._callable.code.name, _state_by_name(self.torch_module), state.recorder
+        code, values, recorder = self._callable.code.name, _state_by_name(self.torch_module), state.recorder
         constants = {_TensorKey(id(x), has_nonstandard_strides(x)): x for x in recorder.constants.values()}
         parts = {id(part): part for part in self.torch_module.modules()}
         passed_on = {
@@ -275,7 +275,7 @@ class ConvertedModule(Opaque):
                     ]  # `x = x.to(device)` replaces it by an equal one.
             if read:
                 raise TranslationError(
-                    f"{owner} reads {name} in forward, and then replaces it. torch keeps the new tensor for the next "
+                    f"{code} reads {name} in forward, and then replaces it. torch keeps the new tensor for the next "
                     "call; on JAX every call would start with the same tensor. Register it in __init__ by "
                     "`self.register_buffer(name, tensor)`, so that net.apply returns it among the buffers"
                 )
@@ -285,7 +285,7 @@ class ConvertedModule(Opaque):
         if lost_attributes:
             self._warned.update(lost_attributes)
             warnings.warn(
-                f"{owner} changes {', '.join(lost_attributes)} in forward. On JAX the change is lost: every call "
+                f"{code} changes {', '.join(lost_attributes)} in forward. On JAX the change is lost: every call "
                 "starts with the torch module's attributes. Use a buffer (`self.register_buffer(name, tensor)`) for "
                 "state that lasts: net.apply returns it",
                 stacklevel=2,
@@ -307,7 +307,7 @@ class ConvertedModule(Opaque):
 
     @contextlib.contextmanager
     def _reparametrize(self, tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
-        """Puts tensors into the module in place of its own, and sets its mode; restores all attributes."""
+        """Replaces the module's tensors by others, and sets its mode; restores all attributes."""
         own = _tensors(self.torch_module)
         replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
         parts = dict(self.torch_module.named_modules())
@@ -420,14 +420,14 @@ def _is_unchanged(state: TraceState, value: Any, node: torch.fx.Node) -> bool:
     return state.recorder.has_same_values(state.recorder.node(state.lower(value)), node)
 
 
-def _check_parameters_unchanged(owner: str, written: Sequence[str]) -> None:
-    if written:
-        names, first = ", ".join(written), written[0]
+def _check_parameters_unchanged(code: str, mutated: Sequence[str]) -> None:
+    if mutated:
+        names, first = ", ".join(mutated), mutated[0]
         raise TranslationError(
-            f"{owner} mutates {names} in forward, and net.apply returns no parameters, so the update would be lost. "
-            "Pass it to net.apply among the buffers, which are returned (parameters with `requires_grad_(False)` are "
-            f"among them already): net.apply({{...}}, {{**buffers, {first!r}: array}}, ...). Or update the arrays "
-            "outside of the module, for example after the optimizer's step"
+            f"{code} mutates {names} in forward, and net.apply returns no parameters, so the update "
+            "would be lost. Pass it to net.apply among the buffers, which are returned (parameters with "
+            f"`requires_grad_(False)` are among them already): net.apply({{...}}, {{**buffers, {first!r}: array}}, "
+            "...). Or update the arrays outside of the module, for example after the optimizer's step"
         )
 
 
@@ -442,11 +442,11 @@ def _is_materialized_later(tensor: torch.Tensor, array: Any) -> bool:
 
 def _check_hooks(module: torch.nn.Module) -> None:
     """Raises if a tensor has hooks that only torch's autograd calls."""
-    owner = type(module).__name__
+    code = type(module).__name__
     for name, tensor in _tensors(module).items():
         if accumulation_hooks(tensor):
             raise TranslationError(
-                f"{owner}: {name} has a hook that torch calls after it stored `.grad`, and JAX has no `.grad`. Remove "
+                f"{code}: {name} has a hook that torch calls after it stored `.grad`, and JAX has no `.grad`. Remove "
                 "it, or use `register_hook`"
             )
 
@@ -493,7 +493,7 @@ def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any] | None:
 
 def _replace_tensors(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
     """Replaces tensors by others in a container, recursively."""
-    if isinstance(saved.container, set) or saved.owner is not saved.container:
+    if isinstance(saved.container, set) or saved.original is not saved.container:
         return
     for key, part in saved.parts.items() if isinstance(saved.parts, dict) else enumerate(saved.parts):
         if isinstance(part, _Container):
@@ -506,12 +506,12 @@ class _Container(NamedTuple):
     """A container or plain object, and a copy of its items or attributes.
 
     Attributes:
-      owner: The container or object.
+      original: The container or object.
       container: The container, or the object's `__dict__`.
       parts: The copied items.
     """
 
-    owner: Any
+    original: Any
     container: Any
     parts: Any
 
@@ -528,7 +528,7 @@ def _restore(container: Any, saved: _Container) -> Any:
         parts = [original(part) for part in saved.parts]
     container.clear()
     (container.extend if isinstance(container, list) else container.update)(parts)
-    return saved.owner
+    return saved.original
 
 
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -551,11 +551,11 @@ def _state_by_name(module: torch.nn.Module) -> dict[str, Any]:
     """Returns the attributes of a module and its submodules by their names in messages, and its tensors' identities."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
-        owner = f"of {path or 'the module'} ({type(part).__name__})"
+        where = f"of {path or 'the module'} ({type(part).__name__})"
         attributes = {**_attributes(part), "_parameters": None, "_buffers": None}
-        found |= {f"the attribute {name} {owner}": value for name, value in attributes.items()}
+        found |= {f"the attribute {name} {where}": value for name, value in attributes.items()}
         found |= {
-            f"{name} {owner}": id(x) for tensors_by_name in tensor_dicts(part) for name, x in tensors_by_name.items()
+            f"{name} {where}": id(x) for tensors_by_name in tensor_dicts(part) for name, x in tensors_by_name.items()
         }
     return found
 

@@ -64,11 +64,11 @@ class TracedCode(Opaque):
       graph_module: The graph.
       draws: Whether it draws random numbers.
       uses_double: Whether it computes in float64 or complex128.
-      reads_outside: Whether the code read values of tensors from outside, which may change.
-      loses_gradients: Whether the code differentiated by tensors from outside.
+      reads_external_values: Whether the code read values of external tensors, which may change.
+      differentiates_externals: Whether the code computed gradients of external tensors.
       functions: The Functions that the code applies, each as it was traced there.
       needs_input_grad: One flag for each input of `forward`, of a Function.
-      reads_flags: Whether the code read which inputs need a gradient.
+      reads_needs_input_grad: Whether the code read which inputs need a gradient.
     """
 
     needs_input_grad: tuple[bool, ...] = ()
@@ -87,7 +87,7 @@ class TracedCode(Opaque):
         translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
         self._unsupported = translation.unsupported
         self._constants = translation.constants
-        # Outside of `jax.jit` the graph is one compiled program; inside, its operations join the program of the caller.
+        # Outside of `jax.jit` the graph is one compiled executable. Inside, its operations are inlined into the caller.
         self._run = jax.jit(translation.run, inline=True)
         self._indices = translation.indices
         self._run_with_extremes = jax.jit(functools.partial(translation.run, returns_extremes=True))
@@ -309,8 +309,9 @@ class TracedForward(TracedCode):
             self._input_of = {slot: indices[id(x)] for slot, x in enumerate(flat.leaves) if id(x) in indices}
             values = [state.lower(tensor) for tensor in flat.leaves]
             state.check_saved_arguments()
-            places = sorted(set(slots(flat.template[0])))
-            tensors = [("input", i, x) for i, x in enumerate(inputs)] + [("output", i, flat.leaves[i]) for i in places]
+            output_slots = sorted(set(slots(flat.template[0])))
+            tensors = [("input", i, x) for i, x in enumerate(inputs)]
+            tensors += [("output", i, flat.leaves[i]) for i in output_slots]
             self.aliases = [
                 StorageAlias(slot, kind, i)
                 for slot, x in enumerate(flat.leaves)

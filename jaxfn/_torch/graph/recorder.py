@@ -70,7 +70,7 @@ _WITH_GRADIENT_OF = JaxCall(_with_gradient_of, "carried")
 
 
 class ExternalTensors(NamedTuple):
-    """The tensors from outside of traced code that are graph inputs, for a trace and the Functions applied in it.
+    """The external tensors (parameters and buffers) that are graph inputs, for a trace and the Functions applied in it.
 
     Attributes:
       names: The names of parameters and buffers that are inputs, by their storage.
@@ -91,7 +91,7 @@ NO_EXTERNALS = ExternalTensors()
 
 
 class AssumedValue(NamedTuple):
-    """A place where Python code reads a concrete value of a tensor, and the value that it got.
+    """A read of a tensor's concrete value by Python code, and the value that it got.
 
     Attributes:
       line: The user's line.
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
     Args:
       name: The name of the code in messages.
       replacements: The JAX functions that replace operations, by the operations' names.
-      externals: The graph inputs for tensors from outside.
+      externals: The graph inputs for external tensors.
 
     Attributes:
       graph: The graph.
@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
       reads_external_values: Whether Python code read values of an external tensor.
       is_seeded: Whether the code set torch's random state.
       differentiates_externals: Whether autograd inside the code stored a gradient in an external tensor.
-      has_aliased_inputs: Whether inputs stand for tensors that share storage.
+      has_aliased_inputs: Whether inputs represent tensors that share storage.
       assumed: The reads of concrete values, if tracing is to go on with assumed values.
       follows_grad_mode: Whether the results of operations under `torch.no_grad()` have no derivative.
       untraceable_kernels: Why the Python code of custom operations cannot be traced.
@@ -334,7 +334,7 @@ class Recorder(TorchDispatchMode):
             return node
         if isinstance(tensor, FakeTensor):
             raise EscapedTensorError(
-                f"{self.name} uses a tensor of another call of forward, which an object or a closure kept. Save it by "
+                f"{self.name} uses a tensor of another call of forward, which an object or a closure keeps. Save it by "
                 "ctx.save_for_backward(tensor), or as an attribute ctx.name = tensor."
             )
         if tensor.layout is not torch.strided:
@@ -537,7 +537,7 @@ class Recorder(TorchDispatchMode):
                 raise
             reason = self.untraceable_kernels.get(func, "which has only compiled code")
             raise TranslationError(
-                f"{self.name} calls {func}, {reason}, and torch cannot infer the shapes of its results. Name a JAX "
+                f"{self.name} calls {func}, {reason}, and torch cannot infer what shapes it returns. Name a JAX "
                 f"function that replaces it: from_torch(..., ops={{torch.ops.{func}: function}}){source_line()}"
             ) from error
 
@@ -612,7 +612,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def shape_env(self) -> Any:
-        """Raises: torch's other ways to trace look up this attribute, and do not work inside of a trace."""
+        """Raises: torch's other ways to trace look up this attribute, and do not work in a trace."""
         raise TranslationError(
             f"{self.name} traces code with torch (torch.func.linearize, make_fx, torch.compile), inside code that "
             f"jaxfn traces. Call it directly, or use torch.func.jvp in place of torch.func.linearize{source_line()}"
@@ -667,7 +667,7 @@ class Recorder(TorchDispatchMode):
 
 
 def has_nonstandard_strides(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is noncontiguous (as in channels_last) or starts inside of its storage (as a slice does)."""
+    """Whether a tensor is noncontiguous (as in channels_last) or has a storage offset (as a slice does)."""
     if tensor.layout is not torch.strided or torch.nn.parameter.is_lazy(tensor):
         return False
     return not (tensor.is_contiguous() and tensor.storage_offset() == 0)

@@ -2,7 +2,7 @@
 
 Note: it is not translated to `jax.nn.dot_product_attention`, and neither is torch's decomposition of
 `scaled_dot_product_attention` (products, and a safe softmax). Up to JAX 0.12 that function does not select a fused
-kernel by itself, so nothing would be gained. It computes the softmax in single precision even for float64, rounds the
+kernel automatically, so nothing would be gained. It computes the softmax in single precision for float64 too, rounds the
 weights of half-precision arguments, returns the mean of all values for a row without keys, where torch returns 0, and
 takes more time and memory on a CPU. cuDNN's kernel, on request, has no forward mode and no second derivative. To use a
 kernel, name it: `from_torch(f, ops={scaled_dot_product_attention: kernel})`.
@@ -68,13 +68,13 @@ def attention_backward(
     value: Array,
     output: Array,
     sums: Array,
-    *given: Any,
+    *positional: Any,
     **options: Any,
 ) -> tuple[Array, ...]:
     """Returns the gradients of query, key and value; the options are those of `attention`."""
 
     def forward(query: Array, key: Array, value: Array) -> Array:
-        return attention(query, key, value, *given, **options).astype(gradient.dtype)
+        return attention(query, key, value, *positional, **options).astype(gradient.dtype)
 
     pull: Callable[[Array], Any] = jax.vjp(forward, query, key, value)[1]
     return tuple(pull(gradient))

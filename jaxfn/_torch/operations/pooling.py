@@ -104,22 +104,22 @@ def _max_along(x: Array, indices: Array, axis: int, windows: Windows) -> tuple[A
     shape = (-1, *[1] * (x.ndim - axis - 1))
     first = windows.inside.argmax(1).reshape(shape)
     if windows.indices.shape[1] > _MOST_STEPS:
-        seen, seen_places = (jnp.take(values, windows.indices + low, axis) for values in (x, indices))
-        seen_places = jnp.broadcast_to(seen_places, seen.shape)
+        seen, seen_indices = (jnp.take(values, windows.indices + low, axis) for values in (x, indices))
+        seen_indices = jnp.broadcast_to(seen_indices, seen.shape)
         inside = windows.inside.reshape(*windows.inside.shape, *shape[1:])
         best = jnp.argmax(jnp.where(inside, seen, -np.inf if is_inexact(x) else jnp.iinfo(x.dtype).min), axis + 1)
         best = jnp.expand_dims(jnp.maximum(best, first), axis + 1)
-        found = (jnp.take_along_axis(values, best, axis + 1) for values in (seen, seen_places))
-        largest, place = (values.squeeze(axis + 1) for values in found)
-        return largest, place
-    best, place = (_take_one(values, windows.indices[:, 0] + low, axis) for values in (x, indices))
+        found = (jnp.take_along_axis(values, best, axis + 1) for values in (seen, seen_indices))
+        largest, index = (values.squeeze(axis + 1) for values in found)
+        return largest, index
+    best, index = (_take_one(values, windows.indices[:, 0] + low, axis) for values in (x, indices))
     for i in range(1, windows.indices.shape[1]):
-        seen, seen_place = (_take_one(values, windows.indices[:, i] + low, axis) for values in (x, indices))
+        seen, seen_index = (_take_one(values, windows.indices[:, i] + low, axis) for values in (x, indices))
         is_better = _is_larger(seen, best)
         if not windows.inside.all():
             is_better = (is_better | (first == i)) & windows.inside[:, i].reshape(shape)
-        best, place = jnp.where(is_better, seen, best), jnp.where(is_better, seen_place, place)
-    return best, place
+        best, index = jnp.where(is_better, seen, best), jnp.where(is_better, seen_index, index)
+    return best, index
 
 
 def _is_larger(x: Array, y: Array) -> Array:

@@ -1,6 +1,6 @@
 """Calls of JAX functions in torch code: each is one node of the graph, which torch's autograd can differentiate.
 
-Such nodes stand for nested torch Functions (which keep their own rules at every order), and for Python functions that
+Such nodes implement nested torch Functions (which keep their own rules at every order), and for Python functions that
 JAX functions replace.
 """
 

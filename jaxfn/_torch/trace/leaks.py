@@ -72,7 +72,7 @@ def storage_extent(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def checking_leaks(name: str) -> Generator[None]:
-    """Converts the tensors that traces made inside leave behind. When it exits, jaxfn must not reference any of them.
+    """Converts the tensors that traces inside leave behind. When it exits, jaxfn must not reference any of them.
 
     Raises:
       TranslationError: User code keeps a tensor that depends on the inputs.

@@ -6,7 +6,7 @@
 
     patches             names that no torch mode sees: `Inner.apply` (see `function_apply`), `Tensor.cuda`, ...
     interceptor         functions, by name: `y[0] = 7` is an assignment here, and `relu` is one function
-    autograd            torch's, so that `torch.autograd.grad` works inside of forward and backward
+    autograd            torch's, so that `torch.autograd.grad` works inside forward and backward
     functionalization   torch's: an in-place operation becomes a new value, and views of the old one are updated
     Recorder            operations on fake tensors, which have a shape and no values: each becomes a graph node
 

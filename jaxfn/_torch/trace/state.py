@@ -23,7 +23,7 @@ from jaxfn._torch.trace.detach import DETACHED, stop_detached
 from jaxfn._torch.trace.leaks import track
 from jaxfn._torch.trace.selection import Selection, raise_unsupported
 
-LEAF = "jaxfn_leaf"  # The attribute of an argument that holds the leaf tensor that it is a copy of.
+LEAF = "jaxfn_leaf"  # The attribute of an argument with the leaf tensor of which it is a copy.
 
 
 class Replacements(NamedTuple):
@@ -77,7 +77,7 @@ class TraceConfig(NamedTuple):
     Attributes:
       replacements: The operations and functions that JAX functions replace.
       nested: The handlers of Functions that the code applies.
-      externals: The graph inputs for tensors from outside the code.
+      externals: The graph inputs for external tensors.
       is_nested: Whether the code is a Function that other torch code applies.
     """
 

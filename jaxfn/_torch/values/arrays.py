@@ -1,4 +1,4 @@
-"""Conversion of tensors and their dtypes to JAX, and back. torch is imported only inside of functions."""
+"""Conversion of tensors and their dtypes to JAX, and back. torch is only imported when a function needs it."""
 
 from __future__ import annotations
 

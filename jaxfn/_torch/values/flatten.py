@@ -22,7 +22,7 @@ class FlatTensors(NamedTuple):
 
     Attributes:
       leaves: The tensors or arrays.
-      template: The value with `Slot`s in their places.
+      template: The value with `Slot`s instead of them.
     """
 
     leaves: list[Any]
