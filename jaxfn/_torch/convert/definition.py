@@ -19,7 +19,6 @@ class TorchCode:
 
     Attributes:
       name: The code's name in messages.
-      config: How the code is traced.
       key_name: The name of the parameter that takes the random key.
       call: How the user calls the code, for messages.
     """
@@ -34,20 +33,13 @@ class TorchCode:
 class Definition(TorchCode):
     """A torch Function class.
 
-    Args:
-      function: The class.
-      config: How its methods are traced.
-
     Attributes:
       original: The class that the user wrote, if `function` was lifted.
       has_setup_context: Whether it has a `setup_context`, and its `forward` takes no ctx.
       keeps_setup_context: Whether the jaxfn Function has a `setup_context` too.
       signature: The signature of the jaxfn Function's `forward`: torch's, with the key and perhaps a ctx.
       backward: Its `backward` or `vjp`; `None` if it has neither.
-      has_jvp: Whether it has a `jvp`.
-      has_vmap: Whether it has a `vmap`.
       once_differentiable: Whether torch's `once_differentiable` decorates `backward`.
-      takes_any_keyword: Whether `forward` has `**kwargs`.
     """
 
     def __init__(self, function: Any, config: TraceConfig) -> None:

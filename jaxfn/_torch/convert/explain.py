@@ -68,11 +68,9 @@ class Part:
 
 
 class AppliedFunction(NamedTuple):
-    """A torch Function that traced code applies.
+    """A torch Function that traced code applies, with the location of its definition (`file:line`).
 
     Attributes:
-      name: Its name.
-      location: Where it is defined, `file:line`.
       times: The number of times that it is applied, including inside other Functions.
       rules: Which of "backward" and "jvp" it defines; JAX uses those. Without any it is not differentiable.
     """

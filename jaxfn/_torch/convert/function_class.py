@@ -33,11 +33,7 @@ _MAX_TRACES = 256
 
 
 class ConvertedFunction(Function):
-    """A Function whose methods are those of a torch Function.
-
-    Attributes:
-      torch_function: The torch Function.
-    """
+    """A Function whose methods are those of a torch Function, `torch_function`."""
 
     torch_function: ClassVar[Any]
     adapter: ClassVar[FunctionAdapter]
@@ -86,11 +82,7 @@ class _TracedCall(NamedTuple):
 
 
 class FunctionAdapter:
-    """The methods of a torch Function, with the signatures of a jaxfn Function.
-
-    Args:
-      definition: The torch Function.
-    """
+    """The methods of a torch Function, with the signatures of a jaxfn Function."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
@@ -216,7 +208,7 @@ class FunctionAdapter:
     def preview(self, arguments: FlatTensors) -> tuple[TracedForward, bool]:
         """Traces `forward` for torch tensors; also returns whether it or its backward draws random numbers."""
         args, kwargs = arguments.template
-        specs = [tensor_spec(x, self.definition.config.externals.memory_format_source) for x in arguments.leaves]
+        specs = [tensor_spec(x, self.definition.config.externals.strides_source) for x in arguments.leaves]
         traced = self.trace_forward(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
         return traced, traced.draws or self._draws_in_backward(traced)
 
@@ -276,9 +268,7 @@ class FunctionAdapter:
                 f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one "
                 "shape at a time. Export with fixed shapes"
             )
-        return TensorSpec(
-            tuple(array.shape), torch_dtype(array.dtype), self.definition.config.externals.memory_format_source
-        )
+        return TensorSpec(tuple(array.shape), torch_dtype(array.dtype), self.definition.config.externals.strides_source)
 
     def _warn_about_trace(self, traced: TracedForward) -> None:
         name = self.definition.name
@@ -320,10 +310,7 @@ def _match_template(
 ) -> tuple[Any, list[Any], list[TensorSpec]]:
     """Flattens gradients or tangents, some of which are `None`, to a template, the arrays in it, and their specs.
 
-    Args:
-      templates: One template for each output or input.
-      values: One gradient or tangent for each of them.
-      specs: The specs of the tensors in the slots of `templates`.
+    `templates` has the template of each output or input, and `specs` the specs of the tensors in their slots.
     """
     arrays: list[Any] = []
     found: list[TensorSpec] = []
@@ -347,13 +334,7 @@ _BACKWARD_KEY_DATA = 0x6261636B
 
 
 def convert_function_class(function: Any, module: str, config: TraceConfig) -> type[ConvertedFunction]:
-    """Returns the jaxfn Function of a torch Function class; the same one for the same class and replacements.
-
-    Args:
-      function: The torch class.
-      module: The `__module__` of the new class.
-      config: How the class's methods are traced.
-    """
+    """Returns the jaxfn Function of a torch Function class, with `__module__` set; cached by class and replacements."""
     ops = config.replacements.all
     replaced = frozenset((id(op), id(replacement)) for op, replacement in ops.items())
     key = id(function), id(config.externals), config.is_nested, replaced

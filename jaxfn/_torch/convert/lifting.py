@@ -42,11 +42,10 @@ class LiftedCall:
       args: The arguments of the call.
       module_tensors: The module's tensors.
       names: The names of the tensors that the lifted Function takes.
-      mutated_in_forward: The names of the tensors that forward mutates, and backward may mutate. `None` to find out.
+      mutated_in_forward: The names of those that forward mutates, and backward may mutate. `None` to find out.
 
     Attributes:
-      function: The lifted Function.
-      args: Its arguments.
+      function: The lifted Function, which takes `args`.
       mutated: The names of the tensors that backward has mutated; `None` unless `mutated_in_forward` is.
     """
 
@@ -103,11 +102,8 @@ def _lift_function(
         before = {name: _current_node(x) for name, x in used.items()}
         name = function.__name__
         with _swap_in(swap, used), active_trace().recorder.externals.backward_guard(f"{name}.backward"):
-            returned = (
-                backward_method(ctx, list(grad_outputs))
-                if takes_boxed_gradients(function)
-                else backward_method(ctx, *grad_outputs)
-            )
+            gradients_taken = [list(grad_outputs)] if takes_boxed_gradients(function) else grad_outputs
+            returned = backward_method(ctx, *gradients_taken)
         mutated = [name for name, x in used.items() if _current_node(x) is not before[name]]
         if found_mutated is not None:
             found_mutated.update(mutated)

@@ -220,11 +220,11 @@ class ConvertedModule(Opaque):
                 tensors[name] = apply_hook(state, tensors[name], hook)
         strided = [name for name, own in _tensors(module).items() if has_nonstandard_strides(own)]
         for name in strided:
-            state.recorder.record_memory_format(state.lower(tensors[name]), repr(name))
+            state.recorder.record_strides(state.lower(tensors[name]), repr(name))
         names = {storage_id(own): name for name, own in _tensors(module).items() if storage_id(own) is not None}
         gradient_source = f"a gradient, whose strides may come from {strided[0]!r}," if strided else None
         state.recorder.externals = ExternalTensors(
-            names, gradient_memory_format_source=gradient_source, backward_guard=self._backward_guard
+            names, gradient_strides_source=gradient_source, backward_guard=self._backward_guard
         )
         _forbid_aliased_mutations(state.recorder, tensors, _tensors(module))
         state.module_names = {id(part): name for name, part in module.named_modules()}

@@ -24,14 +24,7 @@ from jaxfn._tree import is_array_leaf, is_inexact
 
 
 class _Preview(NamedTuple):
-    """A nested Function as it was traced before its call is recorded.
-
-    Attributes:
-      converted: The converted Function.
-      arguments: The call's arguments.
-      traced: The trace of its `forward`.
-      draws: Whether `forward` or `backward` draws random numbers.
-    """
+    """A nested call before it is recorded: the converted Function, the trace, and whether it draws random numbers."""
 
     converted: type[ConvertedFunction]
     arguments: FlatTensors
@@ -61,19 +54,16 @@ def _apply_lifted(state: TraceState, module_tensors: ModuleTensors, function: An
     _, arguments, traced, _ = _preview(state, lifted_all.function, lifted_all.args, {})
     indices = {id(x): i for i, x in enumerate(arguments.leaves)}
     used, mutated = traced.used_inputs(), set(traced.mutated)
-    names = [
-        name
-        for name, x in module_tensors.tensors.items()
-        if indices[id(x)] in used or name in (lifted_all.mutated or ())
-    ]
-    mutated_in_forward = [name for name in names if indices[id(module_tensors.tensors[name])] in mutated]
+    mutated_in_backward, tensors = lifted_all.mutated or (), module_tensors.tensors
+    names = [name for name, x in tensors.items() if indices[id(x)] in used or name in mutated_in_backward]
+    mutated_in_forward = [name for name in names if indices[id(tensors[name])] in mutated]
     lifted = LiftedCall(function, args, module_tensors, names, mutated_in_forward)
     returned = _record(state, _preview(state, lifted.function, lifted.args, {}))
     read = traced.inputs_read_by_backward()
     state.backward_reads += [
         (f"{function.__name__}.backward", name, state.recorder.node(state.lower(x)))
-        for name, x in module_tensors.tensors.items()
-        if indices[id(x)] in read and name not in (lifted_all.mutated or ())  # Those it only reads to update them.
+        for name, x in tensors.items()
+        if indices[id(x)] in read and name not in mutated_in_backward  # Those it only reads to update them.
     ]
     return returned
 
@@ -123,8 +113,8 @@ def _record(state: TraceState, preview: _Preview) -> Any:
     operands = [x.clone() if i in mutated else x for i, x in enumerate(arguments.leaves)]
     results = node(*operands, *([draw_key(state)] if draws else []))
     for tensor, spec in zip(results, specs, strict=True):
-        if spec.memory_format_source is not None:
-            state.recorder.record_memory_format(state.lower(tensor), spec.memory_format_source)
+        if spec.strides_source is not None:
+            state.recorder.record_strides(state.lower(tensor), spec.strides_source)
     outputs = dict(zip(output_slots, results, strict=True))
     for index, slot in traced.dirty.items():
         if slot is None:

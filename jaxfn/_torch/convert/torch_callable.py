@@ -35,14 +35,6 @@ _MAX_TRACES = 256
 class TracedCallable(TracedCode):
     """A torch callable, traced for some arguments.
 
-    Args:
-      torch_callable: The callable.
-      arguments: The template of its arguments.
-      specs: The specs of the tensors in the template's slots.
-      are_parameters: Which of them require a gradient, as parameters do.
-      state: The trace.
-      tracks_all_inputs: Whether autograd tracks the other inputs like parameters.
-
     Attributes:
       mutated_parameters: The parameters of a module that it mutates. Their new values are not returned.
       gradient_error: The error of a derivative by anything except parameters, if those differ from torch's.
@@ -59,10 +51,8 @@ class TracedCallable(TracedCode):
     ) -> None:
         code = torch_callable.code
         with trace_scope(state):
-            inputs = [
-                state.add_input(*spec, requires_grad=True if is_parameter else None)
-                for spec, is_parameter in zip(specs, are_parameters, strict=True)
-            ]
+            requires_grad = [True if is_parameter else None for is_parameter in are_parameters]
+            inputs = [state.add_input(*x, requires_grad=r) for x, r in zip(specs, requires_grad, strict=True)]
             # What the code computes under `torch.no_grad()` has no derivative, as in torch.
             state.recorder.follows_grad_mode = True
             with torch.enable_grad():
@@ -81,9 +71,8 @@ class TracedCallable(TracedCode):
         self.output = returned_flat.template
         self.gradient_error: DeferredError | None = None
         hook = state.hook_on_used_output
-        self._second_order_error = (
-            None if hook is None else DeferredError(TranslationError, _HOOK_ON_USED_OUTPUT.format(code.name, hook))
-        )
+        message = _HOOK_ON_USED_OUTPUT.format(code.name, hook)
+        self._second_order_error = None if hook is None else DeferredError(TranslationError, message)
         self._are_parameters = are_parameters
         super().__init__(code, "forward", state, values)
 
@@ -138,10 +127,6 @@ _once_differentiable.defvjp(_once_differentiable_fwd, _once_differentiable_bwd)
 class TorchCallable:
     """A function of tensors that is called with arrays in their place.
 
-    Args:
-      code: Its name and the options that it is traced with.
-      function: The function, which takes positional arguments.
-
     Attributes:
       arguments_require_grad: Whether autograd tracks the arguments, since the code reads their `requires_grad`.
     """
@@ -159,7 +144,7 @@ class TorchCallable:
 
         Args:
           arguments: The arguments of `function`: pytrees of arrays and other values.
-          num_parameter_args: The arrays in so many arguments, the first ones, require a gradient.
+          num_parameter_args: The number of arguments, from the first, whose arrays require a gradient.
           state: A key of everything else that the code's behaviour depends on.
         """
         request = self._make_request(arguments, num_parameter_args)
@@ -199,15 +184,7 @@ class TorchCallable:
 
 
 class _TraceRequest(NamedTuple):
-    """A request to trace a callable.
-
-    Attributes:
-      torch_callable: The callable.
-      arguments: Its arguments.
-      specs: The specs of the tensors in them.
-      are_parameters: Which of those require a gradient, as parameters do.
-      tracks_all_inputs: Whether autograd tracks the other inputs like parameters.
-    """
+    """A request to trace a callable; `tracks_all_inputs` if autograd tracks all inputs like parameters."""
 
     torch_callable: TorchCallable
     arguments: FlatTensors
@@ -260,12 +237,7 @@ class _TraceRequest(NamedTuple):
 
 
 class _TraceAttempt(NamedTuple):
-    """One attempt to trace a callable.
-
-    Attributes:
-      result: The trace, or the exception that was raised.
-      reads_is_compiling: Whether the code called `torch.compiler.is_compiling()`.
-    """
+    """The result of an attempt to trace a callable, and whether the code called `torch.compiler.is_compiling()`."""
 
     result: TracedCallable | Exception
     reads_is_compiling: bool

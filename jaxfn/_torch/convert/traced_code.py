@@ -33,22 +33,16 @@ _MAX_RULES = 32
 
 
 class TensorSpec(NamedTuple):
-    """The type of a traced tensor.
-
-    Attributes:
-      shape: Its shape.
-      dtype: Its dtype.
-      memory_format_source: Where its strides come from, for messages, if they may differ from contiguous ones.
-    """
+    """The type of a traced tensor, and where its strides may come from if they may not be contiguous."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    memory_format_source: str | None = None
+    strides_source: str | None = None
 
 
-def tensor_spec(tensor: torch.Tensor, memory_format_source: str | None = None) -> TensorSpec:
+def tensor_spec(tensor: torch.Tensor, strides_source: str | None = None) -> TensorSpec:
     """Returns the spec of a tensor."""
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, memory_format_source)
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, strides_source)
 
 
 class TracedCode(Opaque):
@@ -57,18 +51,16 @@ class TracedCode(Opaque):
     Args:
       code: The code.
       method: "forward", "backward", "jvp" or "vmap".
-      tracing: The finished trace.
+      state: The finished trace.
       results: The tensors that the graph returns.
 
     Attributes:
-      graph_module: The graph.
-      draws: Whether it draws random numbers.
       uses_double: Whether it computes in float64 or complex128.
       reads_external_values: Whether the code read values of external tensors, which may change.
       differentiates_externals: Whether the code computed gradients of external tensors.
       functions: The Functions that the code applies, each as it was traced there.
       needs_input_grad: One flag for each input of `forward`, of a Function.
-      reads_needs_input_grad: Whether the code read which inputs need a gradient.
+      reads_needs_input_grad: Whether the code read those flags.
     """
 
     needs_input_grad: tuple[bool, ...] = ()
@@ -144,15 +136,10 @@ def _is_double(value: Any) -> bool:
 
 
 class TorchContext(torch.autograd.function.FunctionCtx):
-    """The ctx that torch code sees while one method is traced.
+    """The ctx that torch code sees while one method is traced; `on_read` is called when it reads `needs_input_grad`.
 
     The base class stores what its methods receive in attributes, as in torch: `to_save`, `saved_for_forward`,
     `non_differentiable`, `dirty_tensors` and `materialize_grads`.
-
-    Args:
-      needs_input_grad: Whether each input is being differentiated.
-      saved: The value of `saved_tensors`.
-      on_read: Called when the code reads `needs_input_grad`.
     """
 
     def __init__(
@@ -216,25 +203,14 @@ _CTX_ATTRIBUTES = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "no
 
 
 class SlotSource(NamedTuple):
-    """Where a slot's value comes from after `forward` ran.
-
-    Attributes:
-      kind: "input", "result" (of the graph), or "constant" (a tensor that depends on no input).
-      position: The index of the input or result; for a constant, the slot.
-    """
+    """Where a slot's value comes from after `forward` ran: "input" or "result" with an index, or "constant"."""
 
     kind: str
     position: int
 
 
 class StorageAlias(NamedTuple):
-    """A slot whose tensor may share storage with an input or an output.
-
-    Attributes:
-      slot: The slot.
-      kind: "input" or "output".
-      position: The index of the input, or the slot of the output.
-    """
+    """A slot whose tensor may share storage with an "input", by index, or with an "output", by slot."""
 
     slot: int
     kind: str
@@ -243,12 +219,6 @@ class StorageAlias(NamedTuple):
 
 class TracedForward(TracedCode):
     """`forward`, traced.
-
-    Args:
-      definition: The Function.
-      arguments: The template of `(args, kwargs)`.
-      specs: The specs of the tensors in its slots.
-      needs_input_grad: One flag for each input of `forward`.
 
     Attributes:
       output: The template of the output of `forward`.
@@ -260,7 +230,6 @@ class TracedForward(TracedCode):
         the outputs; the user's code does not see them.
       aliases: Which slots share storage with inputs and outputs, in nested Functions.
       has_single_output: Whether the user's code returned a single output, and not a tuple.
-      materialize_grads: The value that the code set on ctx.
       reruns_forward: Whether `backward` and `jvp` run `forward` again, on its inputs, because it stored tensors with
         autograd's graph on ctx, which `backward` may differentiate.
       backward_error: The error that differentiation raises, if any.
@@ -322,7 +291,7 @@ class TracedForward(TracedCode):
         self.output, to_save, for_forward, self._attributes = flat.template
         self._saved = {"backward": to_save, "jvp": for_forward}
         source = f"a tensor that {definition.name}.forward saves or returns"
-        self.specs = [tensor_spec(value, state.recorder.memory_format_of(value, source)) for value in values]
+        self.specs = [tensor_spec(value, state.recorder.strides_source_of(value, source)) for value in values]
         self.reads_needs_input_grad = state.reads_needs_input_grad
         self.materialize_grads = ctx.materialize_grads
         self.non_differentiable = [i for i, x in enumerate(flat.leaves) if _is_among(x, ctx.non_differentiable)]
@@ -503,22 +472,14 @@ class TracedForward(TracedCode):
             if slot in self._input_of:
                 requires_grad = needs_input_grad[self._input_indices[self._input_of[slot]]]
             tensors[slot] = state.add_input(*self.specs[slot], requires_grad=requires_grad)
-        ctx = TorchContext(
-            needs_input_grad, unflatten_tensors(self._saved[method], tensors), on_read=state.note_flags_read
-        )
+        saved = unflatten_tensors(self._saved[method], tensors)
+        ctx = TorchContext(needs_input_grad, saved, on_read=state.note_flags_read)
         vars(ctx).update(unflatten_tensors(self._attributes, tensors))
         return ctx
 
 
 class TracedRule(TracedCode):
-    """`backward` or `jvp`, traced.
-
-    Args:
-      forward: The trace of `forward`.
-      method: "backward" or "jvp".
-      template: The template of the gradients or tangents that it takes.
-      specs: The specs of the tensors in the template's slots.
-      needs_input_grad: One flag for each input of `forward`.
+    """`backward` or `jvp`, traced for a template of gradients or tangents.
 
     Attributes:
       returned: The template of the result: tangents, or gradients, one for each input and perhaps more.
@@ -540,13 +501,11 @@ class TracedRule(TracedCode):
         state = TraceState(definition.name, definition.config, is_differentiated=True)
         with trace_scope(state):
             ctx = forward.make_ctx(method, state, needs_input_grad)
-            state.first_gradient_input = len(
-                forward.input_specs if forward.reruns_forward else forward.saved_slots[method]
-            )
-            source = definition.config.externals.gradient_memory_format_source
-            arguments = unflatten_tensors(
-                template, [state.add_input(x.shape, x.dtype, x.memory_format_source or source) for x in specs]
-            )
+            saved = forward.input_specs if forward.reruns_forward else forward.saved_slots[method]
+            state.first_gradient_input = len(saved)
+            source = definition.config.externals.gradient_strides_source
+            inputs = [state.add_input(x.shape, x.dtype, x.strides_source or source) for x in specs]
+            arguments = unflatten_tensors(template, inputs)
             num_added = len(forward.implicit_outputs)
             if method == "backward":
                 arguments = arguments[: len(arguments) - num_added]
@@ -570,15 +529,7 @@ class TracedRule(TracedCode):
 
 
 class TracedVmap(TracedCode):
-    """`vmap`, traced.
-
-    Args:
-      definition: The Function.
-      arguments: The template of its inputs.
-      specs: The specs of the tensors in the template's slots, batch axes included.
-      info: The `info` argument of `vmap`.
-      in_dims: The batch axis of each input.
-    """
+    """`vmap`, traced for inputs with their batch axes."""
 
     def __init__(
         self, definition: Definition, arguments: Any, specs: Sequence[TensorSpec], info: Any, in_dims: tuple[Any, ...]
@@ -622,15 +573,15 @@ def get_or_trace(
             with checking_leaks(name):
                 found = trace(specs)
         except (TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
-            widened_specs = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
+            int64_specs = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
             if (
                 isinstance(error, TranslationError)
-                or widened_specs == specs
+                or int64_specs == specs
                 or not re.search("(?i)int64|long", str(error))
             ):
                 raise
             with checking_leaks(name):
-                found = trace(widened_specs)
+                found = trace(int64_specs)
         if key is not None and not found.reads_external_values:
             cache.put(key, found)
     return found

@@ -166,9 +166,8 @@ class TranslatedGraph:
 
     def _needs_int64(self, step: Step, arguments: Any, options: Any) -> bool:
         """Whether an operation has an operand, or may have a result, that does not fit in 32 bits."""
-        grows = self._conservative_bounds.get(step.node, 0) > LARGEST and may_grow(
-            short_name(operation_name(step.node.target))
-        )
+        is_large = self._conservative_bounds.get(step.node, 0) > LARGEST
+        grows = is_large and may_grow(short_name(operation_name(step.node.target)))
         return grows or step.has_large_integers or has_int64((arguments, options))
 
     def _run_with_int64(self, call: _ImplementedStep, arguments: Any, options: Any) -> Any:
@@ -209,7 +208,6 @@ class Indices(NamedTuple):
     """A tensor of indices into a dimension of another tensor.
 
     Attributes:
-      node: Its node.
       low: The smallest valid index.
       size: The size of the dimension.
       line: The line of torch code that indexes, or the operation if the line is unknown.
@@ -240,12 +238,8 @@ def _indices_of(call: _ImplementedStep) -> Iterator[Indices]:
 
 
 class _ImplementedStep(NamedTuple):
-    """A step with its implementation.
-
-    Attributes:
-      step: The step.
-      operation: The implementation; `None` for nodes that are not operations.
-      num_drawn: The number of operations before it that draw random numbers.
+    """A step with its implementation (`None` for nodes that are not operations), and the number of random draws
+    before it.
     """
 
     step: Step
@@ -254,12 +248,8 @@ class _ImplementedStep(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Consecutive steps.
-
-    Attributes:
-      is_recomputed: Whether differentiation recomputes them; see `Recorder.recomputing`.
-      calls: The steps.
-      results: The nodes that later steps use.
+    """Consecutive steps, with the nodes that later steps use. Differentiation may recompute them
+    (`Recorder.recomputing`).
     """
 
     is_recomputed: bool

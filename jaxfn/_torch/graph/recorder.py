@@ -73,16 +73,14 @@ class ExternalTensors(NamedTuple):
     """The external tensors (parameters and buffers) that are graph inputs, for a trace and the Functions applied in it.
 
     Attributes:
-      names: The names of parameters and buffers that are inputs, by their storage.
-      memory_format_source: Where the strides of inputs come from, for messages, if they may differ from contiguous
-        ones.
-      gradient_memory_format_source: Where the strides of gradients come from, for messages.
+      names: Their names, by their storage.
+      strides_source: Where the strides of inputs may come from, for messages; `gradient_...`: those of gradients.
       backward_guard: A context in which `backward` is traced. It takes the method's name, for messages.
     """
 
     names: Mapping[int | None, str] = {}
-    memory_format_source: str | None = None
-    gradient_memory_format_source: str | None = None
+    strides_source: str | None = None
+    gradient_strides_source: str | None = None
     backward_guard: Callable[[str], AbstractContextManager[None]] = lambda who: contextlib.nullcontext()
 
 
@@ -91,12 +89,7 @@ NO_EXTERNALS = ExternalTensors()
 
 
 class AssumedValue(NamedTuple):
-    """A read of a tensor's concrete value by Python code, and the value that it got.
-
-    Attributes:
-      line: The user's line.
-      value: The assumed value, with which tracing went on.
-    """
+    """A line of Python code that reads a tensor's concrete value, and the value that it got."""
 
     line: Line | None
     value: bool | float
@@ -116,8 +109,6 @@ class Recorder(TorchDispatchMode):
       externals: The graph inputs for external tensors.
 
     Attributes:
-      graph: The graph.
-      constants: The constants in the graph, by name.
       reads_external_values: Whether Python code read values of an external tensor.
       is_seeded: Whether the code set torch's random state.
       differentiates_externals: Whether autograd inside the code stored a gradient in an external tensor.
@@ -127,7 +118,6 @@ class Recorder(TorchDispatchMode):
       untraceable_kernels: Why the Python code of custom operations cannot be traced.
       linked_storages: Pairs of tensors that share storage in torch, with the reason and a hint.
       visited_nodes: The nodes of autograd's graph whose saved tensors are in `saved_storages`.
-      saved_storages: The storages that autograd saved.
       operand_error: What torch raised for the operands of an operation, and their shapes.
       data_mutation: The line that mutated a tensor by `.data`, if any.
     """
@@ -158,10 +148,10 @@ class Recorder(TorchDispatchMode):
         self._value_sources: dict[torch.fx.Node, torch.fx.Node] = {}  # nodes with equal values
         self._references: list[torch.Tensor] = []  # keep tensors alive, so identities stay unique
         self._local: set[int] = set()  # constants that were created in this trace
-        self._external_dependent: set[int] = set()  # constants that depend on an external tensor
+        self._depend_on_external: set[int] = set()  # constants that depend on an external tensor
         self._external_views: set[int] = set()  # constants that are views of an external tensor
         self._gradients: dict[torch.Tensor, torch.Tensor | None] = {}  # `.grad` of external tensors
-        self._memory_format_sources: dict[torch.fx.Node, str] = {}  # where nodes' strides come from
+        self._strides_sources: dict[torch.fx.Node, str] = {}  # where nodes' strides come from
         self._nested_externals: dict[str | None, ExternalTensors] = {}
         self._inputs: list[torch.fx.Node] = []
         self._stops = False
@@ -170,21 +160,13 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------------------------ tensors and nodes
 
-    def add_input(
-        self, shape: Sequence[int], dtype: torch.dtype, memory_format_source: str | None = None
-    ) -> torch.Tensor:
-        """Adds an input to the graph, and returns its traced tensor.
-
-        Args:
-          shape: Its shape.
-          dtype: Its dtype.
-          memory_format_source: Where its strides come from, for messages, if they may differ from contiguous ones.
-        """
+    def add_input(self, shape: Sequence[int], dtype: torch.dtype, strides_source: str | None = None) -> torch.Tensor:
+        """Adds an input to the graph, and returns its traced tensor."""
         node = self.graph.placeholder(f"input_{len(self._inputs)}")
         self._inputs.append(node)
         tensor = self._bind_node(self.make_fake(shape, dtype), node)
-        if memory_format_source is not None:
-            self.record_memory_format(tensor, memory_format_source)
+        if strides_source is not None:
+            self.record_strides(tensor, strides_source)
         return tensor
 
     def make_fake(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -227,7 +209,7 @@ class Recorder(TorchDispatchMode):
         return (
             not isinstance(tensor, FakeTensor)
             and id(tensor) in self._local
-            and id(tensor) not in self._external_dependent
+            and id(tensor) not in self._depend_on_external
         )
 
     def add_local_constant(self, constant: torch.Tensor) -> None:
@@ -389,7 +371,7 @@ class Recorder(TorchDispatchMode):
         """Makes `node` the node of `value`, a tensor or a tuple or list of tensors; returns `value`."""
         node.meta["val"] = torch_tree.tree_map_only(torch.Tensor, self._to_fake, value)
         node.meta["is_differentiable"] = _has_derivative(node.meta["val"]) and (
-            node.op == "placeholder" or _is_node_differentiable(node)
+            node.op == "placeholder" or _is_differentiable_node(node)
         )
         if isinstance(value, torch.Tensor):
             self._nodes[id(value)] = node
@@ -448,7 +430,7 @@ class Recorder(TorchDispatchMode):
             if results is not NotImplemented:
                 return results
         if func in _STRIDED_OPERATIONS:
-            self._check_memory_format(args[0])
+            self._check_strides(args[0])
         return self._record(func, (args, kwargs), self._infer_outputs(func, args, kwargs))
 
     def replacement(self, func: Any) -> Callable[..., Any] | None:
@@ -459,39 +441,36 @@ class Recorder(TorchDispatchMode):
         """Returns the externals for a Function that is applied to these tensors."""
         source = None
         for i, tensor in enumerate(tensors):
-            source = source or self.memory_format_of(tensor, f"tensor argument {i} of {function}")
-        if source == self.externals.memory_format_source:
+            source = source or self.strides_source_of(tensor, f"tensor argument {i} of {function}")
+        if source == self.externals.strides_source:
             return self.externals
-        return self._nested_externals.setdefault(source, self.externals._replace(memory_format_source=source))
+        return self._nested_externals.setdefault(source, self.externals._replace(strides_source=source))
 
-    def record_memory_format(self, tensor: torch.Tensor, source: str) -> None:
-        """Records where a tensor's strides come from; see `memory_format_of`."""
-        self._memory_format_sources[self.node(tensor)] = source
+    def record_strides(self, tensor: torch.Tensor, source: str) -> None:
+        """Records where a tensor's strides come from; see `strides_source_of`."""
+        self._strides_sources[self.node(tensor)] = source
 
-    def memory_format_of(self, tensor: torch.Tensor, name: str) -> str | None:
-        """Returns where a tensor's strides come from, if they may differ from contiguous ones.
-
-        Args:
-          tensor: The tensor, from below functionalization.
-          name: The source to return if the tensor itself has nonstandard strides: as a slice, or transposed.
+    def strides_source_of(self, tensor: torch.Tensor, name: str) -> str | None:
+        """Returns where a tensor's strides come from, if they may differ from contiguous ones; `name` if from
+        itself.
         """
-        source = self._inherited_memory_format(tensor)
+        source = self._inherited_strides(tensor)
         return name if source is None and has_nonstandard_strides(tensor) else source
 
-    def _inherited_memory_format(self, tensor: torch.Tensor) -> str | None:
+    def _inherited_strides(self, tensor: torch.Tensor) -> str | None:
         """Returns the recorded source of a tensor from which this one may have inherited its strides."""
         node = self._nodes.get(id(tensor))
-        pending, seen = [node] if self._memory_format_sources and node else [], set[torch.fx.Node]()
+        pending, seen = [node] if self._strides_sources and node else [], set[torch.fx.Node]()
         while pending:
             node = pending.pop()
-            if source := self._memory_format_sources.get(node):
+            if source := self._strides_sources.get(node):
                 return source
             pending += [other for other in node.all_input_nodes if other not in seen]
             seen.update(node.all_input_nodes)
         return None
 
-    def _check_memory_format(self, tensor: torch.Tensor) -> None:
-        if source := self._inherited_memory_format(tensor):
+    def _check_strides(self, tensor: torch.Tensor) -> None:
+        if source := self._inherited_strides(tensor):
             raise TranslationError(
                 f"{self.name} reads memory by strides (as_strided) that depend on {source}, which may be noncontiguous "
                 "in torch (channels_last, transposed, or a part of another tensor); JAX arrays have no strides. Make "
@@ -542,14 +521,8 @@ class Recorder(TorchDispatchMode):
             ) from error
 
     def assume(self, problem: str, dtype: torch.dtype) -> Any:
-        """Returns an assumed concrete value of a tensor, if tracing is to go on without it; raises otherwise.
-
-        Args:
-          problem: The message of the error.
-          dtype: The tensor's dtype.
-
-        Raises:
-          DataDependentError: `assumed` is `None`.
+        """Returns an assumed concrete value of a tensor of this dtype; raises with `problem` if tracing is to stop
+        there.
         """
         if self.assumed is None:
             raise DataDependentError(f"{problem}{ops_hint(running_line())}{source_line()}")
@@ -575,10 +548,10 @@ class Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:  # The result of `torch.tensor(numbers)`.
             for operand in operands:
                 self.add_local_constant(operand)
-        is_external_dependent = any(id(x) in self._external_dependent or id(x) not in self._local for x in operands)
+        depends_on_external = any(id(x) in self._depend_on_external or id(x) not in self._local for x in operands)
         if func._schema.is_mutable and any(map(self._is_external, mutated_arguments(func, args, kwargs))):
             raise TranslationError(f"{self.name}: {func} {MUTATES_EXTERNAL}{source_line()}")
-        if is_external_dependent and (func is aten._local_scalar_dense.default or _has_data_dependent_shape(func)):
+        if depends_on_external and (func is aten._local_scalar_dense.default or _has_dynamic_shape(func)):
             self.reads_external_values = True
         for operand in operands:
             self._stash_gradient(operand)
@@ -589,13 +562,13 @@ class Recorder(TorchDispatchMode):
             if storage_id(part) in external_storages:
                 self._external_views.add(id(part))
             self.add_local_constant(part)
-            if is_external_dependent:
-                self._external_dependent.add(id(part))
+            if depends_on_external:
+                self._depend_on_external.add(id(part))
         is_large = any(part.numel() > _LARGE for part in parts)
         if (
-            (is_external_dependent or (is_large and not operands))
+            (depends_on_external or (is_large and not operands))
             and entry_name(str(func))
-            and not _has_data_dependent_shape(func)
+            and not _has_dynamic_shape(func)
         ):
             # An external tensor may get new values, so what depends on it is computed in every call.
             self._record(func, (args, kwargs), value)
@@ -686,7 +659,7 @@ _SCALAR_READS = (aten._local_scalar_dense.default, aten.item.default)
 _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
 
 
-def _is_node_differentiable(node: torch.fx.Node) -> bool:
+def _is_differentiable_node(node: torch.fx.Node) -> bool:
     """Whether a node's result has a derivative by an input."""
     operands = node.all_input_nodes
     if node.target is _WITH_GRADIENT_OF:
@@ -723,7 +696,7 @@ _FILL_VALUES: dict[Any, Callable[[Any], Any]] = {
 _DYNAMIC_SHAPE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
-def _has_data_dependent_shape(func: Any) -> bool:
+def _has_dynamic_shape(func: Any) -> bool:
     """Whether the shape of an operation's result depends on values."""
     return any(tag in func.tags for tag in _DYNAMIC_SHAPE)
 

@@ -22,15 +22,12 @@ _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 class Line(NamedTuple):
-    """A line of the user's code, and the function around it.
+    """A line of the user's code.
 
     Attributes:
-      file: The file's path.
-      number: The line's number.
       function: The name of the function around it.
-      text: The line.
-      callable: The innermost function around the line that a module or class has as an attribute, so that `ops=` can
-        name it, as written in Python; `None` if there is none.
+      callable: The innermost function around the line that `ops=` can name, as written in Python: a module or class has
+        it as an attribute. `None` if there is none.
     """
 
     file: str
@@ -41,10 +38,8 @@ class Line(NamedTuple):
 
 
 def running_line(frames: Iterable[FrameType] | None = None) -> Line | None:
-    """Returns the line of the user's code that is running.
-
-    Args:
-      frames: Where to look, the innermost frame first. Default: the current frames.
+    """Returns the line of the user's code that is running, in the current frames or in `frames`, the innermost
+    first.
     """
     line: Line | None = None
     for frame in running_frames() if frames is None else frames:
@@ -73,9 +68,7 @@ def format_line(line: Line | None) -> str:
 def ops_hint(line: Line | None) -> str:
     """Returns the hint that `ops=` can name the function around a line, as part of a message."""
     name = None if line is None else line.callable
-    return (
-        f". Or name a JAX function that replaces the function around it: ops={{{name}: jax_function}}" if name else ""
-    )
+    return f". Or name a JAX function for the function around it: ops={{{name}: jax_function}}" if name else ""
 
 
 def running_frames() -> Iterator[FrameType]:

@@ -27,12 +27,7 @@ def key_by_name(ops: OperationMap | None) -> dict[str, Callable[..., Any]]:
 
 
 class JaxCall:
-    """A node's target that calls a function of JAX arrays.
-
-    Attributes:
-      function: The function. If it draws, its first argument is a key.
-      draws: Whether it draws random numbers.
-    """
+    """A node's target that calls a function of JAX arrays, which takes a random key first if it draws."""
 
     def __init__(self, function: Callable[..., Any], name: str, draws: bool = False) -> None:
         self.function = function

@@ -2,8 +2,8 @@
 
 Note: it is not translated to `jax.nn.dot_product_attention`, and neither is torch's decomposition of
 `scaled_dot_product_attention` (products, and a safe softmax). Up to JAX 0.12 that function does not select a fused
-kernel automatically, so nothing would be gained. It computes the softmax in single precision for float64 too, rounds the
-weights of half-precision arguments, returns the mean of all values for a row without keys, where torch returns 0, and
+kernel automatically, so nothing would be gained. It computes the softmax in single precision for float64 too, rounds
+the weights of half-precision arguments, returns the mean of all values for a row without keys (torch returns 0), and
 takes more time and memory on a CPU. cuDNN's kernel, on request, has no forward mode and no second derivative. To use a
 kernel, name it: `from_torch(f, ops={scaled_dot_product_attention: kernel})`.
 """

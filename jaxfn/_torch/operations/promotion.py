@@ -66,9 +66,8 @@ def promote(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Arra
     @functools.wraps(function)
     def cast_first(*operands: Any, **options: Any) -> Any:
         dtype = result_type(*(operand for operand in operands if operand is not None))
-        return function(
-            *(None if x is None else cast(x, dtype).astype(compute_dtype(dtype)) for x in operands), **options
-        )
+        computed = compute_dtype(dtype)
+        return function(*(None if x is None else cast(x, dtype).astype(computed) for x in operands), **options)
 
     return cast_first
 

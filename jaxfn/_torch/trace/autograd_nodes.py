@@ -14,12 +14,7 @@ HOOKED = "jaxfn_is_hooked"
 
 
 class GradFn:
-    """A node of autograd's graph as traced code sees it. It can be inspected, and rejects hooks.
-
-    Args:
-      name: The name of the code in messages.
-      node: torch's node.
-    """
+    """A node of autograd's graph as traced code sees it. It can be inspected, and rejects hooks."""
 
     def __init__(self, name: str, node: Any) -> None:
         self._name = name

@@ -24,11 +24,11 @@ _JaxFunction = Callable[..., Sequence[Any]]
 
 
 class JaxFunctionNode:
-    """A JAX function that traced torch code calls.
+    """A JAX function that traced torch code calls. It takes arrays and returns a sequence of arrays.
 
     Args:
       state: The trace.
-      function: Takes arrays and returns a sequence of arrays.
+      function: The function.
       name: The node's name in the graph.
       outputs: The shape and dtype of each output.
       non_differentiable: The indices of the outputs that have no derivative, whatever their dtype.

@@ -100,9 +100,7 @@ def checking_leaks(name: str) -> Generator[None]:
 def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
     """Makes plain tensors of those that are still referenced; returns the location of one that depends on the inputs.
 
-    Args:
-      tracked: Weak references to the tensors.
-      is_named: Whether to find the location, which takes time proportional to the number of Python objects.
+    The location is only found if `is_named`, since that takes time proportional to the number of Python objects.
     """
     tensors = _live(tracked)
     if is_named and any(map(_is_traced, tensors)):
@@ -196,14 +194,12 @@ def _describe_namespace(namespace: dict[Any, Any]) -> str:
     if "__name__" in namespace and "__builtins__" in namespace:
         return str(namespace["__name__"])
     for holder in gc.get_referrers(namespace):
-        if getattr(holder, "__dict__", None) is namespace or (
-            isinstance(holder, type) and _is_namespace_of(holder, namespace)
-        ):
+        if getattr(holder, "__dict__", None) is namespace or (isinstance(holder, type) and _defines(holder, namespace)):
             return _describe_object(holder)
     return ""
 
 
-def _is_namespace_of(kind: type, namespace: dict[Any, Any]) -> bool:
+def _defines(kind: type, namespace: dict[Any, Any]) -> bool:
     return any(vars(kind).get(name) is value for name, value in namespace.items())
 
 

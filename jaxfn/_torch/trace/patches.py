@@ -37,13 +37,7 @@ _MISSING = object()
 
 
 class _Patch:
-    """An attribute, and the value that replaces it.
-
-    Args:
-      namespace: The module or class that has the attribute.
-      name: The attribute's name.
-      make_patch: Makes the patched value of the original one.
-    """
+    """A patch of an attribute of a module or class: `make_patch` makes the patched value of the original one."""
 
     def __init__(self, namespace: Any, name: str, make_patch: Callable[[Any], Any]) -> None:
         self.namespace = namespace
@@ -68,12 +62,7 @@ _FUNCTION_PATCHES: dict[int, list[_Patch]] = {}  # Patches of replaced Python fu
 
 @contextlib.contextmanager
 def patching(name: str, functions: Iterable[Any]) -> Generator[None]:
-    """Applies the patches.
-
-    Args:
-      name: The name of the traced code in messages.
-      functions: The Python functions that JAX functions replace.
-    """
+    """Applies the patches, among them those of the Python functions that JAX functions replace."""
     with _LOCK:
         patches = [*_PATCHES, *(patch for function in functions for patch in _patches_of_function(name, function))]
         for patch in patches:
@@ -101,8 +90,7 @@ def patching(name: str, functions: Iterable[Any]) -> Generator[None]:
 def _dispatching(handler: Callable[..., Any]) -> Callable[[Any], Any]:
     """Returns a function that makes a patch, which calls `handler` inside a trace and the original elsewhere.
 
-    Args:
-      handler: Takes the trace, the original, and the arguments.
+    `handler` takes the trace, the original, and the arguments.
     """
 
     def make_patch(original: Any) -> Any:
@@ -168,7 +156,7 @@ def _return_tensor(
 
 
 def _get_data(state: TraceState, original: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Implements `.data`, which torch modes cannot tell from what autograd itself does with saved tensors."""
+    """Implements `.data`, which torch modes cannot distinguish from autograd's own accesses to saved tensors."""
     if state.recorder.follows_grad_mode:
         return mark_detached(original(tensor), by_data=True)
     with state.recorder.stopping_gradients():

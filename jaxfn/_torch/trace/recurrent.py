@@ -26,13 +26,8 @@ class _RecurrentLayers(NamedTuple):
     """The arguments of a recurrent layer, except tensors.
 
     Attributes:
-      step: One time step.
       num_states: The number of state arrays of one layer, two for an LSTM.
       num_weights: The number of weights for each layer and direction.
-      has_biases: torch's argument.
-      num_layers: torch's argument.
-      dropout: torch's argument.
-      is_bidirectional: torch's argument.
       is_dropping: Whether dropout is applied between layers.
     """
 
@@ -202,21 +197,21 @@ def _pad_packed(data: torch.Tensor, times: torch.Tensor, sequences: torch.Tensor
 def pack(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `pack_padded_sequence` for sequences that are sorted by length."""
     steps, lengths, is_batch_first = args
-    concrete_lengths = _concrete_values(state, lengths, "lengths")
+    sequence_lengths = _concrete_values(state, lengths, "lengths")
     if is_batch_first:
         steps = steps.transpose(0, 1)
     if (
-        sorted(concrete_lengths, reverse=True) != concrete_lengths
-        or len(concrete_lengths) != steps.shape[1]
-        or concrete_lengths[0] > len(steps)
-        or concrete_lengths[-1] < 1
+        sorted(sequence_lengths, reverse=True) != sequence_lengths
+        or len(sequence_lengths) != steps.shape[1]
+        or sequence_lengths[0] > len(steps)
+        or sequence_lengths[-1] < 1
     ):
         raise TranslationError(
-            f"{state.name}: the lengths {concrete_lengths} of packed sequences are not sorted, or do not match the "
+            f"{state.name}: the lengths {sequence_lengths} of packed sequences are not sorted, or do not match the "
             f"shape {tuple(steps.shape)}{source_line()}"
         )
-    sizes = [sum(length > time for length in concrete_lengths) for time in range(concrete_lengths[0])]
-    return steps[_packed_positions(concrete_lengths)], torch.tensor(sizes)
+    sizes = [sum(length > time for length in sequence_lengths) for time in range(sequence_lengths[0])]
+    return steps[_packed_positions(sequence_lengths)], torch.tensor(sizes)
 
 
 def pad(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:

@@ -19,12 +19,7 @@ from jaxfn._torch.values.errors import TranslationError
 
 
 class Selection(torch.Tensor):
-    """`x[mask]` with a traced mask.
-
-    Attributes:
-      full: A tensor of `x`'s shape, with ones where the mask is false.
-      mask: The mask, whose dimensions are the first ones of `full`.
-    """
+    """`x[mask]` with a traced mask: a tensor of `x`'s shape, with ones where the mask is false, and the mask."""
 
     full: torch.Tensor
     mask: torch.Tensor

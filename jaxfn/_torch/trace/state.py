@@ -27,12 +27,8 @@ LEAF = "jaxfn_leaf"  # The attribute of an argument with the leaf tensor of whic
 
 
 class Replacements(NamedTuple):
-    """The operations and functions that JAX functions replace.
-
-    Attributes:
-      all: The `ops` argument of the user.
-      operations: The replaced torch operations, by name.
-      functions: The replaced Python functions.
+    """The operations (by name) and Python functions that JAX functions replace; `all` is the `ops` argument of the
+    user.
     """
 
     all: Mapping[Any, Callable[..., Any]]
@@ -63,7 +59,7 @@ class NestedApply(NamedTuple):
     """The handlers of Functions that traced code applies. They take the trace, the Function, and `apply`'s arguments.
 
     Attributes:
-      apply: Records the call as one node, which keeps the Function's rule at every order, and returns its outputs.
+      apply: Records the call as one node, which keeps the Function's rule, and returns its outputs.
       can_repeat: Whether a second call would return equal values.
     """
 
@@ -75,7 +71,6 @@ class TraceConfig(NamedTuple):
     """How torch code is traced.
 
     Attributes:
-      replacements: The operations and functions that JAX functions replace.
       nested: The handlers of Functions that the code applies.
       externals: The graph inputs for external tensors.
       is_nested: Whether the code is a Function that other torch code applies.
@@ -92,12 +87,7 @@ TensorSwap = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]
 
 
 class ModuleTensors(NamedTuple):
-    """The tensors that a module contains while it is traced.
-
-    Attributes:
-      tensors: The parameters and buffers, by name.
-      swap: Puts other tensors into the module.
-    """
+    """The tensors that a module contains while it is traced, and a context that replaces them."""
 
     tensors: Mapping[str, torch.Tensor]
     swap: TensorSwap
@@ -165,19 +155,12 @@ class TraceState:
         self,
         shape: Sequence[int],
         dtype: torch.dtype,
-        memory_format_source: str | None = None,
+        strides_source: str | None = None,
         requires_grad: bool | None = None,
     ) -> torch.Tensor:
-        """Adds an input to the trace.
-
-        Args:
-          shape: Its shape.
-          dtype: Its dtype.
-          memory_format_source: Where its strides come from, for messages, if they may differ from contiguous ones.
-          requires_grad: The value of `requires_grad` that the code reads, for inputs of a Function.
-        """
+        """Adds an input to the trace; `requires_grad` is the value that the code reads, for inputs of a Function."""
         with without_functions():
-            tensor = self.lift(self.recorder.add_input(shape, dtype, memory_format_source))
+            tensor = self.lift(self.recorder.add_input(shape, dtype, strides_source))
             if requires_grad is not None:
                 if dtype.is_floating_point or dtype.is_complex:
                     tensor.requires_grad_()  # Whatever the code reads, so that autograd works inside.
@@ -282,12 +265,7 @@ class TraceState:
 
 
 class _ActiveTrace(threading.local):
-    """The trace that is active in a thread.
-
-    Attributes:
-      state: The innermost active trace.
-      traced_backwards: The torch Functions whose `backward` is being traced in advance.
-    """
+    """The innermost active trace of a thread, and the torch Functions whose `backward` is being traced in advance."""
 
     state: TraceState | None = None
     traced_backwards: tuple[Any, ...] = ()

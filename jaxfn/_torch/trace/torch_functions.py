@@ -47,9 +47,8 @@ def embedding_bag(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     indices, weight, offsets, weights = (arguments[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
     if arguments["max_norm"] is not None:
         with torch.no_grad():
-            torch.embedding_renorm_(
-                weight.detach(), indices.contiguous(), arguments["max_norm"], arguments["norm_type"]
-            )
+            limits = arguments["max_norm"], arguments["norm_type"]
+            torch.embedding_renorm_(weight.detach(), indices.contiguous(), *limits)
     if arguments["scale_grad_by_freq"]:
         _raise(
             state, "embedding_bag with `scale_grad_by_freq` is not supported: torch divides by the count of another row"
@@ -188,10 +187,8 @@ def gaussian_nll_loss(state: TraceState, func: Any, args: Any, kwargs: Any) -> A
         variance = torch.full_like(x, variance)
     if variance.shape == x.shape[:-1]:
         variance = variance[..., None]
-    is_broadcastable = (
-        variance.ndim == x.ndim and sum(n for n, m in zip(variance.shape, x.shape, strict=True) if n != m) <= 1
-    )
-    if not is_broadcastable:
+    fits = variance.ndim == x.ndim and sum(n for n, m in zip(variance.shape, x.shape, strict=True) if n != m) <= 1
+    if not fits:
         raise ValueError(f"gaussian_nll_loss: a variance of shape {tuple(variance.shape)} for {tuple(x.shape)}")
     variance = variance.clone()
     with torch.no_grad():

@@ -18,12 +18,7 @@ class Slot:
 
 
 class FlatTensors(NamedTuple):
-    """A flattened value.
-
-    Attributes:
-      leaves: The tensors or arrays.
-      template: The value with `Slot`s instead of them.
-    """
+    """A flattened value: its tensors or arrays, and a template with a `Slot` for each of them."""
 
     leaves: list[Any]
     template: Any
