@@ -203,7 +203,7 @@ _CTX_ATTRIBUTES = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "no
 
 
 class SlotSource(NamedTuple):
-    """Where a slot's value comes from after `forward` ran: "input" or "result" with an index, or "constant"."""
+    """The source of a slot's value after `forward` ran: "input" or "result" with an index, or "constant"."""
 
     kind: str
     position: int

@@ -68,7 +68,7 @@ class NestedApply(NamedTuple):
 
 
 class TraceConfig(NamedTuple):
-    """How torch code is traced.
+    """The options that torch code is traced with.
 
     Attributes:
       nested: The handlers of Functions that the code applies.
