@@ -1167,7 +1167,7 @@ def test_parameters_and_buffers_by_name():
 def test_what_is_missing_or_unknown_is_named():
     net = jaxfn.from_torch(nn.BatchNorm1d(3))
     parameters, buffers, x = net.parameters, net.buffers, jnp.ones((4, 3))
-    with pytest.raises(TypeError, match="BatchNorm1d: missing arrays for the parameters or buffers bias, "):
+    with pytest.raises(TypeError, match="BatchNorm1d: missing arrays for the parameters or buffers bias. "):
         net.apply({"weight": parameters["weight"]}, buffers, x)
     with pytest.raises(TypeError, match="BatchNorm1d has no parameter or buffer 'scale'"):
         net.apply({**parameters, "scale": x}, buffers, x)
