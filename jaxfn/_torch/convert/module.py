@@ -144,9 +144,7 @@ class ConvertedModule(Opaque):
         return output, {**dict(buffers), **new_buffers}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output with the module's current parameters and buffers, like `apply`. The module does not
-        change.
-        """
+        """Returns the output for the module's current parameters and buffers, as `apply` does."""
         traced, arrays, key = self._trace_call(self.parameters, self.buffers, args, kwargs)
         return traced.run(arrays, key)[0]
 
@@ -248,8 +246,7 @@ class ConvertedModule(Opaque):
             return output, {name: _current_tensor(module, name) for name in buffers}
 
     def _check_state(self, state: TraceState, before: Mapping[str, Any]) -> None:
-        """Raises if forward reads a tensor attribute and then replaces it; warns about other attributes that it
-        changes.
+        """Raises if forward reads a tensor attribute and then replaces it; warns if it changes others.
 
         An attribute that forward sets before it reads it only passes a value on inside the call, and is not state.
         """
@@ -472,9 +469,7 @@ _MISSING = object()
 
 
 def _copy_attributes(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """Copies containers and plain objects recursively. Other values, and the containers themselves, are kept by
-    reference.
-    """
+    """Copies containers and plain objects recursively; other values, and the originals, by reference."""
     fields, around = _fields(value, around), (*around, id(value))
     if fields is not None:
         return _Container(value, fields, {name: _copy_attributes(item, around) for name, item in fields.items()})
@@ -532,8 +527,8 @@ def _restore(container: Any, saved: _Container) -> Any:
 
 
 def _state_key(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Returns a key of everything except tensors that a module's behaviour depends on: modes, numbers and strings by
-    value, other objects by identity.
+    """Returns a key of a module's attributes except tensors: modes, numbers and strings by value, objects by
+    identity.
     """
     return tuple((IdentityKey(part), *map(_attribute_key, _attributes(part).items())) for part in module.modules())
 

@@ -273,7 +273,7 @@ class TracedForward(TracedCode):
             flat = flatten_tensors((output, ctx.to_save, for_forward, ctx.attributes), deduplicate=True)
             with without_functions():
                 self.reruns_forward = not all(flat.leaves[slot].is_leaf for slot in slots(flat.template[1:]))
-            # An input is identified by its tensor, which stays the same when it is mutated.
+            # An input is identified by its tensor, which stays the same object when it is mutated.
             indices = {id(x): i for i, x in enumerate(inputs)}
             self._input_of = {slot: indices[id(x)] for slot, x in enumerate(flat.leaves) if id(x) in indices}
             values = [state.lower(tensor) for tensor in flat.leaves]
@@ -458,9 +458,7 @@ class TracedForward(TracedCode):
         return {position for i, position in enumerate(saved) if position is not None and i in mutated}
 
     def make_ctx(self, method: str, state: TraceState, needs_input_grad: tuple[bool, ...]) -> TorchContext:
-        """Makes the ctx of `backward` or `jvp` in a new trace, whose first inputs are the arrays of
-        `arrays_to_save`.
-        """
+        """Makes the ctx of `backward` or `jvp` in a new trace, whose first inputs are the saved arrays."""
         if self.reruns_forward:
             ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
             self._run_code(ctx, self._new_inputs(state, needs_input_grad))

@@ -238,9 +238,7 @@ def _indices_of(call: _ImplementedStep) -> Iterator[Indices]:
 
 
 class _ImplementedStep(NamedTuple):
-    """A step with its implementation (`None` for nodes that are not operations), and the number of random draws
-    before it.
-    """
+    """A step with its implementation (`None` for inputs and outputs), and the number of random draws before it."""
 
     step: Step
     operation: Operation | Unsupported | None
@@ -248,9 +246,7 @@ class _ImplementedStep(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Consecutive steps, with the nodes that later steps use. Differentiation may recompute them
-    (`Recorder.recomputing`).
-    """
+    """Consecutive steps, which differentiation may recompute, with the nodes that later steps use."""
 
     is_recomputed: bool
     calls: list[_ImplementedStep]

@@ -22,8 +22,7 @@ _MODULES = {"jnp": jnp, "jnp.linalg": jnp.linalg, "lax": lax, "jax.nn": jax.nn, 
 
 
 def format_jax_code(graph_module: GraphModule, ops: OperationMap | None = None) -> str:
-    """Formats a graph's translation as Python code: one line for each operation, with torch's name and the result's
-    type.
+    """Formats a graph's translation as Python code: one line for each operation, with torch's name and its type.
 
     A result whose JAX dtype differs from torch's is cast to the dtype in the comment.
 

@@ -451,7 +451,7 @@ class Recorder(TorchDispatchMode):
         self._strides_sources[self.node(tensor)] = source
 
     def strides_source_of(self, tensor: torch.Tensor, name: str) -> str | None:
-        """Returns where a tensor's strides come from, if they may differ from contiguous ones; `name` if from
+        """Returns where a tensor's strides come from, if they may be noncontiguous; `name` if from the tensor
         itself.
         """
         source = self._inherited_strides(tensor)
@@ -521,9 +521,7 @@ class Recorder(TorchDispatchMode):
             ) from error
 
     def assume(self, problem: str, dtype: torch.dtype) -> Any:
-        """Returns an assumed concrete value of a tensor of this dtype; raises with `problem` if tracing is to stop
-        there.
-        """
+        """Returns an assumed concrete value for a tensor of this dtype, or raises with the message `problem`."""
         if self.assumed is None:
             raise DataDependentError(f"{problem}{ops_hint(running_line())}{source_line()}")
         line = running_line()
@@ -534,9 +532,7 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Decomposes an operation that the table does not have; returns `NotImplemented` if torch has no
-        decomposition.
-        """
+        """Decomposes an operation that is not in the table; returns `NotImplemented` if torch cannot."""
         rule = decompositions().get(func)
         with self:
             if rule is not None:
@@ -600,9 +596,7 @@ class Recorder(TorchDispatchMode):
         return id(tensor) not in self._local or id(tensor) in self._external_views
 
     def _stash_gradient(self, tensor: torch.Tensor) -> None:
-        """Removes the `.grad` of an external tensor, which autograd inside the code may add to, until the trace
-        ends.
-        """
+        """Removes the `.grad` of an external tensor until the trace ends, since autograd may add to it."""
         if tensor.is_leaf and tensor.requires_grad and tensor not in self._gradients:
             self._gradients[tensor] = tensor.grad
             tensor.grad = None

@@ -38,9 +38,7 @@ class Line(NamedTuple):
 
 
 def running_line(frames: Iterable[FrameType] | None = None) -> Line | None:
-    """Returns the line of the user's code that is running, in the current frames or in `frames`, the innermost
-    first.
-    """
+    """Returns the user's line that is running, in the current frames or in `frames` (the innermost first)."""
     line: Line | None = None
     for frame in running_frames() if frames is None else frames:
         code, number = frame.f_code, frame.f_lineno

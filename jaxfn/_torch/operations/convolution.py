@@ -44,8 +44,8 @@ def convolution(
 
 
 def _mirrored(weight: Array, groups: int) -> Array:
-    """Converts the weight of a transposed convolution (in, out / groups, ...) to that of a plain one (out, in /
-    groups, ...).
+    """Converts the weight of a transposed convolution (in, out / groups, ...) to a plain one (out, in / groups,
+    ...).
     """
     grouped = weight.reshape(groups, -1, *weight.shape[1:])
     kernel = jnp.swapaxes(grouped, 1, 2).reshape(-1, grouped.shape[1], *weight.shape[2:])

@@ -48,9 +48,7 @@ mark_unsupported(
 
 @operation("aten.repeat_interleave.Tensor")
 def repeat_interleave(repeats: Array, *, output_size: int) -> Array:
-    """Returns each index as often as `repeats` says, `output_size` in total; all out of range if those are not as
-    many.
-    """
+    """Returns each index as often as `repeats` says; all out of range if those are not `output_size` in total."""
     indices = jnp.repeat(np.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
     return jnp.where(repeats.sum() == output_size, indices, repeats.shape[0])
 

@@ -50,10 +50,9 @@ def addbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any =
 
 @operation("aten._grouped_mm", accepts_half=True)
 def grouped_mm(a: Array, b: Array, ends: Array | None = None, bias: None = None, dtype: Any = None) -> Array:
-    """Multiplies one pair of matrices for each group: of rows or columns up to `ends`, if a matrix has no axis of
-    groups.
+    """Multiplies one pair of matrices for each group; a matrix without an axis of groups has groups of rows or columns.
 
-    Elements after the last end, which torch leaves uninitialized, are 0.
+    `ends` has the end of each group. Elements after the last end, which torch leaves uninitialized, are 0.
 
     Note: JAX (0.10 to 0.12) has no second derivatives of `lax.ragged_dot`, and batches it only if all its operands are
     batched.
@@ -242,7 +241,7 @@ def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
 
 @operation("aten.geqrf")
 def geqrf(a: Array) -> tuple[Array, Array]:
-    """Returns the reflections of the orthogonal factor, stored below the diagonal of the triangular one, and their
+    """Returns LAPACK's factored form: the reflections below the diagonal of the triangular factor, and their
     factors.
     """
     reflections, taus = jnp.linalg.qr(a, mode="raw")

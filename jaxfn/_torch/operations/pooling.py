@@ -35,9 +35,7 @@ def _each(values: Sequence[int], count: int) -> list[int]:
 
 
 def _length(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """Returns the number of windows. With `ceil_mode`, the last one may extend past the padded end, but not start
-    there.
-    """
+    """Returns the number of windows. With `ceil_mode` the last one may extend past the end, but not start there."""
     room = length + 2 * padding - dilation * (kernel - 1) - 1
     count = (-(-room // stride) if ceil_mode else room // stride) + 1
     return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count

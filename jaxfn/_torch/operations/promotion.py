@@ -1,6 +1,4 @@
-"""torch's type promotion. Python numbers have the lowest priority, then tensors without dimensions, then other
-tensors.
-"""
+"""torch's type promotion: Python numbers have the lowest priority, then tensors without dimensions, then others."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from jaxfn._torch.operations.table import operation
 
 
 def _quantized(x: Array, scale: Array, zero_point: Array, low: int, high: int) -> tuple[Array, Array]:
-    """Returns the nearest level, and whether it is in range; torch computes the scale's reciprocal in single
-    precision.
+    """Returns the nearest level, and whether it is in range. The scale's reciprocal has single precision, as in
+    torch.
     """
     scale = jnp.asarray(scale, np.float32)
     level = jnp.round(x * (1 / scale).astype(x.dtype)) + zero_point

@@ -61,9 +61,7 @@ def _cubic(length: int, new: int, align_corners: bool, scale: float | None, dtyp
 
 
 def cubic_weights(share: Any, namespace: Any) -> Any:
-    """Returns the four weights of Keys' cubic convolution with a = -0.75, for a point `share` after the second
-    element.
-    """
+    """Returns the weights of Keys' cubic convolution (a = -0.75), for a point `share` after the second element."""
     a = -0.75
     far = [share + 1, 2 - share]
     near = [share, 1 - share]
@@ -142,9 +140,7 @@ for _name, _forward in _METHODS.items():
 
 
 def _pad(indices: Callable[[Table, int], Table], x: Array, padding: Sequence[int]) -> Array:
-    """Takes the elements at the indices that `indices` maps into the array. torch lists the pads of the last axis
-    first.
-    """
+    """Takes the elements at the indices that `indices` maps into the array; torch lists the last axis first."""
     for number in range(len(padding) // 2):
         axis = x.ndim - 1 - number
         before, after = padding[2 * number : 2 * number + 2]

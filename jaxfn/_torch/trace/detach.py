@@ -42,9 +42,7 @@ _ALIASED = "jaxfn_shares_memory"
 
 
 def mark_detached(tensor: Any, *, by_data: bool = False) -> Any:
-    """Marks a tensor of the user's code as detached, perhaps by `.data`, which hides mutations from autograd;
-    returns it.
-    """
+    """Marks a tensor as detached, perhaps by `.data`, which hides mutations from autograd; returns it."""
     if isinstance(tensor, FunctionalTensor):
         vars(tensor)[DETACHED] = _BY_DATA if by_data else _BY_CALL
     return tensor
@@ -143,9 +141,7 @@ def _is_called_by_user() -> bool:
 
 
 def run_operation(recorder: Recorder, mode: Any, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
-    """Runs `call()`, an operation on tensors of the user's code, and gives its results the gradients that torch
-    gives them.
-    """
+    """Runs `call()`, an operation of the user's code, and gives its results the gradients that torch gives them."""
     for x in mutated_arguments(func, args, kwargs) if recorder.linked_storages or recorder.has_aliased_inputs else []:
         if isinstance(x, FunctionalTensor):
             _check_aliases(recorder, x)

@@ -58,9 +58,7 @@ class JaxFunctionNode:
         return self.state.record_call(JaxCall(self.function, self.name), tensors, fakes)
 
     def backward(self, tensors: Sequence[torch.Tensor], outputs: Sequence[int]) -> JaxFunctionNode:
-        """Returns the derivative: a function of these tensors and of the gradients of these outputs (the others have
-        none).
-        """
+        """Returns the derivative: a function of these tensors and of the gradients of these outputs."""
         inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
         num_tensors, function = len(tensors), self.function  # The graph references these only, and not `self`.
 

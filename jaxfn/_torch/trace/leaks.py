@@ -1,5 +1,4 @@
-"""Leaked tensors: those that user code keeps after the trace in a global, a cache, or an attribute of a module or
-class.
+"""Leaked tensors: those that user code keeps after a trace, in a global, a cache, or an attribute.
 
 While torch traces, all tensors are `FunctionalTensor`s, which plain torch cannot use afterwards. A leaked tensor that
 depends on no input becomes the tensor that it wraps. One that depends on the inputs has no value, so whatever uses it

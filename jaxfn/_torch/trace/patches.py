@@ -134,9 +134,7 @@ def _recompute(
 
 
 def _patch_custom_op_autograd(original: Any) -> Any:
-    """Returns torch's module as custom operations see it: a registered backward is used whenever an argument is
-    traced.
-    """
+    """Returns torch's module as custom operations see it: they use a registered backward for traced arguments."""
 
     def is_grad_enabled() -> bool:
         return ACTIVE.state is not None or original.is_grad_enabled()
@@ -171,9 +169,7 @@ def _make_leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 def _detect_causal(
     state: TraceState, original: Callable[..., bool], mask: Any, is_causal: bool | None = None, size: int | None = None
 ) -> bool:
-    """Whether a mask is the causal one. A traced mask has no values, so it is used as a general one, which is
-    equivalent.
-    """
+    """Whether a mask is the causal one. A traced mask has no values, and is used as a general mask."""
     is_unknown = is_causal is None and state.is_traced(mask)
     return not is_unknown and original(mask, is_causal, size)
 

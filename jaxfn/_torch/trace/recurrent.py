@@ -118,9 +118,7 @@ _STEPS: dict[Any, _Step] = {
 
 
 def recurrent(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`, as the layers of `torch.nn` call
-    them.
-    """
+    """Implements `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`, as `torch.nn` calls them."""
     is_packed = isinstance(args[1], torch.Tensor) and isinstance(args[3], (tuple, list))
     if is_packed:
         steps, batch_sizes, states, weights, has_biases, num_layers, dropout, is_training, is_bidirectional = args

@@ -181,9 +181,7 @@ class _Functionalization(FunctionalTensorMode):
         return None if is_opaque else python_kernel(func)
 
     def _make_functional(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes a constant of this trace functional, so that its mutations are seen; returns other tensors
-        unchanged.
-        """
+        """Makes a constant of this trace functional, so that its mutations are seen; leaves other tensors unchanged."""
         if isinstance(tensor, FunctionalTensor) or not self._recorder.is_local(tensor):
             return tensor
         return to_functional(tensor, self)

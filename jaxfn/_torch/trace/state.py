@@ -27,9 +27,7 @@ LEAF = "jaxfn_leaf"  # The attribute of an argument with the leaf tensor of whic
 
 
 class Replacements(NamedTuple):
-    """The operations (by name) and Python functions that JAX functions replace; `all` is the `ops` argument of the
-    user.
-    """
+    """The operations (by name) and Python functions that JAX functions replace; `all` is the user's `ops`."""
 
     all: Mapping[Any, Callable[..., Any]]
     operations: Mapping[str, Callable[..., Any]]

@@ -28,9 +28,7 @@ def drop_tangent(state: TraceState, tensor: torch.Tensor, perturbed_by: torch.Te
 def apply_hook(
     state: TraceState, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> torch.Tensor:
-    """Returns a copy of a tensor whose gradient passes through a hook. Implemented as a Function that torch code
-    applies.
-    """
+    """Returns a copy of a tensor whose gradient passes through a hook, by a Function that torch code applies."""
 
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()

@@ -1,5 +1,4 @@
-"""torch functions that are replaced as a whole, since their operations have no counterpart or sizes that depend on
-values.
+"""torch functions that are replaced as a whole, for want of translatable operations or static sizes inside.
 
 The functions' own results have known sizes. Each is replaced by one JAX function, which autograd inside traced code can
 differentiate, or by other torch functions.
