@@ -266,10 +266,8 @@ class ConvertedModule(Opaque):
             is_constant = isinstance(new, torch.Tensor) and not state.is_traced(new)
             read = [constants[key] for key in keys if key in constants]
             if is_constant and read:
-                with plain_torch():
-                    read = [
-                        x for x in read if not torch.equal(x, state.lower(new))
-                    ]  # `x = x.to(device)` replaces it by an equal one.
+                with plain_torch():  # `x = x.to(device)` replaces a tensor by an equal one.
+                    read = [x for x in read if not torch.equal(x, state.lower(new))]
             if read:
                 raise TranslationError(
                     f"{code} reads {name} in forward, and then replaces it. torch keeps the new tensor for the next "

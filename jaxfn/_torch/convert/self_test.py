@@ -123,7 +123,7 @@ def _call_autograd(x: Any) -> Any:
         return torch.autograd.grad((z**3).sum(), z, create_graph=True)[0]
 
 
-def _write_in_place(x: Any) -> Any:
+def _update_in_place(x: Any) -> Any:
     y = x.clone()
     y.mul_(2)
     y[0] = 7
@@ -131,7 +131,7 @@ def _write_in_place(x: Any) -> Any:
     return y
 
 
-def _write_by_mask(x: Any) -> Any:
+def _update_by_mask(x: Any) -> Any:
     y = x.clone()
     y[x < 0] = 5
     y[x > 1] *= 2
@@ -189,20 +189,22 @@ def _torch_gradient_at_ties() -> Any:
 
 
 def known_answers() -> dict[str, KnownAnswer]:
-    """Returns what is tested, by its name in the message."""
+    """Returns the known answers by their names in messages."""
     three = np.full(3, 3)
     return {
         "a Function applied inside forward": _slope_of_saved(_apply_round, X, three),
         "a Function applied inside backward": _slope(_apply_round, X, three),
         "a Function applied by super().apply": _slope(_apply_round_by_super, X, three),
-        "a Function applied by a name taken before": _slope(_round_by_name, X, three),
-        "a write in place": _output(_write_in_place, X, [7, -4.2, 1.8]),
-        "a write by a mask": _output(_write_by_mask, X, [2.6, 5, 0.4]),
-        "autograd inside": _slope(_call_autograd, X, 6 * X),
+        "a Function applied by an `apply` looked up before": _slope(_round_by_name, X, three),
+        "an in-place update": _output(_update_in_place, X, [7, -4.2, 1.8]),
+        "an update by a mask": _output(_update_by_mask, X, [2.6, 5, 0.4]),
+        "autograd inside a Function": _slope(_call_autograd, X, 6 * X),
         "a detached tensor": _slope(lambda x: x * x.detach(), X, X),
         "a draw": KnownAnswer(_draw_three_times, X, [True, True, True]),
         "ctx.needs_input_grad": KnownAnswer(_read_flags, X, [3 * X, 2 * X]),
-        "in a module, a Function applied by a name taken before": KnownAnswer(_apply_by_name_in_module, X, three),
+        "in a module, a Function applied by an `apply` looked up before": KnownAnswer(
+            _apply_by_name_in_module, X, three
+        ),
         "derivatives at ties": _slope(lambda x: _ties(x).expand(6) / 6, TIES, _torch_gradient_at_ties()),
         "a derivative of a derivative": _slope(lambda x: x.sin(), X, np.cos(X)),
     }
