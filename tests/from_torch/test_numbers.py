@@ -251,7 +251,7 @@ def test_constant_masks_and_copies(code: Any):
 @row("H4")
 @pytest.mark.parametrize("code", [lambda x: OUTSIDE.add_(x), lambda x: OUTSIDE.view(5)[:].add_(1) * x])
 def test_writes_to_the_original_are_refused(code: Any):
-    with pytest.raises(jaxfn.TranslationError, match="Writes mutates an external tensor"):
+    with pytest.raises(jaxfn.TranslationError, match="Writes.*mutates an external tensor"):
         adopted(code, "Writes").apply(X)
     np.testing.assert_array_equal(OUTSIDE, np.ones(5))
 
