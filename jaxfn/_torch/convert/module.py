@@ -88,7 +88,7 @@ class ConvertedModule(Opaque):
     def buffers(self) -> Arrays:
         """The buffers, and the parameters that require no gradient, as new JAX arrays by name."""
         with _LOCK:
-            return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trained(x)}
+            return {name: to_jax(x) for name, x in _tensors(self.torch_module).items() if not _is_trainable(x)}
 
     def train(self, mode: bool = True) -> ConvertedModule:
         """Returns the module in train or eval mode, around the same torch module, whose own mode does not change.
@@ -426,7 +426,7 @@ def _check_parameters_unchanged(code: str, mutated: Sequence[str]) -> None:
         )
 
 
-def _is_trained(tensor: torch.Tensor) -> bool:
+def _is_trainable(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
@@ -466,22 +466,24 @@ def _modes(module: torch.nn.Module) -> dict[str, bool]:
 _MISSING = object()
 
 
-def _copy_attributes(value: Any, around: tuple[int, ...] = ()) -> Any:
+def _copy_attributes(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
     """Copies containers and plain objects recursively; other values, and the originals, by reference."""
-    fields, around = _fields(value, around), (*around, id(value))
+    fields, enclosing = _fields(value, enclosing), (*enclosing, id(value))
     if fields is not None:
-        return _Container(value, fields, {name: _copy_attributes(item, around) for name, item in fields.items()})
+        return _Container(value, fields, {name: _copy_attributes(item, enclosing) for name, item in fields.items()})
     if type(value) in (dict, OrderedDict):
-        return _Container(value, value, {name: _copy_attributes(item, around) for name, item in value.items()})
+        return _Container(value, value, {name: _copy_attributes(item, enclosing) for name, item in value.items()})
     return (
-        _Container(value, value, [_copy_attributes(x, around) for x in value]) if type(value) in (list, set) else value
+        _Container(value, value, [_copy_attributes(x, enclosing) for x in value])
+        if type(value) in (list, set)
+        else value
     )
 
 
-def _fields(value: Any, around: tuple[int, ...]) -> dict[str, Any] | None:
+def _fields(value: Any, enclosing: tuple[int, ...]) -> dict[str, Any] | None:
     """Returns the attributes of a plain object, such as a configuration; `None` for other objects and below depth 4."""
     is_plain = not isinstance(value, (type, types.FunctionType, types.ModuleType, torch.nn.Module, torch.Tensor))
-    return getattr(value, "__dict__", None) if is_plain and id(value) not in around and len(around) < 4 else None
+    return getattr(value, "__dict__", None) if is_plain and id(value) not in enclosing and len(enclosing) < 4 else None
 
 
 def _replace_tensors(saved: _Container, replaced: Mapping[int, torch.Tensor]) -> None:
@@ -571,21 +573,21 @@ class _TensorKey(NamedTuple):
     has_nonstandard_strides: bool
 
 
-def _attribute_key(value: Any, around: tuple[int, ...] = ()) -> Any:
+def _attribute_key(value: Any, enclosing: tuple[int, ...] = ()) -> Any:
     if isinstance(value, _BY_VALUE):
         return type(value), value
     if isinstance(value, (tuple, list)):
-        return type(value), *(_attribute_key(item, (*around, id(value))) for item in cast(list[Any], value))
+        return type(value), *(_attribute_key(item, (*enclosing, id(value))) for item in cast(list[Any], value))
     if isinstance(value, set):
-        return set, *sorted((_attribute_key(item, (*around, id(value))) for item in cast(set[Any], value)), key=hash)
+        return set, *sorted((_attribute_key(item, (*enclosing, id(value))) for item in cast(set[Any], value)), key=hash)
     if isinstance(value, weakref.ref):  # Its target is compared where another attribute holds it.
         return weakref.ref
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    fields = cast(dict[Any, Any], value) if isinstance(value, dict) else _fields(value, around)
+    fields = cast(dict[Any, Any], value) if isinstance(value, dict) else _fields(value, enclosing)
     if fields is not None:
         own = dict if isinstance(value, dict) else IdentityKey(value)
-        return own, *((name, _attribute_key(item, (*around, id(value)))) for name, item in fields.items())
+        return own, *((name, _attribute_key(item, (*enclosing, id(value)))) for name, item in fields.items())
     if not isinstance(value, torch.Tensor):
         return IdentityKey(value)
     # A computed tensor, such as a weight that a hook makes, is computed again by every forward.

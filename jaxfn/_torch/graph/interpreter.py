@@ -83,10 +83,10 @@ class TranslatedGraph:
         self.indices = [indices for call in calls for indices in _indices_of(call)]
         self._constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
         limits = {node: _magnitude(graph_module, node) for node in self._constants}
-        known = {node: limit for node, limit in limits.items() if limit is not None}
+        magnitudes = {node: limit for node, limit in limits.items() if limit is not None}
         sequence = [call.step for call in calls]
-        self._conservative_bounds = magnitude_bounds(sequence, known, CONSERVATIVE)
-        self._typical_bounds = magnitude_bounds(sequence, known, TYPICAL)
+        self._conservative_bounds = magnitude_bounds(sequence, magnitudes, CONSERVATIVE)
+        self._typical_bounds = magnitude_bounds(sequence, magnitudes, TYPICAL)
         missing = (call.operation for call in calls if isinstance(call.operation, Unsupported))
         self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
@@ -141,8 +141,8 @@ class TranslatedGraph:
                     values[node] = self._evaluate(call, values, key)
         raise TranslationError("the graph has no output")
 
-    def _evaluate_segment(self, segment: _Segment, known: Mapping[Node, Any], key: Any) -> list[Any]:
-        values = dict(known)
+    def _evaluate_segment(self, segment: _Segment, values_before: Mapping[Node, Any], key: Any) -> list[Any]:
+        values = dict(values_before)
         for call in segment.calls:
             if call.step.node.op == "call_function":
                 values[call.step.node] = self._evaluate(call, values, key)

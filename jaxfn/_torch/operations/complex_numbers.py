@@ -49,7 +49,7 @@ def polar(size: Array, angle: Array) -> Array:
     return lax.complex(size * jnp.cos(angle), size * jnp.sin(angle))
 
 
-def _normalized(x: Array, lengths: Sequence[int], normalization: int) -> Array:
+def _normalize(x: Array, lengths: Sequence[int], normalization: int) -> Array:
     """Normalizes by torch's code: 0 for no factor, 1 for the root of the number of elements, 2 for the number."""
     count = np.prod(lengths, dtype=float)
     return x if normalization == 0 else x / jnp.asarray(np.sqrt(count) if normalization == 1 else count, x.dtype)
@@ -60,18 +60,18 @@ def fft_c2c(x: Array, dim: Sequence[int], normalization: int, forward: bool) -> 
     lengths = [x.shape[d] for d in dim]
     for axis in dim:
         x = jnp.fft.fft(x, axis=axis) if forward else jnp.fft.ifft(x, axis=axis, norm="forward")
-    return _normalized(x, lengths, normalization)
+    return _normalize(x, lengths, normalization)
 
 
 @operation("aten._fft_r2c")
 def fft_r2c(x: Array, dim: Sequence[int], normalization: int, onesided: bool) -> Array:
     lengths = [x.shape[d] for d in dim]
     x = jnp.fft.rfft(x, axis=dim[-1]) if onesided else jnp.fft.fft(x, axis=dim[-1])
-    return _normalized(fft_c2c(x, dim[:-1], 0, True), lengths, normalization)
+    return _normalize(fft_c2c(x, dim[:-1], 0, True), lengths, normalization)
 
 
 @operation("aten._fft_c2r")
 def fft_c2r(x: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
     lengths = [*(x.shape[d] for d in dim[:-1]), last_dim_size]
     x = fft_c2c(x, dim[:-1], 0, False)
-    return _normalized(jnp.fft.irfft(x, last_dim_size, dim[-1], norm="forward"), lengths, normalization)
+    return _normalize(jnp.fft.irfft(x, last_dim_size, dim[-1], norm="forward"), lengths, normalization)

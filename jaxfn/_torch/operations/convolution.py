@@ -34,7 +34,7 @@ def convolution(
         # The kernel's mirror image over the input with stride - 1 zeros between its elements.
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         pads = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
-        kernel = _mirrored(weight, groups)
+        kernel = _mirror(weight, groups)
         window, spread = [1] * spatial, stride
     else:
         pads = [(p, p) for p in padding]
@@ -43,7 +43,7 @@ def convolution(
     return y if bias is None else y + bias.reshape(-1, *[1] * spatial)
 
 
-def _mirrored(weight: Array, groups: int) -> Array:
+def _mirror(weight: Array, groups: int) -> Array:
     """Converts the weight of a transposed convolution (in, out / groups, ...) to a plain one (out, in / groups,
     ...).
     """

@@ -33,8 +33,8 @@ register_all({"aten.linalg_eig": jnp.linalg.eig, "aten._linalg_eigvals": jnp.lin
 @operation("aten.addmm.default", "aten.addmv", "aten.baddbmm.default", accepts_half=True)
 def addmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """Leaves `x` out if `beta` is 0, even if it is NaN. Half precision is rounded once, at the end."""
-    product = scaled(jnp.matmul(first, second, preferred_element_type=compute_dtype(first.dtype)), alpha)
-    return product if beta == 0 else scaled(half_to_single(x), beta) + product
+    product = scale(jnp.matmul(first, second, preferred_element_type=compute_dtype(first.dtype)), alpha)
+    return product if beta == 0 else scale(half_to_single(x), beta) + product
 
 
 @operation("aten.addr")
@@ -44,8 +44,8 @@ def addr(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1
 
 @operation("aten.addbmm")
 def addbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    product = scaled(jnp.einsum("bij,bjk->ik", first, second), alpha)
-    return product if beta == 0 else scaled(x, beta) + product
+    product = scale(jnp.einsum("bij,bjk->ik", first, second), alpha)
+    return product if beta == 0 else scale(x, beta) + product
 
 
 @operation("aten._grouped_mm", accepts_half=True)
@@ -71,7 +71,7 @@ def grouped_mm(a: Array, b: Array, ends: Array | None = None, bias: None = None,
     return product("gmk,kn->gmn", masked, b) if a.ndim == 2 else product("gmk,gkn->mn", a, masked)
 
 
-def scaled(x: Array, factor: Any) -> Array:
+def scale(x: Array, factor: Any) -> Array:
     """Returns `factor * x` in the dtype of `x`."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
@@ -88,7 +88,7 @@ def _from_triangle(x: Array, lower: bool) -> Array:
     return symmetric + lax.stop_gradient(half + _adjoint(half) + diagonal - symmetric)
 
 
-def _factored(a: Array) -> tuple[Array, Array, Array]:
+def _factor(a: Array) -> tuple[Array, Array, Array]:
     """Returns LU, pivots counted from 1, and the number of the first pivot that is 0 (or 0), as LAPACK does."""
     lu, pivots, _ = lax.linalg.lu(a)
     is_zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
@@ -96,9 +96,9 @@ def _factored(a: Array) -> tuple[Array, Array, Array]:
     return lu, pivots + 1, found.astype(np.int32)
 
 
-def _factored_in_memory_order(a: Array) -> tuple[Array, Array, Array]:
-    """Returns `_factored` where torch passes a real contiguous matrix to LAPACK as its transpose."""
-    return _factored(a if jnp.iscomplexobj(a) else a.mT)
+def _factor_transposed(a: Array) -> tuple[Array, Array, Array]:
+    """Returns `_factor` where torch passes a real contiguous matrix to LAPACK as its transpose."""
+    return _factor(a if jnp.iscomplexobj(a) else a.mT)
 
 
 def _permutation(pivots: Array, rows: int) -> Array:
@@ -107,7 +107,7 @@ def _permutation(pivots: Array, rows: int) -> Array:
 
 @operation("aten.linalg_inv_ex")
 def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
-    return jnp.linalg.inv(a), _factored(a)[2]
+    return jnp.linalg.inv(a), _factor(a)[2]
 
 
 # For a determinant, and on torch 2.8 for a solution, torch passes a real contiguous matrix to LAPACK as its transpose.
@@ -117,28 +117,28 @@ def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
 def det_noncontiguous(a: Array) -> tuple[Array, Array, Array]:
     # JAX cannot differentiate the determinant of an empty matrix, which is 1.
     value = jnp.linalg.det(a) if a.size else jnp.ones(a.shape[:-2], a.dtype)
-    return value, *_factored(a)[:2]
+    return value, *_factor(a)[:2]
 
 
 @operation("aten._linalg_det", for_noncontiguous=det_noncontiguous)
 def det(a: Array) -> tuple[Array, Array, Array]:
-    return det_noncontiguous(a)[0], *_factored_in_memory_order(a)[:2]
+    return det_noncontiguous(a)[0], *_factor_transposed(a)[:2]
 
 
 def slogdet_noncontiguous(a: Array) -> tuple[Array, Array, Array, Array]:
-    return *jnp.linalg.slogdet(a), *_factored(a)[:2]
+    return *jnp.linalg.slogdet(a), *_factor(a)[:2]
 
 
 @operation("aten._linalg_slogdet", for_noncontiguous=slogdet_noncontiguous)
 def slogdet(a: Array) -> tuple[Array, Array, Array, Array]:
-    return *jnp.linalg.slogdet(a), *_factored_in_memory_order(a)[:2]
+    return *jnp.linalg.slogdet(a), *_factor_transposed(a)[:2]
 
 
-def _solved(a: Array, b: Array, left: bool) -> Array:
+def _solve(a: Array, b: Array, left: bool) -> Array:
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     columns = b[..., None] if is_vector else b
     operands = (a, columns) if left else (a.mT, columns.mT)
-    solution = jnp.linalg.solve(*_batched(*operands))
+    solution = jnp.linalg.solve(*_broadcast_batches(*operands))
     solution = solution if left else solution.mT
     return solution[..., 0] if is_vector else solution
 
@@ -146,15 +146,15 @@ def _solved(a: Array, b: Array, left: bool) -> Array:
 def solve_noncontiguous(
     a: Array, b: Array, left: bool = True, check_errors: bool = False
 ) -> tuple[Array, Array, Array, Array]:
-    return _solved(a, b, left), *_factored(a)
+    return _solve(a, b, left), *_factor(a)
 
 
 @operation("aten._linalg_solve_ex", for_noncontiguous=solve_noncontiguous)
 def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array, Array]:
-    return _solved(a, b, left), *(_factored_in_memory_order if SOLVE_FACTORS_TRANSPOSE else _factored)(a)
+    return _solve(a, b, left), *(_factor_transposed if SOLVE_FACTORS_TRANSPOSE else _factor)(a)
 
 
-def _batched(a: Array, b: Array) -> tuple[Array, Array]:
+def _broadcast_batches(a: Array, b: Array) -> tuple[Array, Array]:
     """Broadcasts the batch axes of both matrices."""
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return jnp.broadcast_to(a, (*batch, *a.shape[-2:])), jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
@@ -163,7 +163,7 @@ def _batched(a: Array, b: Array) -> tuple[Array, Array]:
 @operation("aten.linalg_lu_factor_ex")
 def lu_factor_ex(a: Array, pivot: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array]:
     _need_pivots(pivot)
-    return _factored(a)
+    return _factor(a)
 
 
 def _need_pivots(pivot: bool) -> None:
@@ -174,7 +174,7 @@ def _need_pivots(pivot: bool) -> None:
 @operation("aten.linalg_lu")
 def lu(a: Array, pivot: bool = True) -> tuple[Array, Array, Array]:
     _need_pivots(pivot)
-    factors, pivots, _ = _factored(a)
+    factors, pivots, _ = _factor(a)
     return lu_unpack(factors, pivots)
 
 
@@ -195,7 +195,7 @@ def lu_solve(factors: Array, pivots: Array, b: Array, left: bool = True, adjoint
     if not left:
         # X A = B is the adjoint of A' X' = B'.
         return _adjoint(lu_solve(factors, pivots, _adjoint(b), True, not adjoint))
-    factors, b = _batched(factors, b)
+    factors, b = _broadcast_batches(factors, b)
     order = jnp.broadcast_to(_permutation(pivots, factors.shape[-1]), factors.shape[:-1])
     solve = functools.partial(lax.linalg.triangular_solve, left_side=True)
     if not adjoint:
@@ -222,7 +222,7 @@ def cholesky(a: Array, upper: bool = False) -> Array:
 
 @operation("aten.cholesky_solve")
 def cholesky_solve(b: Array, factor: Array, upper: bool = False) -> Array:
-    factor, b = _batched(_adjoint(factor) if upper else factor, b)
+    factor, b = _broadcast_batches(_adjoint(factor) if upper else factor, b)
     half = lax.linalg.triangular_solve(factor, b, left_side=True, lower=True)
     return lax.linalg.triangular_solve(factor, half, left_side=True, lower=True, transpose_a=True, conjugate_a=True)
 
@@ -302,7 +302,7 @@ def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, herm
 
 @operation("aten.linalg_solve_triangular")
 def solve_triangular(a: Array, b: Array, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Array:
-    a, b = _batched(a, b)
+    a, b = _broadcast_batches(a, b)
     return lax.linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
@@ -310,7 +310,7 @@ def solve_triangular(a: Array, b: Array, *, upper: bool, left: bool = True, unit
 def triangular_solve(
     b: Array, a: Array, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Array, Array]:
-    a, b = _batched(a, b)
+    a, b = _broadcast_batches(a, b)
     x = lax.linalg.triangular_solve(
         a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
     )

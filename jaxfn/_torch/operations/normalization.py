@@ -32,7 +32,7 @@ class _Centered(NamedTuple):
         return lax.rsqrt(self.variance + jnp.asarray(eps, self.values.dtype))
 
 
-def _centered(x: Array, over: Sequence[int]) -> _Centered:
+def _center(x: Array, over: Sequence[int]) -> _Centered:
     mean = jnp.mean(x, over, keepdims=True)
     values = x - mean
     return _Centered(values, mean, jnp.mean(jnp.square(values), over, keepdims=True))
@@ -42,7 +42,7 @@ def _centered(x: Array, over: Sequence[int]) -> _Centered:
 def layer_norm(
     x: Array, normalized_shape: Sequence[int], weight: Optional, bias: Optional, eps: float
 ) -> tuple[Array, Array, Array]:
-    centered = _centered(x, range(x.ndim - len(normalized_shape), x.ndim))
+    centered = _center(x, range(x.ndim - len(normalized_shape), x.ndim))
     rstd = centered.rstd(eps)
     y = centered.values * rstd
     y = y if weight is None else y * weight
@@ -94,7 +94,7 @@ def group_norm(
     x: Array, weight: Optional, bias: Optional, n: int, channels: int, size: int, groups: int, eps: float
 ) -> tuple[Array, Array, Array]:
     grouped = x.reshape(n, groups, -1)
-    centered = _centered(grouped, (2,))
+    centered = _center(grouped, (2,))
     rstd = centered.rstd(eps)
     y = _per_channel((centered.values * rstd).reshape(x.shape), weight, bias)
     return y, centered.mean.reshape(n, groups), rstd.reshape(n, groups)
@@ -156,7 +156,7 @@ def batch_norm_functional(
         return y, none, none, running_mean, running_var
     over = (0, *range(2, x.ndim))
     count = math.prod(x.shape[axis] for axis in over)
-    y, mean, rstd, variance = _normalized_by_batch(x, weight, bias, eps)
+    y, mean, rstd, variance = _normalize_by_batch(x, weight, bias, eps)
     unbiased = variance * (count / max(count - 1, 1))
     new_mean = momentum * mean + (1 - momentum) * running_mean
     new_var = momentum * unbiased + (1 - momentum) * running_var
@@ -172,7 +172,7 @@ def batch_norm_with_update(
     return y, mean, rstd, jnp.zeros(0, np.uint8), *running
 
 
-def _normalized_by_batch(x: Array, weight: Optional, bias: Optional, eps: float) -> tuple[Array, Array, Array, Array]:
+def _normalize_by_batch(x: Array, weight: Optional, bias: Optional, eps: float) -> tuple[Array, Array, Array, Array]:
     """Returns the output, mean, rstd and variance of the batch.
 
     Note: the subtracted mean is a constant. Its derivative is in `offset`, the mean minus itself, which is zero; each
@@ -199,7 +199,7 @@ def _batch_factor(rstd: Array, weight: Optional, ndim: int) -> Array:
 def batch_norm_no_stats(
     x: Array, weight: Optional, bias: Optional, training: bool, momentum: float, eps: float
 ) -> tuple[Array, Array, Array]:
-    y, mean, rstd, _ = _normalized_by_batch(x, weight, bias, eps)
+    y, mean, rstd, _ = _normalize_by_batch(x, weight, bias, eps)
     return y, mean, rstd
 
 

@@ -41,13 +41,13 @@ def _length(length: int, kernel: int, stride: int, padding: int, dilation: int, 
     return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
 
 
-def _sliding(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Windows:
+def _sliding_windows(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Windows:
     starts = np.arange(_length(length, kernel, stride, padding, dilation, ceil_mode)) * stride - padding
     indices = starts[:, None] + np.arange(kernel) * dilation
     return Windows(indices, (indices >= 0) & (indices < length))
 
 
-def _adaptive(length: int, windows: int) -> Windows:
+def _adaptive_windows(length: int, windows: int) -> Windows:
     """Returns `windows` windows of nearly equal length that cover an axis."""
     number = np.arange(windows)
     starts, ends = number * length // windows, -(-(number + 1) * length // windows)
@@ -144,7 +144,7 @@ def max_pool(
 ) -> tuple[Array, Array]:
     options = (_each(option, spatial) for option in (kernel_size, stride or kernel_size, padding, dilation))
     axes = zip(x.shape[-spatial:], *options, strict=True)
-    return _max_over(x, [_sliding(length, k, s, p, d, ceil_mode) for length, k, s, p, d in axes])
+    return _max_over(x, [_sliding_windows(length, k, s, p, d, ceil_mode) for length, k, s, p, d in axes])
 
 
 def max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
@@ -158,7 +158,7 @@ def max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) ->
 @operation("aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
 def adaptive_max_pool(x: Array, output_size: Sequence[int]) -> tuple[Array, Array]:
     lengths = x.shape[-len(output_size) :]
-    return _max_over(x, [_adaptive(*axis) for axis in zip(lengths, output_size, strict=True)])
+    return _max_over(x, [_adaptive_windows(*axis) for axis in zip(lengths, output_size, strict=True)])
 
 
 def avg_pool(
@@ -195,7 +195,7 @@ def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) ->
 def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
     """Computes means over one axis after the other, since a mean over a box is a mean of means."""
     for axis, windows in enumerate(output_size, x.ndim - len(output_size)):
-        indices, inside = _adaptive(x.shape[axis], windows)
+        indices, inside = _adaptive_windows(x.shape[axis], windows)
         shape = (*inside.shape, *[1] * (x.ndim - axis - 1))
         seen = jnp.where(inside.reshape(shape), jnp.take(x, indices, axis), 0)
         counts = inside.sum(1).reshape(-1, *[1] * (x.ndim - axis - 1))

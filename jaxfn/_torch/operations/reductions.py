@@ -33,7 +33,7 @@ def reduce(
     return function(x if dtype is None else x.astype(dtype), axes(x, dim), keepdims=keepdim)
 
 
-def reduce_accumulated(
+def reduce_with_accumulation(
     function: Callable[..., Array], x: Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Array:
     """Applies a sum or product over some axes, with integers accumulated as torch does."""
@@ -52,8 +52,8 @@ def extreme(function: Callable[..., Array], x: Array, dim: int, keepdim: bool) -
 
 register_all(
     {
-        "aten.sum": partial(reduce_accumulated, jnp.sum),
-        "aten.prod": partial(reduce_accumulated, jnp.prod),
+        "aten.sum": partial(reduce_with_accumulation, jnp.sum),
+        "aten.prod": partial(reduce_with_accumulation, jnp.prod),
         "aten.mean": partial(reduce, jnp.mean),
         "aten.any": partial(reduce, jnp.any),
         "aten.all": partial(reduce, jnp.all),

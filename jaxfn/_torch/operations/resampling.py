@@ -104,11 +104,13 @@ def _upsample(
     return x
 
 
-def _aligned(method: Method, x: Array, size: Sequence[int], align_corners: bool, *scales: float | None) -> Array:
+def _upsample_aligned(
+    method: Method, x: Array, size: Sequence[int], align_corners: bool, *scales: float | None
+) -> Array:
     return _upsample(method, x, size, align_corners, scales or [None] * len(size))
 
 
-def _unaligned(method: Method, x: Array, size: Sequence[int], *scales: float | None) -> Array:
+def _upsample_unaligned(method: Method, x: Array, size: Sequence[int], *scales: float | None) -> Array:
     return _upsample(method, x, size, False, scales or [None] * len(size))
 
 
@@ -121,13 +123,13 @@ def _backward(
 
 
 _METHODS: dict[str, Callable[..., Array]] = {
-    "upsample_linear1d": partial(_aligned, _linear),
-    "upsample_bilinear2d": partial(_aligned, _linear),
-    "upsample_trilinear3d": partial(_aligned, _linear),
-    "upsample_bicubic2d": partial(_aligned, _cubic),
-    "_upsample_bilinear2d_aa": partial(_aligned, _linear_antialiased),
-    **{f"upsample_nearest{n}d": partial(_unaligned, _nearest) for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d": partial(_unaligned, _nearest_exact) for n in (1, 2, 3)},
+    "upsample_linear1d": partial(_upsample_aligned, _linear),
+    "upsample_bilinear2d": partial(_upsample_aligned, _linear),
+    "upsample_trilinear3d": partial(_upsample_aligned, _linear),
+    "upsample_bicubic2d": partial(_upsample_aligned, _cubic),
+    "_upsample_bilinear2d_aa": partial(_upsample_aligned, _linear_antialiased),
+    **{f"upsample_nearest{n}d": partial(_upsample_unaligned, _nearest) for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": partial(_upsample_unaligned, _nearest_exact) for n in (1, 2, 3)},
 }
 
 for _name, _forward in _METHODS.items():
@@ -148,12 +150,12 @@ def _pad(indices: Callable[[Table, int], Table], x: Array, padding: Sequence[int
     return x
 
 
-def _reflected(indices: Table, length: int) -> Table:
+def _reflect(indices: Table, length: int) -> Table:
     """Mirrors indices at the first and the last element."""
     return length - 1 - np.abs(length - 1 - np.abs(indices))
 
 
-def _replicated(indices: Table, length: int) -> Table:
+def _replicate(indices: Table, length: int) -> Table:
     return np.clip(indices, 0, length - 1)
 
 
@@ -161,9 +163,9 @@ def _pad_backward(forward: Callable[..., Array], gradient: Array, x: Array, padd
     return apply_vjp(lambda x: forward(x, padding), gradient, x)
 
 
-for _name, _places in (("reflection", _reflected), ("replication", _replicated)):
+for _name, _map_indices in (("reflection", _reflect), ("replication", _replicate)):
     for _n in (1, 2, 3):
-        _forward = partial(_pad, _places)
+        _forward = partial(_pad, _map_indices)
         register_all({f"aten.{_name}_pad{_n}d": _forward}, accepts_half=True)
         register_all({f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward)})
 
@@ -187,9 +189,9 @@ def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_c
     points = [
         (p + 1) / 2 * (n - 1) if align_corners else ((p + 1) * n - 1) / 2 for p, n in zip(points, lengths, strict=True)
     ]
-    inside = partial(_inside, padding=padding, align_corners=align_corners)
+    clip = partial(_clip_to_image, padding=padding, align_corners=align_corners)
     if interpolation != 2:
-        points = [inside(p, n) for p, n in zip(points, lengths, strict=True)]
+        points = [clip(p, n) for p, n in zip(points, lengths, strict=True)]
     choices: list[list[tuple[Array, Any]]] = []
     for p, n in zip(points, lengths, strict=True):
         below = jnp.floor(jax.lax.stop_gradient(p))
@@ -199,7 +201,7 @@ def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_c
             choices.append([(below, below + 1 - p), (below + 1, p - below)])
         else:
             weights = cubic_weights(p - below, jnp)
-            choices.append([(inside(below + k - 1, n), weights[..., k]) for k in range(4)])
+            choices.append([(clip(below + k - 1, n), weights[..., k]) for k in range(4)])
     total = jnp.zeros((), x.dtype)
     for corner in itertools.product(*choices):
         total = total + _corner(x, [index for index, _ in corner]) * _product(corner)[:, None]
@@ -225,7 +227,7 @@ def _corner(x: Array, indices: Sequence[Array]) -> Array:
     return jnp.moveaxis(jnp.where(exists[..., None], values, 0), -1, 1)
 
 
-def _inside(point: Array, length: int, *, padding: int, align_corners: bool) -> Array:
+def _clip_to_image(point: Array, length: int, *, padding: int, align_corners: bool) -> Array:
     if padding == 0:
         return point
     if padding == 2:

@@ -100,17 +100,17 @@ def transpose(x: Array, first: int, second: int) -> Array:
 
 @data_movement("aten.squeeze")
 def squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
-    return jnp.squeeze(x, [axis for axis in _named(x, dim) if x.shape[axis] == 1])
+    return jnp.squeeze(x, [axis for axis in _named_axes(x, dim) if x.shape[axis] == 1])
 
 
-def _named(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+def _named_axes(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
     # An empty list means no axis here, but all axes in a reduction.
     return () if isinstance(dim, Sequence) and not dim else axes(x, dim)
 
 
 @data_movement("aten.flip")
 def flip(x: Array, dims: Sequence[int]) -> Array:
-    return jnp.flip(x, _named(x, tuple(dims))) if x.ndim else x
+    return jnp.flip(x, _named_axes(x, tuple(dims))) if x.ndim else x
 
 
 @data_movement("aten.cat")

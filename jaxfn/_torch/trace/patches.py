@@ -261,7 +261,7 @@ class _ValidateArgs:
         return self._original and ACTIVE.state is None
 
 
-def _replacing(function: Any) -> Callable[[Any], Any]:
+def _patch_replaced_function(function: Any) -> Callable[[Any], Any]:
     def call(state: TraceState, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         replacement = state.config.replacements.functions.get(function)
         if replacement is None:
@@ -288,7 +288,7 @@ def _patches_of_function(code: str, function: Any) -> list[_Patch]:
     for part in getattr(function, "__qualname__", "").split(".")[:-1]:
         scope = getattr(scope, part, None)
         namespaces.append(scope)
-    patch = _replacing(function)
+    patch = _patch_replaced_function(function)
     patches: list[_Patch] = []
     for scope in namespaces:
         for name, value in list(getattr(scope, "__dict__", {}).items()):

@@ -172,9 +172,9 @@ class TraceState:
 
     def check_saved_arguments(self) -> None:
         """Makes differentiation of nested Functions raise if the code later mutated what they saved."""
-        for tensor, node, refuse_derivative in self.saved_arguments:
+        for tensor, node, reject_derivative in self.saved_arguments:
             if not self.recorder.has_same_values(self.recorder.node(self.lower(tensor)), node):
-                refuse_derivative()
+                reject_derivative()
         self.saved_arguments.clear()
 
     def add_constant(self, tensor: torch.Tensor) -> torch.Tensor:
