@@ -327,8 +327,8 @@ class TracedForward(TracedCode):
 
     def _new_inputs(self, state: TraceState, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
         return [
-            state.add_input(*spec, requires_grad=needs_input_grad[name])
-            for spec, name in zip(self.input_specs, self._input_indices, strict=True)
+            state.add_input(*spec, requires_grad=needs_input_grad[i])
+            for spec, i in zip(self.input_specs, self._input_indices, strict=True)
         ]
 
     def _run_code(self, ctx: TorchContext, inputs: Sequence[torch.Tensor]) -> Any:
@@ -420,7 +420,7 @@ class TracedForward(TracedCode):
         backward = self.full_backward()
         if backward is not None:
             with_gradient = {i for i, gradient in enumerate(backward.returned) if slots(gradient)}
-            used |= {i for i, name in enumerate(self._input_indices) if name in with_gradient}
+            used |= {tensor for tensor, i in enumerate(self._input_indices) if i in with_gradient}
         return used
 
     def inputs_read_by_backward(self) -> set[int]:
