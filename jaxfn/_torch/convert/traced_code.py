@@ -171,7 +171,7 @@ class TorchContext(torch.autograd.function.FunctionCtx):
 
     @property
     def saved_variables(self) -> tuple[torch.Tensor | None, ...]:
-        """`saved_tensors`, by its deprecated name."""
+        """The saved tensors, by a deprecated name."""
         return self.jaxfn.saved
 
     @property

@@ -581,7 +581,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def shape_env(self) -> Any:
-        """Raises: torch's other ways to trace look up this attribute, and do not work in a trace."""
+        """Raises, since torch's other ways to trace, which look up this attribute, do not work in a trace."""
         raise TranslationError(
             f"{self.name} traces code with torch (torch.func.linearize, make_fx, torch.compile), inside code that "
             f"jaxfn traces. Call it directly, or use torch.func.jvp in place of torch.func.linearize{source_line()}"
