@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
     from jaxfn._parity.report import ParitycheckError, ParityReport
     from jaxfn._torch import TranslationError, from_torch
-    from jaxfn._torch.adopt.explain import Explanation as Explanation
+    from jaxfn._torch.convert.explain import Explanation as Explanation
 
 __all__ = [  # and Explanation, which needs torch
     "CallableFunction",
@@ -90,7 +90,7 @@ _TOOLS = {
     "jaxfn._parity.paritycheck": ("paritycheck", "record_oracle"),
     "jaxfn._parity.report": ("ParitycheckError", "ParityReport"),
     "jaxfn._torch": ("TranslationError", "from_torch"),
-    "jaxfn._torch.adopt.explain": ("Explanation",),
+    "jaxfn._torch.convert.explain": ("Explanation",),
 }
 _MODULES = {name: module for module, names in _TOOLS.items() for name in names}
 

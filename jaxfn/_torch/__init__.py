@@ -1,6 +1,6 @@
-"""`from_torch`: existing PyTorch Functions on JAX.
+"""`from_torch`: existing PyTorch code on JAX.
 
-This module does not import torch, so `import jaxfn` does not; nearly everything beside it does.
+This module does not import torch, so `import jaxfn` does not either. Most other modules of the package do.
 """
 
 from __future__ import annotations
@@ -14,51 +14,55 @@ from jaxfn._torch.values.errors import TranslationError as TranslationError
 if TYPE_CHECKING:
     import torch
 
-    from jaxfn._torch.adopt.adopted import Adopted
-    from jaxfn._torch.adopt.module import AdoptedModule
+    from jaxfn._torch.convert.function_class import ConvertedFunction
+    from jaxfn._torch.convert.module import ConvertedModule
 
 _Ops = Mapping[Any, Callable[..., Any]]
 
 
 @overload
-def from_torch(torch_function: torch.nn.Module, *, ops: _Ops | None = None) -> AdoptedModule: ...
+def from_torch(torch_function: torch.nn.Module, *, ops: _Ops | None = None) -> ConvertedModule: ...
 @overload
-def from_torch(torch_function: type[torch.autograd.Function], *, ops: _Ops | None = None) -> type[Adopted]: ...
+def from_torch(
+    torch_function: type[torch.autograd.Function], *, ops: _Ops | None = None
+) -> type[ConvertedFunction]: ...
 @overload
 def from_torch(torch_function: Callable[..., Any], *, ops: _Ops | None = None) -> Callable[..., Any]: ...
 def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
-    """Existing torch code on JAX, without a change to its source: a Function, a module, or a Python function.
+    """Converts existing torch code to JAX, without changes to its source: a Function, a module, or a Python function.
 
-    torch itself traces the Python code (of a Function, its `forward` and `backward`), once for each set of shapes,
-    dtypes and Python values, and jaxfn translates the operations to `jax.numpy`. So Python control flow may depend on
-    shapes, on Python values and on `ctx.needs_input_grad`, and not on the values of tensors. JAX differentiates what
-    a module or a Python function was translated to; Functions that they apply keep their own `backward`.
+    torch traces the Python code (of a Function, its `forward` and `backward`) once for each set of shapes, dtypes and
+    Python values, and jaxfn translates the traced operations to `jax.numpy`. So Python control flow may depend on
+    shapes, on Python values and on `ctx.needs_input_grad`, but not on the values of tensors. JAX differentiates the
+    translation of a module or a Python function; Functions that they apply keep their own `backward`.
 
     Args:
-      torch_function: a subclass of `torch.autograd.Function`; a `torch.nn.Module` (an instance); or a Python function
-        of tensors, a `functools.partial` of one among them.
-      ops: JAX functions to use where the code calls an operation that has no translation, or one to be replaced: a
-        torch operation (an overload or packet of `torch.ops`, or what `torch.library.custom_op` returns), or a Python
-        function (around a Triton kernel, say). Each takes arrays in place of tensors, and the other arguments as they
-        are. A custom operation keeps the backward that torch has for it, unless a jaxfn Function replaces it.
+      torch_function: A subclass of `torch.autograd.Function`; a `torch.nn.Module` (an instance); or a Python function
+        of tensors, including a `functools.partial` of one.
+      ops: JAX functions for operations that have no translation, or whose translation is to be replaced, by torch
+        operation (an overload or packet of `torch.ops`, or the result of `torch.library.custom_op`) or by Python
+        function (around a Triton kernel, for example). Each takes arrays in place of tensors; other arguments are
+        unchanged. A custom operation keeps the backward that is registered with torch, unless its replacement is a
+        jaxfn Function.
 
     Returns:
-      Of a module, an `AdoptedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.
-      Of a Python function, a function of arrays in place of tensors with a parameter more, `key`; other tensors that it
-      uses are constants. Of a Function, a subclass of `jaxfn.Function` with the name, docstring and parameters of the
-      torch one, which takes JAX and NumPy arrays in place of tensors; `torch.Tensor` and `torch.nn.Module` arguments
-      are constants. Python values, torch's dtypes and devices among them, are passed on as they are. `apply` has one
-      parameter more, `key`: a JAX random key, for Functions that draw random numbers. Its method `explain(*args)` shows
-      what becomes of the code.
+      For a module, a `ConvertedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.
+      For a Python function, a function that takes arrays in place of tensors and an extra parameter, `key`; other
+      tensors that it uses are constants. For a Function, a subclass of `jaxfn.Function` with the name, docstring and
+      parameters of the torch class. It takes JAX and NumPy arrays in place of tensors; `torch.Tensor` and
+      `torch.nn.Module` arguments are constants; Python values, including torch dtypes and devices, are passed on
+      unchanged. Its `apply` has an extra parameter, `key`: a JAX random key, for Functions that draw random numbers.
+      Its method `explain(*args)` shows the translation.
 
     Raises:
       ImportError: torch is not installed.
-      TypeError: it is none of these.
-      TranslationError: (from `apply`, `explain` never) the code cannot run on JAX as it is; the message says why.
+      TypeError: `torch_function` is none of these.
+      TranslationError: (from `apply`, never from `explain`) The code cannot run on JAX unchanged. The message names the
+        operation or the line.
 
     Examples:
       >>> import torch, jax, jax.numpy as jnp, jaxfn
-      >>> class TorchRound(torch.autograd.Function):  # somebody's, in some package
+      >>> class TorchRound(torch.autograd.Function):  # in a package that you use
       ...     @staticmethod
       ...     def forward(ctx, x, levels=1):
       ...         return torch.round(x * levels) / levels
@@ -73,14 +77,14 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
       >>> print(output.shape, jaxfn.from_torch(torch.nn.functional.mse_loss)(jnp.ones(3), jnp.zeros(3)))
       (4, 2) 1.0
 
-    Torch counterpart: none; `torch.autograd.Function` and `torch.nn.Module` are what it takes.
+    Torch counterpart: none; it takes a `torch.autograd.Function` or a `torch.nn.Module`.
     """
     try:
         import torch
     except ImportError as error:
         raise ImportError(
-            "jaxfn.from_torch lets PyTorch trace the Function, and PyTorch is not installed: pip install torch "
-            "(the CPU build will do)"
+            "jaxfn.from_torch uses PyTorch to trace the code, and PyTorch is not installed. Run: pip install torch "
+            "(the CPU build is sufficient)"
         ) from error
     is_function_class = isinstance(torch_function, type) and issubclass(torch_function, torch.autograd.Function)
     is_instance = isinstance(torch_function, torch.autograd.Function)
@@ -89,19 +93,20 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
             "from_torch takes a subclass of torch.autograd.Function, a torch.nn.Module (an instance) or a Python "
             f"function of tensors, not {torch_function!r}"
             + is_instance
-            * ". Pass its class, and to apply what __init__ was given"
+            * ". Pass its class, and pass the arguments of __init__ to apply"
         )
-    from jaxfn._torch.adopt.adopted import adopt
-    from jaxfn._torch.adopt.function import adopted_function
-    from jaxfn._torch.adopt.module import AdoptedModule
-    from jaxfn._torch.adopt.nested import NESTED
-    from jaxfn._torch.adopt.self_test import check_torch
-    from jaxfn._torch.trace.state import Replacements
+    from jaxfn._torch.convert.function_class import convert_function_class
+    from jaxfn._torch.convert.module import ConvertedModule
+    from jaxfn._torch.convert.nested import NESTED_APPLY
+    from jaxfn._torch.convert.self_test import check_torch
+    from jaxfn._torch.convert.torch_callable import convert_callable
+    from jaxfn._torch.trace.state import Replacements, TraceConfig
 
     check_torch()
+    config = TraceConfig(Replacements.of(ops or {}), NESTED_APPLY)
     if isinstance(torch_function, torch.nn.Module):
-        return AdoptedModule(torch_function, Replacements.of(ops or {}), NESTED)
+        return ConvertedModule(torch_function, config)
     if not is_function_class:
-        return adopted_function(torch_function, Replacements.of(ops or {}), NESTED)
+        return convert_callable(torch_function, config)
     caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
-    return adopt(torch_function, ops or {}, caller, NESTED)
+    return convert_function_class(torch_function, caller, config)

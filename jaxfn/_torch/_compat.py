@@ -1,6 +1,6 @@
-"""The torch names that torch does not promise, in one place, with the versions that each was seen on.
+"""Names of torch that it does not promise, in one place, each with the versions that it was checked on.
 
-`adopt.self_test` tests what they do on a version that jaxfn was not tested on.
+On an untested version `convert.self_test` tests what they do.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
-    "APPLYING_CLASS",
-    "AUTOGRAD_OF_OPERATIONS",
+    "APPLY_CLASS",
     "BELOW_FUNCTIONALIZATION",
+    "CAUSAL_MASK_DETECTION",
     "CLAMP_SPLITS_TIES",
-    "DETECTING_CAUSAL",
+    "CUSTOM_OP_AUTOGRAD",
+    "FAKE_IMPLEMENTATIONS",
     "FAKE_TENSOR_LOG",
+    "GRAD_PREPROCESS",
     "HAS_COMPILED_APPLY",
     "LINEAR_CROSS_ENTROPY",
-    "MAKING_LEAVES",
     "OPERATION_TYPES",
     "PACK",
     "PAD",
     "SCRIPT_TYPES",
     "SOLVE_FACTORS_TRANSPOSE",
-    "WITHOUT_VALUES",
     "CheckpointFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -57,61 +57,61 @@ __all__ = [
     "UnsupportedOperatorException",
     "accumulation_hooks",
     "any_requires_grad",
-    "apply_below",
-    "decomposed",
+    "decompose",
     "decompositions",
-    "functional",
     "global_backward_hooks",
     "global_forward_hooks",
     "gradient_hooks",
-    "has_formula",
-    "has_formula_for_gpus_alone",
-    "held_by",
+    "has_cuda_only_backward",
+    "has_registered_backward",
     "interpret_script",
     "is_accumulating",
     "is_below_autograd",
     "is_composite",
     "is_custom",
-    "memory",
+    "make_wrapper",
     "module_backward_hooks",
+    "original_apply",
     "plain_torch",
     "python_kernel",
-    "saved_by",
+    "saved_values",
     "script_attributes",
+    "storage_id",
     "takes_boxed_gradients",
+    "tensor_dicts",
+    "to_functional",
     "without_functions",
     "without_modes",
-    "wrapper",
 ]
 
-without_modes = _disable_current_modes  # 2.8 to 2.15: no `TorchDispatchMode` inside
+without_modes = _disable_current_modes  # Disables `TorchDispatchMode`s (2.8 to 2.15).
 
-# 2.8 to 2.15: no `__torch_function__` inside.
+# Disables `__torch_function__` (2.8 to 2.15).
 without_functions = torch._C.DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
 
-# The place of torch's FakeTensorMode, which modes of no kind are above (2.8 to 2.15).
+# The key of torch's FakeTensorMode, which runs below all other modes (2.8 to 2.15).
 BELOW_FUNCTIONALIZATION = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
 
-# What the reentrant `torch.utils.checkpoint.checkpoint` applies: a function, a flag and its inputs (2.8 to 2.15).
+# The Function that reentrant `torch.utils.checkpoint` applies to a function, a flag and inputs (2.8 to 2.15).
 CheckpointFunction: Any = torch.utils.checkpoint.CheckpointFunction
 
-# What `pack_padded_sequence` and `pad_packed_sequence` call (2.8 to 2.15).
+# Called by `pack_padded_sequence` and `pad_packed_sequence` (2.8 to 2.15).
 PACK = torch._VF._pack_padded_sequence  # pyright: ignore
 PAD = torch._VF._pad_packed_sequence  # pyright: ignore
 
-# Where torch writes what it refuses to compute for fake tensors, besides raising it (2.8 to 2.15).
+# The log of errors on fake tensors, which torch also raises (2.8 to 2.15).
 FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
-# In one step a matrix product and a loss: from 2.13 on.
+# A matrix product and a loss in one function (from 2.13).
 LINEAR_CROSS_ENTROPY: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
 
 SCRIPT_TYPES: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod  # pyright: ignore  # 2.8 to 2.15
 
 
 def interpret_script(script: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Evaluates TorchScript without its executor, which after a few runs has derivatives of its own (2.13).
+    """Evaluates TorchScript without its executor, which uses its own derivatives after a few calls (2.13).
 
-    Those begin with tensors that it detaches, and second derivatives traced through them are wrong.
+    Those start from detached tensors, and second derivatives traced through them are wrong.
     """
     values = [script.owner, *args] if isinstance(script, SCRIPT_TYPES[1]) else [*args]
     values += [kwargs.get(a.name, a.default_value) for a in script.schema.arguments[len(values) :]]
@@ -119,28 +119,28 @@ def interpret_script(script: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns what a module of TorchScript holds outside of Python, by name; nothing for other modules (2.13)."""
+    """Returns the attributes that a TorchScript module stores outside of Python; nothing for other modules (2.13)."""
     if not isinstance(module, torch.jit.ScriptModule):
         return {}
-    held: Any = module._c
-    names = torch._C.ConcreteModuleType.from_jit_type(held._type()).get_attributes()  # pyright: ignore
-    return {name: held.getattr(name) for name in names}
+    script_module: Any = module._c
+    names = torch._C.ConcreteModuleType.from_jit_type(script_module._type()).get_attributes()  # pyright: ignore
+    return {name: script_module.getattr(name) for name in names}
 
 
-# What asks for the values of transformers' masks, to choose a kernel: a mask, a flag, a size (2.8 to 2.15).
-DETECTING_CAUSAL = torch.nn.modules.transformer, "_detect_is_causal_mask"
+# Reads the values of a transformer's mask to choose a kernel. Takes a mask, a flag and a size (2.8 to 2.15).
+CAUSAL_MASK_DETECTION = torch.nn.modules.transformer, "_detect_is_causal_mask"
 
-# What `torch.autograd.functional` makes its inputs leaves by: them, and two flags (2.8 to 2.15).
-MAKING_LEAVES = torch.autograd.functional, "_grad_preprocess"
+# Makes leaves of the inputs of `torch.autograd.functional`. Takes the inputs and two flags (2.8 to 2.15).
+GRAD_PREPROCESS = torch.autograd.functional, "_grad_preprocess"
 
 OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore[reportPrivateUsage]
 
 
 def is_composite(operation: Any) -> bool:
-    """Whether torch takes an operation apart, with all its overloads, before a trace sees it (2.8 to 2.15).
+    """Whether torch decomposes all overloads of an operation before a trace sees it (2.8 to 2.15).
 
     Args:
-      operation: an overload, a packet, a `torch.library` definition, or a name; of unknown names the answer is no.
+      operation: An overload, a packet, a `torch.library` definition, or a name. False for unknown names.
     """
     found: Any = getattr(operation, "_opoverload", operation)
     if isinstance(found, str):
@@ -156,51 +156,54 @@ def is_composite(operation: Any) -> bool:
     overloads = [getattr(found, name) for name in operations.overloads()] if hasattr(found, "overloads") else [found]
     names = [overload.name() for overload in overloads]
     dispatcher: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    compiled = [name for name in names if dispatcher._dispatch_has_kernel(name)]  # others are of TorchScript alone
+    compiled = [
+        name for name in names if dispatcher._dispatch_has_kernel(name)
+    ]  # The others exist in TorchScript only.
     key = "CompositeImplicitAutograd"
     return bool(compiled) and all(dispatcher._dispatch_has_kernel_for_dispatch_key(name, key) for name in compiled)
 
 
-# Where a custom operation looks up whether gradients are on and an argument requires one, as only then it applies the
-# Function that torch made of the registered backward (2.13).
-AUTOGRAD_OF_OPERATIONS = torch._library.autograd, "_C"
+# The module in which a custom operation looks up whether gradients are on and an argument requires one. Only then it
+# applies the Function that torch made of the registered backward (2.13).
+CUSTOM_OP_AUTOGRAD = torch._library.autograd, "_C"
 any_requires_grad = torch._C._any_requires_grad  # pyright: ignore
 
-# In 2.8 such an operation ends in an assertion of torch's own; the versions in between were not tried.
-_TRACES_AUTOGRAD_OF_OPERATIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+# On 2.8 tracing such an operation fails in an assertion of torch. The versions in between were not tried.
+_TRACES_CUSTOM_OP_AUTOGRAD = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 _Key: Any = torch._C.DispatchKey  # pyright: ignore[reportPrivateUsage]
 _DEFINITIONS: Mapping[str, Any] = torch._library.custom_ops.OPDEFS  # pyright: ignore  # of `custom_op`, 2.13
 
 
 def is_custom(operation: Any) -> bool:
-    """Whether an overload is of a library of the user's, or of a package, and not of torch's (2.13)."""
+    """Whether an overload is from a library of the user or of a package, and not from torch (2.13)."""
     namespace = operation.namespace if hasattr(operation, "_schema") else "prim"
     return namespace not in ("aten", "prim", "prims") and "c10d" not in namespace
 
 
 def _has_python_code(operation: Any, key: str) -> bool:
-    """Whether Python code is registered for an overload under a dispatch key, by `torch.library` (2.13)."""
+    """Whether `torch.library` has Python code of an overload for a dispatch key (2.13)."""
     name = operation._schema.name.replace("::", "/")
     overload = operation._schema.overload_name and f".{operation._schema.overload_name}"
     return f"{name}{overload}/{key}" in torch.library._impls  # pyright: ignore[reportPrivateUsage]
 
 
 def python_kernel(operation: Any) -> Callable[..., Any] | None:
-    """The Python code that computes a custom operation, `None` where that is compiled (2.13).
+    """Returns the Python code that computes a custom operation; `None` if it is compiled (2.13).
 
-    Of an operation that no `custom_op` made only torch's dispatcher knows it, by a `partial`, in which no mode is on.
+    The code of an operation that was not made by `custom_op` is only known to torch's dispatcher. It is returned as a
+    `partial`, which runs with all modes disabled.
     """
     definition = _DEFINITIONS.get(operation._schema.name)
     if definition is not None:
         return next(iter(definition._backend_fns.values()), definition._init_fn)
-    keys = (_Key.CPU, _Key.CompositeExplicitAutograd, _Key.CUDA)  # here all devices are one
+    keys = (_Key.CPU, _Key.CompositeExplicitAutograd, _Key.CUDA)  # The device does not matter in a trace.
     key = next((key for key in keys if _has_python_code(operation, key.name)), None)
     return None if key is None else functools.partial(operation._op_dk, key)
 
 
-def has_formula(operation: Any) -> bool:
-    """Whether a backward is registered in Python for a custom operation (2.13)."""
+def has_registered_backward(operation: Any) -> bool:
+    """Whether a backward of a custom operation is registered in Python (2.13)."""
     definition = _DEFINITIONS.get(operation._schema.name)
     if definition is not None:
         return definition._backward_fn is not None
@@ -208,44 +211,46 @@ def has_formula(operation: Any) -> bool:
 
 
 def is_traceable(operation: Any) -> bool:
-    """Whether torch can trace a custom operation: before 2.13 none for which it made a Function."""
-    return _TRACES_AUTOGRAD_OF_OPERATIONS or not (operation._schema.name in _DEFINITIONS or has_formula(operation))
+    """Whether torch can trace a custom operation. Before 2.13 it cannot if torch made a Function for it."""
+    return _TRACES_CUSTOM_OP_AUTOGRAD or not (
+        operation._schema.name in _DEFINITIONS or has_registered_backward(operation)
+    )
 
 
-def has_formula_for_gpus_alone(operation: Any) -> bool:
-    """Whether a backward is registered in Python for GPUs, and none for what is traced as on a CPU (2.13)."""
-    return _has_python_code(operation, "AutogradCUDA") and not has_formula(operation)
+def has_cuda_only_backward(operation: Any) -> bool:
+    """Whether a backward is registered in Python for CUDA only. Code is traced on a CPU (2.13)."""
+    return _has_python_code(operation, "AutogradCUDA") and not has_registered_backward(operation)
 
 
 @contextlib.contextmanager
 def plain_torch() -> Generator[None]:
-    """Inside, torch runs as if nothing was being traced (2.8 to 2.15)."""
+    """Inside, torch runs as if nothing were being traced (2.8 to 2.15)."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportPrivateUsage]
         yield
 
 
 def is_accumulating() -> bool:
-    """Whether autograd is putting a gradient into `.grad`, which it detaches (2.8 to 2.15)."""
+    """Whether autograd is accumulating a gradient into `.grad`, which it detaches (2.8 to 2.15)."""
     node: Any = torch._C._current_autograd_node()  # pyright: ignore
     return node is not None and node.name().endswith("AccumulateGrad")
 
 
 def is_below_autograd() -> bool:
-    """Whether autograd has passed an operation on: code called it, and not autograd for itself (2.8 to 2.15)."""
+    """Whether autograd has passed the operation on: code called it, and not autograd itself (2.8 to 2.15)."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # pyright: ignore
 
 
-def functional(tensor: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:
-    """A tensor of which `mode` sees what is written to it (2.8 to 2.15)."""
+def to_functional(tensor: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:
+    """Wraps a tensor so that `mode` sees its mutations (2.8 to 2.15)."""
     return FunctionalTensor(torch._to_functional_tensor(tensor), mode)  # pyright: ignore
 
 
-def wrapper(kind: type[torch.Tensor], dtype: torch.dtype) -> Any:
-    """An empty tensor of a subclass, which says what happens to it (2.8 to 2.15)."""
+def make_wrapper(kind: type[torch.Tensor], dtype: torch.dtype) -> Any:
+    """Returns an empty tensor of a subclass, which implements all operations on it (2.8 to 2.15)."""
     return torch.Tensor._make_wrapper_subclass(kind, (0,), dtype=dtype)  # pyright: ignore
 
 
-def memory(tensor: torch.Tensor) -> int | None:
+def storage_id(tensor: torch.Tensor) -> int | None:
     """Returns an identifier of a tensor's storage; `None` for a tensor without one (2.8 to 2.15)."""
     is_dense = tensor.layout is torch.strided and not isinstance(tensor, FakeTensor)
     return tensor.untyped_storage()._cdata if is_dense else None  # pyright: ignore[reportPrivateUsage]
@@ -257,22 +262,22 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     return {**decomposition_table, **core_aten_decompositions()}
 
 
-def decomposed(operation: Any, args: Any, kwargs: Any) -> Any:
-    """An operation in terms of others, as its kernel says; `NotImplemented` if torch knows none (2.8 to 2.15)."""
+def decompose(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Decomposes an operation by its kernel; returns `NotImplemented` if torch has no decomposition (2.8 to 2.15)."""
     return operation.decompose(*args, **kwargs) if operation._can_decompose() else NotImplemented
 
 
-def _grouped_mm_without_values(
+def _fake_grouped_mm(
     a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     groups = [offs.shape[0]] if a.dim() == 2 and b.dim() == 2 else [a.shape[0]] if a.dim() == 3 and b.dim() == 3 else []
     return a.new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=out_dtype)
 
 
-# What operations give for tensors without values, where torch says it of fewer dtypes than they take: 2.8 to 2.13 know
-# `grouped_mm` of bfloat16 alone.
-WITHOUT_VALUES: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten._grouped_mm.default: _grouped_mm_without_values  # pyright: ignore
+# Fake implementations of operations, where torch's support fewer dtypes than the operations: on 2.8 to 2.13 that of
+# `grouped_mm` supports bfloat16 only.
+FAKE_IMPLEMENTATIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: _fake_grouped_mm  # pyright: ignore
 }
 
 
@@ -280,42 +285,42 @@ _SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction  # pyri
 
 FunctionMeta: Any = torch.autograd.function.FunctionMeta  # 2.8 to 2.15
 
-# Whether `Function.apply` is compiled code: from 2.15 on. Before, it is Python code that looks up the `apply` of the
-# class below, which then is where `apply = SomeFunction.apply`, taken beforehand, comes by too.
+# Whether `Function.apply` is compiled code (from 2.15). Before, it is Python code that looks up the `apply` of
+# `APPLY_CLASS`, even if `SomeFunction.apply` itself was looked up before the patch.
 HAS_COMPILED_APPLY = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 
-APPLYING_CLASS: Any = torch.autograd.Function if HAS_COMPILED_APPLY else _SingleLevelFunction
+APPLY_CLASS: Any = torch.autograd.Function if HAS_COMPILED_APPLY else _SingleLevelFunction
 
 
-with torch.inference_mode(False), torch.enable_grad():  # whoever imports this may be inside of others
+with torch.inference_mode(False), torch.enable_grad():  # The importing code may be in other modes.
     _at_bound = torch.ones((), requires_grad=True)
     (_of_clamp,) = torch.autograd.grad(_at_bound.clamp(min=1.0), _at_bound)
 
-# Whether `clamp` divides the derivative at a bound among all that is equal there: from 2.15 on.
+# Whether `clamp` divides the derivative at a bound equally among the operands that are equal there (from 2.15).
 CLAMP_SPLITS_TIES = _of_clamp.item() == 0
 
 _factors = torch.ops.aten._linalg_solve_ex(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.ones(2))[1]
 
-# Whether `linalg.solve` factors the transpose of a real matrix that lies in memory in the order of its elements, which
-# its derivative, that uses the factors again, knows: on 2.8, no longer on 2.13.
+# Whether `linalg.solve` factors the transpose of a real contiguous matrix; its derivative uses the factors (on 2.8, no
+# longer on 2.13).
 SOLVE_FACTORS_TRANSPOSE = _factors[0, 1].item() == 0
 
 
-def apply_below(function: Any) -> Any:
-    """`apply` of a Function as torch has it, past stand-ins (2.8 to 2.15)."""
+def original_apply(function: Any) -> Any:
+    """Returns torch's own `apply` of a Function, without patches (2.8 to 2.15)."""
     return super(_SingleLevelFunction, function).apply
 
 
 def takes_boxed_gradients(function: Any) -> bool:
-    """Whether `backward` gets its gradients as one list: from 2.10 on, where the Function says so."""
+    """Whether `backward` takes its gradients as one list, which a Function can request (from 2.10)."""
     return getattr(function, "boxed_grads_call", False)
 
 
-def saved_by(node: Any) -> list[Any]:
-    """Returns what a node of autograd's graph has saved, tensors included, as far as it still exists (2.8 to 2.15)."""
+def saved_values(node: Any) -> list[Any]:
+    """Returns the values that a node of autograd's graph has saved, if they still exist (2.8 to 2.15)."""
     saved: list[Any] = []
     for name in _saved_names(type(node)):
-        with contextlib.suppress(RuntimeError):  # it is freed, or was written to, which torch refuses in backward
+        with contextlib.suppress(RuntimeError):  # The value was freed, or mutated, which torch rejects in backward.
             value = getattr(node, name, None)
             saved += value if isinstance(value, (tuple, list)) else [value]
     return saved
@@ -330,31 +335,31 @@ _modules: Any = torch.nn.modules.module
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """Returns the hooks that are called with the gradient of a tensor (2.8 to 2.15)."""
+    """Returns the hooks that torch calls with a tensor's gradient (2.8 to 2.15)."""
     hooks: dict[int, Callable[..., Any]] | None = tensor._backward_hooks  # pyright: ignore
     return [*(hooks or {}).values()]
 
 
 def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """Returns the hooks that are called once a tensor's gradient is in its `.grad` (2.8 to 2.15)."""
+    """Returns the hooks that torch calls after it stored a tensor's `.grad` (2.8 to 2.15)."""
     hooks: dict[int, Callable[..., Any]] | None = tensor._post_accumulate_grad_hooks  # pyright: ignore
     return [*(hooks or {}).values()]
 
 
 def global_forward_hooks() -> list[Callable[..., Any]]:
-    """Returns the hooks that are called before and after every module (2.8 to 2.15)."""
+    """Returns the hooks that torch calls before and after every module (2.8 to 2.15)."""
     return [*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values()]
 
 
 def global_backward_hooks() -> list[Callable[..., Any]]:
-    """Returns the hooks that are called in the backward pass of every module (2.8 to 2.15)."""
+    """Returns the hooks that torch calls in the backward pass of every module (2.8 to 2.15)."""
     return [*_modules._global_backward_hooks.values(), *_modules._global_backward_pre_hooks.values()]
 
 
 def module_backward_hooks(module: Any) -> list[tuple[str, Callable[..., Any]]]:
-    """Returns the backward hooks that a call of a module has, global ones too, after the method that registered each.
+    """Returns the backward hooks of a module's call, global ones too, each with the method that registered it.
 
-    The methods and attributes were seen on 2.8 to 2.15.
+    The methods and attributes were checked on 2.8 to 2.15.
     """
     is_full, is_full_for_all = module._is_full_backward_hook, _modules._global_is_full_backward_hook
     hooks: dict[str, Mapping[int, Callable[..., Any]]] = {
@@ -368,6 +373,6 @@ def module_backward_hooks(module: Any) -> list[tuple[str, Callable[..., Any]]]:
     return [(method, hook) for method, registered in hooks.items() for hook in registered.values()]
 
 
-def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the dicts of a module's own parameters and buffers (2.8 to 2.15)."""
     return module._parameters, module._buffers  # pyright: ignore

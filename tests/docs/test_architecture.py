@@ -28,7 +28,7 @@ LAYERS = [
     ("jaxfn._torch.operations",),
     ("jaxfn._torch.graph",),
     ("jaxfn._torch.trace",),
-    ("jaxfn._torch.adopt",),
+    ("jaxfn._torch.convert",),
     ("jaxfn._torch",),
     ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.reports"),
     ("jaxfn._gradcheck.numbers",),

@@ -41,7 +41,9 @@ def test_imports_and_requirements_are_found():
 
 
 def test_an_extra_has_what_the_examples_import():
-    assert set().union(*map(imported, EXAMPLES)) - required("cookbook") - {"matplotlib", "scipy"} == set()  # the extra "plot", and what JAX needs
+    assert (
+        set().union(*map(imported, EXAMPLES)) - required("cookbook") - {"matplotlib", "scipy"} == set()
+    )  # the extra "plot", and what JAX needs
 
 
 def test_the_first_command_needs_only_the_small_extra():

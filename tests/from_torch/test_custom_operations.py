@@ -424,7 +424,7 @@ LIBRARY.impl("for_gpus", lambda x: OwnAutograd.apply(x), "AutogradCUDA")
 @row("H14")
 @pytest.mark.parametrize("ops", [None, {OPS.for_gpus: jnp.sin}], ids=["code", "ops"])
 def test_a_backward_for_gpus_alone(ops):
-    with pytest.raises(TranslationError, match=r"for_gpus.default, whose backward .* AutogradCUDA alone"):
+    with pytest.raises(TranslationError, match=r"for_gpus.default, whose backward .* AutogradCUDA only"):
         jaxfn.from_torch(lambda x: OPS.for_gpus(x), ops=ops)(ARGS[0])
 
 

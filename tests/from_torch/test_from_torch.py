@@ -222,7 +222,7 @@ def test_mark_dirty():
 
 @row("H2")
 def test_an_unmarked_write_to_an_input_is_warned_of():
-    with pytest.warns(UserWarning, match="Runs writes to one of its inputs"):
+    with pytest.warns(UserWarning, match="Runs mutates one of its inputs"):
         output = jaxfn.from_torch(function_of(lambda x: x.clamp_(0, 1) * 2)).apply(jnp.full(3, 5.0))
     assert_same([output], [np.full(3, 2.0)])
 
@@ -351,7 +351,7 @@ def multiply_two_selections(x):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (lambda x: x[x > 0] + 1, "keeping or returning of elements selected by a mask"),
+        (lambda x: x[x > 0] + 1, "storing or returning of elements selected by a mask"),
         (multiply_two_selections, "`mul` with a selection by another mask"),
     ],
     ids=["returned", "multiplied"],
@@ -458,7 +458,9 @@ ATEN = torch.ops.aten
     ids=str,
 )
 def test_a_replacement_that_would_never_be_called(operation):
-    with pytest.raises(ValueError, match=r"torch makes aten[.:\w]+ of other operations .* would never be called"):
+    with pytest.raises(
+        ValueError, match=r"torch decomposes aten[.:\w]+ into other operations .* would never be called"
+    ):
         jaxfn.from_torch(function_of(lambda x: x @ x), ops={operation: jnp.matmul})
 
 
@@ -492,7 +494,7 @@ def test_a_replacement_is_called(name: str):
     [
         (lambda x: x.to_sparse(), "to_sparse makes a sparse tensor, which has no counterpart on JAX"),
         (lambda x: x.to_sparse_csr(), "to_sparse_csr makes a sparse tensor"),
-        (lambda x: launch(x, 2.0)[0], "Runs hands a tensor's memory to compiled code"),
+        (lambda x: launch(x, 2.0)[0], "Runs passes a tensor's memory to compiled code"),
     ],
     ids=["sparse", "sparse rows", "pointer"],
 )
@@ -598,7 +600,7 @@ def test_draws_have_their_distribution(code: Any, at: float, mean: float, deviat
     [
         (lambda x: (torch.manual_seed(0), x + torch.rand(3))[1], "sets itself"),
         (lambda x: x + torch.rand(3, generator=torch.Generator().manual_seed(0)), "sets itself"),
-        (lambda x: x * float(np.random.rand()), "Python's or NumPy's random numbers"),
+        (lambda x: x * float(np.random.rand()), "random numbers from Python or NumPy"),
     ],
     ids=["seed", "generator", "numpy"],
 )
@@ -635,7 +637,12 @@ def test_explain_names_the_functions_of_JAX():
     """Also those that are wrapped, or handed to another: with their module, and never by an address."""
     function = function_of(lambda x: torch.sigmoid(x).cumsum(0) + x.reciprocal() + x.amax(0))
     text = str(jaxfn.from_torch(function).explain(np.ones((2, 3)))).partition("def translated")[2]
-    for call in ("lax.logistic(", "sorting.cumulated(jnp.cumsum, ", "jnp.reciprocal(", "reductions.reduced(jnp.max, "):
+    for call in (
+        "lax.logistic(",
+        "sorting.apply_cumulative(jnp.cumsum, ",
+        "jnp.reciprocal(",
+        "reductions.reduce(jnp.max, ",
+    ):
         assert f" = {call}" in text
     assert " at 0x" not in text
 
@@ -683,7 +690,7 @@ def test_torch_is_optional():
 @row("H1")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_an_instance_of_a_function_is_no_function():
-    with pytest.raises(TypeError, match="Pass its class, and to apply what __init__ was given"):
+    with pytest.raises(TypeError, match="Pass its class, and pass the arguments of __init__ to apply"):
         jaxfn.from_torch(function_of(torch.sin)())
 
 

@@ -244,16 +244,16 @@ def of_function(hook):
     [
         (of_tensor, keeps, "backward keeps a tensor.*jax.grad return them"),
         (of_tensor, asks, r"`.item\(\)`"),
-        (of_tensor, counts, r"backward writes to the attribute count of the module \(Net\).*lost"),
-        (of_tensor, sets, r"backward writes to the attribute seen of part \(Tanh\).*lost"),
-        (of_tensor, notes, "backward writes to the attribute log of the module.*lost"),
-        (of_tensor, moves, "backward writes to mean.*lost"),
-        (of_tensor, assigns, "backward writes to mean of the module.*lost"),
-        (of_tensor, trains, "backward writes to w.*lost"),
-        (of_tensor, leaves_a_gradient, "backward writes to the .grad of w.*lost"),
-        (of_function, counts, "backward writes to the attribute count.*lost"),
-        (of_function, moves, "backward writes to mean.*lost"),
-        (of_function, trains, "backward writes to w.*lost"),
+        (of_tensor, counts, r"backward mutates the attribute count of the module \(Net\).*lost"),
+        (of_tensor, sets, r"backward mutates the attribute seen of part \(Tanh\).*lost"),
+        (of_tensor, notes, "backward mutates the attribute log of the module.*lost"),
+        (of_tensor, moves, "backward mutates mean.*lost"),
+        (of_tensor, assigns, "backward mutates mean of the module.*lost"),
+        (of_tensor, trains, "backward mutates w.*lost"),
+        (of_tensor, leaves_a_gradient, "backward mutates the .grad of w.*lost"),
+        (of_function, counts, "backward mutates the attribute count.*lost"),
+        (of_function, moves, "backward mutates mean.*lost"),
+        (of_function, trains, "backward mutates w.*lost"),
     ],
 )
 def test_what_backward_keeps_or_writes_is_refused_where_it_is_differentiated(kind, hook, message):
@@ -284,7 +284,7 @@ def test_backward_reads_what_forward_has_written_by_then():
     called = of_tensor(lambda net, gradient: gradient * net.mean)
     after, before = (lambda: stateful(written(True, called))), (lambda: stateful(written(False, called)))
     assert_same(of_jax(after, [X], [0], 1), of_torch(after, [X], [0], 1))
-    with pytest.raises(TranslationError, match="reads mean of the module, to which forward writes afterwards"):
+    with pytest.raises(TranslationError, match="reads mean of the module, which forward mutates afterwards"):
         of_jax(before, [X], [0], 1)
 
 

@@ -54,7 +54,7 @@ def test_the_code_that_is_shown_computes_the_same() -> None:
             return x @ y, *torch.max(x, 1)
 
     ours = jaxfn.from_torch(Writes)
-    text = ours.explain(*ARRAYS).parts[0].code
+    text = ours.unsupported_message(*ARRAYS).parts[0].format_jax_code
     assert ("aten.index_put" in text or "aten.masked_fill" in text) and "float32[3,4]" in text  # by torch's version
     scope = {**vars(operations), "jnp": jnp, "jax": jax, "lax": jax.lax}
     scope["constants"] = {"constant_0": jnp.zeros(())}
@@ -91,7 +91,7 @@ def test_a_decomposition_that_writes_to_memory_is_refused(monkeypatch: Any) -> N
 
     airy = torch.ops.aten.special_airy_ai.default
     monkeypatch.setattr(recorder, "decompositions", lambda: {airy: decomposition})
-    with pytest.raises(TranslationError, match="aten.add_.Tensor, which writes to memory.*ops="):
+    with pytest.raises(TranslationError, match="aten.add_.Tensor, which mutates its arguments.*ops="):
         jaxfn.from_torch(lambda x: torch.special.airy_ai(x))(ARRAYS[0])
 
 
@@ -197,6 +197,6 @@ def test_arrays_go_to_torch_and_back(name: str) -> None:
     ],
     ids=["int4", "complex32", "quantized"],
 )
-def test_tensors_without_a_counterpart_raise(code: Any, dtype: str, message: str) -> None:
+def test_tensors_without_a_counterpart_raise(format_jax_code: Any, dtype: str, message: str) -> None:
     with pytest.raises(TranslationError, match=message):
-        jaxfn.from_torch(code)(jnp.ones((2, 2), dtype))
+        jaxfn.from_torch(format_jax_code)(jnp.ones((2, 2), dtype))

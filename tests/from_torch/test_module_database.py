@@ -78,7 +78,7 @@ def called_by_torch(info: Any, given: Any, training: bool, dtype: Any) -> Sample
         (given.forward_input.args, given.forward_input.kwargs),
     )
     if any(isinstance(x, torch.nn.UninitializedParameter) for x in module.parameters()):
-        with pytest.raises(jaxfn.TranslationError, match="Call the module once in torch before"):
+        with pytest.raises(jaxfn.TranslationError, match="Call the module once in torch first"):
             jaxfn.from_torch(module)
         for one in (module, other):
             torch.manual_seed(3)

@@ -19,7 +19,7 @@ from tests.support.marks import row, slow
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("double_precision")
 
-from jaxfn._torch.graph.interpreter import Translation  # noqa: E402
+from jaxfn._torch.graph.interpreter import TranslatedGraph  # noqa: E402
 from jaxfn._torch.operations import TABLE  # noqa: E402
 from jaxfn._torch.values.arrays import to_jax, to_torch  # noqa: E402
 from jaxfn._torch.values.errors import TranslationError  # noqa: E402
@@ -78,7 +78,7 @@ def run_all(given: Sequence[Sample]) -> list[Any]:
 
     def everything(arrays: Any) -> Any:
         key = jax.random.key(0)
-        return [Translation(s.graph_module).run(inputs, key=key) for s, inputs in zip(given, arrays, strict=True)]
+        return [TranslatedGraph(s.graph_module).run(inputs, key=key) for s, inputs in zip(given, arrays, strict=True)]
 
     arrays = [[to_jax(tensor) for tensor in s.tensors] for s in given]
     return jax.jit(everything, compiler_options=QUICK)(arrays)
@@ -241,7 +241,9 @@ def test_derivative_of_the_translation_matches_torch(name: str, dtype: Any) -> N
             filled = list(arrays)
             for place, array in zip(varied, inputs, strict=True):
                 filled[place] = array
-            leaves = jax.tree_util.tree_leaves(Translation(given.graph_module).run(filled), is_leaf=lambda x: x is None)
+            leaves = jax.tree_util.tree_leaves(
+                TranslatedGraph(given.graph_module).run(filled), is_leaf=lambda x: x is None
+            )
             return [leaves[i] for i in kept]
 
         return jax.vjp(forward, *(arrays[i] for i in varied))[1](cotangents)

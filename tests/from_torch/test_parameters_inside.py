@@ -182,7 +182,9 @@ X = np.random.default_rng(0).normal(size=(5, 6))
 
 @row("I5")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Reversible writes to .*running_mean.* a second time in backward")
+@pytest.mark.filterwarnings(
+    "ignore:Reversible mutates .*running_mean.* and, where it computes the same again, in backward"
+)
 @cells(
     "name, wrap",
     [*((name, jax.jit) for name in NETS), ("a lambda", eager), ("only in backward", eager)],

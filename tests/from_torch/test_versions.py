@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 import jaxfn  # noqa: E402
 from jaxfn import TranslationError  # noqa: E402
-from jaxfn._torch.adopt import self_test  # noqa: E402
+from jaxfn._torch.convert import self_test  # noqa: E402
 from tests.support.torch_code import Net, function_of  # noqa: E402
 
 
@@ -462,7 +462,7 @@ def test_a_call_that_cannot_be_made_again_is_refused_where_apply_is_compiled_and
     gradient = jax.grad(lambda x: ours(x, **options).sum())
     at = jnp.array([2.3, -0.8])
     if how.endswith("taken before") and torch.__version__ >= (2, 15):  # from which on `apply` is compiled
-        with pytest.raises(TranslationError, match=f"{how.partition(',')[0]}.*taken before.*Write \\w+.apply"):
+        with pytest.raises(TranslationError, match=f"{how.partition(',')[0]}.*looked up before.*Write \\w+.apply"):
             gradient(at)
     else:
         np.testing.assert_allclose(gradient(at), [0, 0], atol=1e-6)
@@ -666,5 +666,5 @@ def test_a_custom_operation_is_refused_on_a_torch_that_does_not_trace_it():
     double = torch.library.custom_op(
         "jaxfn_test_versions::double", lambda x: 2 * x, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
-    with pytest.raises(TranslationError, match="with autograd of its own, which needs torch 2.13 or newer"):
+    with pytest.raises(TranslationError, match="with its own autograd, which needs torch 2.13 or newer"):
         jaxfn.from_torch(lambda x: double(x))(jnp.ones(3))

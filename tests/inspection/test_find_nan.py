@@ -257,7 +257,9 @@ TWO_ROWS = jnp.array([[True, False, True], [True, True, True]])
 # A function, its arguments, and what is found.
 FOUND = {
     "step of a while loop": (
-        while_steps, [X], {"function": "Second", "method": "forward", "operation": "log", "enclosing": ("while: step 3",)},
+        while_steps,
+        [X],
+        {"function": "Second", "method": "forward", "operation": "log", "enclosing": ("while: step 3",)},
     ),
     "the first of several": (
         lambda x: INF_THEN_NAN(x, WHEN) + SAVED_NAN(x, WHEN), [X], {"function": "Second", "kind": "inf"},

@@ -19,15 +19,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.utils import _pytree as pytree
 
-from jaxfn._torch.adopt.nested import NESTED  # noqa: E402
-from jaxfn._torch.adopt.program import spec_of  # noqa: E402
-from jaxfn._torch.graph.interpreter import Translation, name_of  # noqa: E402
+from jaxfn._torch.convert.nested import NESTED_APPLY  # noqa: E402
+from jaxfn._torch.convert.traced_code import tensor_spec  # noqa: E402
+from jaxfn._torch.graph.interpreter import TranslatedGraph, operation_name  # noqa: E402
 from jaxfn._torch.operations import entry_name  # noqa: E402
-from jaxfn._torch.trace.leftovers import cleaned_up  # noqa: E402
-from jaxfn._torch.trace.running import running  # noqa: E402
-from jaxfn._torch.trace.state import Replacements, Tracing  # noqa: E402
+from jaxfn._torch.trace.leaks import checking_leaks  # noqa: E402
+from jaxfn._torch.trace.scope import trace_scope  # noqa: E402
+from jaxfn._torch.trace.state import Replacements, TraceState  # noqa: E402
 from jaxfn._torch.values.arrays import to_jax  # noqa: E402
-from jaxfn._torch.values.flat import put_in, take_out  # noqa: E402
+from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors  # noqa: E402
 from tests.support.torch_internals import torch_internal  # noqa: E402
 
 _internal: Any = torch_internal("common_methods_invocations")
@@ -81,7 +81,7 @@ class Sample(NamedTuple):
     def entries(self) -> set[str]:
         """The table's entries that the translation uses."""
         nodes = self.graph_module.graph.nodes if self.graph_module is not None else ()
-        names = (name_of(node.target) for node in nodes if hasattr(node.target, "_schema"))
+        names = (operation_name(node.target) for node in nodes if hasattr(node.target, "_schema"))
         return {entry for entry in map(entry_name, names) if entry is not None}
 
 
@@ -171,7 +171,7 @@ def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], pro
     """A call, traced."""
     try:
         graph_module = trace(function, tensors)
-        missing = [entry.operation for entry in Translation(graph_module).unsupported]
+        missing = [entry.operation for entry in TranslatedGraph(graph_module).unsupported]
     except Exception as error:
         return Sample(label, function, tensors, process, None, [], error)
     return Sample(label, function, tensors, process, graph_module, missing)
@@ -181,18 +181,20 @@ def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     """The graph of a function of tensors, which returns what the function returned, with the same structure."""
     for tensor in tensors:
         to_jax(tensor)  # raises where a tensor has no counterpart
-    with quiet(), cleaned_up("Recorded"):
+    with quiet(), checking_leaks("Recorded"):
         return _traced(function, tensors)  # whose frame, and the tensors in it, are gone when it is cleaned up
 
 
 def _traced(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    tracing = Tracing("Recorded", Replacements.of({}), NESTED)
-    with running(tracing):
-        outputs = take_out(function(*(tracing.input(*spec_of(tensor)) for tensor in tensors)), torch.is_tensor)
+    tracing = TraceState("Recorded", Replacements.of({}), NESTED_APPLY)
+    with trace_scope(tracing):
+        outputs = flatten_tensors(
+            function(*(tracing.input(*tensor_spec(tensor)) for tensor in tensors)), torch.is_tensor
+        )
         values = [tracing.lower(tensor) for tensor in outputs.leaves]
     graph_module = tracing.finish(values)
     node = graph_module.graph.output_node()
-    node.args = (put_in(outputs.template, node.args[0]),)
+    node.args = (unflatten_tensors(outputs.template, node.args[0]),)
     graph_module.recompile()
     return graph_module
 

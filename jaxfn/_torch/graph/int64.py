@@ -1,8 +1,8 @@
 """torch's int64 where JAX's integers have 32 bits.
 
-Code relies on 64 bits: a spatial hash multiplies by large primes, takes the exclusive or, and the remainder. With x64
-off, operations that may need more than 32 bits are evaluated under `jax.enable_x64`, and what leaves the graph is int32
-again. The values of tensors are not known, so `magnitude_bounds` reads from the constants in the code which ones may.
+Code relies on 64 bits: a spatial hash, for example, multiplies by large primes. With x64 off, operations that may need
+more than 32 bits are evaluated under `jax.enable_x64`, and the graph's outputs are cast back to int32. The values of
+tensors are unknown, so `magnitude_bounds` infers from the constants in the code which operations may need 64 bits.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def short_name(target: str) -> str:
 # Operations whose results may need more bits than their operands.
 _GROWING = frozenset(("add", "sub", "rsub", "mul", "pow", "bitwise_left_shift", "__lshift__"))
 # Operations that move elements.
-_MOVING = frozenset(
+_DATA_MOVEMENT = frozenset(
     """
     alias clone detach lift_fresh repeat t tril triu diagonal permute roll view _unsafe_view _reshape_alias expand
     transpose squeeze unsqueeze flip split_with_sizes split unsafe_split unbind select slice narrow unfold index
@@ -73,7 +73,7 @@ _MOVING = frozenset(
     """.split()  # noqa: SIM905
 )
 # Operations that choose between elements of several operands.
-_JOINING = frozenset(("where", "cat", "stack", "maximum", "minimum", "masked_fill", "copy", "index_put"))
+_SELECTION = frozenset(("where", "cat", "stack", "maximum", "minimum", "masked_fill", "copy", "index_put"))
 # Assumed magnitudes of numbers that depend on the values of tensors: the first decides what is computed in 64 bits, the
 # second what is rejected because it may not fit in 32. Counts and indices are rarely larger.
 CONSERVATIVE, TYPICAL = 2**20, 2**8
@@ -141,12 +141,12 @@ def _magnitude_bound(step: Any, found: Mapping[Node, int], unknown: int) -> int:
             result = max(map(abs, arguments[1:3]))
         case "neg" | "abs" | "_to_copy" | "bitwise_not" | "floor_divide" | "clamp" | "clamp_min":
             result = first
-        case _ if name in _MOVING:
+        case _ if name in _DATA_MOVEMENT:
             result = first
         case _:
             leaves = jax.tree_util.tree_leaves(arguments, is_leaf=lambda x: isinstance(x, Node))
-            known = max((bound_of(x) for x in leaves if isinstance(x, Node)), default=unknown)
-            result = known if name in _JOINING or known > LARGEST else unknown
+            bound = max((bound_of(x) for x in leaves if isinstance(x, Node)), default=unknown)
+            result = bound if name in _SELECTION or bound > LARGEST else unknown
     return min(result, 2**63)
 
 

@@ -1,7 +1,4 @@
-"""Runs a graph that `Recorder` made on JAX arrays, with the table of operations.
-
-Imports torch: it is itself imported only where there is a graph.
-"""
+"""Interpreter of the graphs that `Recorder` builds: runs them on JAX arrays, by the table of operations."""
 
 from __future__ import annotations
 
@@ -35,23 +32,23 @@ from jaxfn._torch.graph.int64 import (
     to_int64,
 )
 from jaxfn._torch.graph.source_lines import Line
-from jaxfn._torch.graph.targets import JaxCall, Operations, name_of, named_operations
-from jaxfn._torch.operations import TABLE, Operation, entry_name, refusal, single_for_half
+from jaxfn._torch.graph.targets import JaxCall, OperationMap, key_by_name, operation_name
+from jaxfn._torch.operations import TABLE, Operation, entry_name, half_to_single, unsupported_reason
 from jaxfn._torch.values.arrays import jax_dtype, to_jax
 from jaxfn._torch.values.errors import TranslationError
 
-# What these say of a tensor (where it is, how it lies in memory) JAX decides itself.
+# Keyword arguments that only concern a tensor's device, storage and autograd.
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "requires_grad", "generator"})
 
 
 class Unsupported(NamedTuple):
-    """An operation that cannot be translated.
+    """An operation that has no translation.
 
     Attributes:
-      operation: its name, as torch prints it.
-      line: the line of the torch code that called it, or None if torch did not record it.
-      reason: why, where more is known than that it is not in the table.
-      callable: the innermost function around that line which `ops=` may name, as Python has it.
+      operation: Its name, as torch prints it.
+      line: The line of the torch code that called it, or `None` if torch did not record it.
+      reason: The reason, if more is known than that it is not in the table.
+      callable: The innermost function around that line which `ops=` can name, as written in Python.
     """
 
     operation: str
@@ -60,41 +57,41 @@ class Unsupported(NamedTuple):
     callable: str | None = None
 
 
-class Translation:
-    """A graph, and what stands for each of its operations.
+class TranslatedGraph:
+    """A graph, with the implementation of each of its operations.
 
     Args:
-      graph_module: the graph, as `Recorder.finish` gives it: of functional ATen operations, all of which its output
-        needs, with results and source lines in the nodes' meta.
-      ops: JAX functions to use for some torch operations, in place of the table's or where it has none.
+      graph_module: The graph from `Recorder.finish`: functional ATen operations, with results and source lines in the
+        nodes' meta. Its output needs all of them.
+      ops: JAX functions that replace torch operations.
 
     Attributes:
-      unsupported: all operations that cannot be translated, in the graph's order, each with the line that called it.
-      indices: what indexes a tensor.
+      unsupported: The operations that have no translation, in order, each with the line that called it.
+      indices: The tensors that index another tensor, with their ranges.
     """
 
-    def __init__(self, graph_module: GraphModule, ops: Operations | None = None) -> None:
-        replacements = named_operations(ops)
+    def __init__(self, graph_module: GraphModule, ops: OperationMap | None = None) -> None:
+        replacements = key_by_name(ops)
         self._graph_module = graph_module
-        calls: list[_StepCall] = []
+        calls: list[_ImplementedStep] = []
         num_drawn = 0
         for step in steps(graph_module):
-            operation = find(step.node, replacements) if step.node.op == "call_function" else None
-            calls.append(_StepCall(step, operation, num_drawn))
+            operation = find_implementation(step.node, replacements) if step.node.op == "call_function" else None
+            calls.append(_ImplementedStep(step, operation, num_drawn))
             num_drawn += isinstance(operation, Operation) and operation.draws
-        self._stretches = _stretches(calls)
-        self.indices = [indices for call in calls for indices in _indices(call)]
+        self._make_segments = _make_segments(calls)
+        self.indices = [indices for call in calls for indices in _indices_of(call)]
         self._constants = [call.step.node for call in calls if call.step.node.op == "get_attr"]
-        limits = {node: _limit(graph_module, node) for node in self._constants}
-        known = {node: limit for node, limit in limits.items() if limit is not None}
+        limits = {node: _magnitude(graph_module, node) for node in self._constants}
+        magnitudes = {node: limit for node, limit in limits.items() if limit is not None}
         sequence = [call.step for call in calls]
-        self._careful = magnitude_bounds(sequence, known, CONSERVATIVE)
-        self._usual = magnitude_bounds(sequence, known, TYPICAL)
+        self._conservative_bounds = magnitude_bounds(sequence, magnitudes, CONSERVATIVE)
+        self._typical_bounds = magnitude_bounds(sequence, magnitudes, TYPICAL)
         missing = (call.operation for call in calls if isinstance(call.operation, Unsupported))
         self.unsupported: list[Unsupported] = list(dict.fromkeys(missing))
 
     def constants(self) -> list[Any]:
-        """The present values of the tensors that are no inputs; those made outside of the Function may change."""
+        """Returns the current values of the tensors that are not inputs; those of external tensors may change."""
         return [_constant(self._graph_module, node) for node in self._constants]
 
     def run(
@@ -105,99 +102,101 @@ class Translation:
         *,
         returns_extremes: bool = False,
     ) -> Any:
-        """The outputs of the graph for JAX arrays.
+        """Computes the outputs of the graph for JAX arrays.
 
         Args:
-          inputs: one JAX array for each placeholder, in order.
-          key: a JAX random key, for graphs that draw random numbers.
-          constants: what `constants()` returned; by default what it returns now.
-          returns_extremes: whether to return the smallest and the largest of each of `indices`, too, by its number.
+          inputs: One JAX array for each placeholder, in order.
+          key: A JAX random key, for graphs that draw random numbers.
+          constants: The result of `constants()`. Default: its current result.
+          returns_extremes: Whether to also return the smallest and the largest of each of `indices`, by its position.
 
         Returns:
-          What the graph returns, with the same structure; arrays have the dtypes that torch recorded, as x64 allows.
+          The graph's result, with the same structure. Arrays have the dtypes that torch recorded, under the x64
+          setting.
 
         Raises:
-          TranslationError: an operation has no translation, or random numbers are drawn without a key.
+          TranslationError: An operation has no translation, or random numbers are drawn without a key.
         """
         if self.unsupported:
-            raise TranslationError(explain(self.unsupported))
+            raise TranslationError(unsupported_message(self.unsupported))
         constants = self.constants() if constants is None else constants
         values: dict[Node, Any] = dict(zip(self._constants, constants, strict=True))
         remaining = iter(inputs)
-        for stretch in self._stretches:
-            if stretch.is_recomputed:
-                recomputed = jax.checkpoint(partial(self._results_of, stretch, values, key))
-                values |= zip(stretch.results, recomputed(), strict=True)
+        for segment in self._make_segments:
+            if segment.is_recomputed:
+                recomputed = jax.checkpoint(partial(self._evaluate_segment, segment, values, key))
+                values |= zip(segment.results, recomputed(), strict=True)
                 continue
-            for call in stretch.calls:
+            for call in segment.calls:
                 node = call.step.node
                 if node.op == "placeholder":
-                    values[node] = _recorded(next(remaining), node)
+                    values[node] = _cast_as_recorded(next(remaining), node)
                 elif node.op == "output":
-                    outputs = self._narrowed(call.step, _substitute(call.step.arguments, values))[0]
+                    outputs = self._to_int32(call.step, _substitute(call.step.arguments, values))[0]
                     found = enumerate(saturate_to_int32(values.get(indices.node)) for indices in self.indices)
-                    known = {i: x for i, x in found if isinstance(x, jax.Array) and x.size}
-                    extremes = {i: (x.min(), x.max()) for i, x in known.items() if returns_extremes}
+                    arrays = {i: x for i, x in found if isinstance(x, jax.Array) and x.size}
+                    extremes = {i: (x.min(), x.max()) for i, x in arrays.items() if returns_extremes}
                     return (outputs, extremes) if returns_extremes else outputs
                 elif node.op != "get_attr":
-                    values[node] = self._value(call, values, key)
+                    values[node] = self._evaluate(call, values, key)
         raise TranslationError("the graph has no output")
 
-    def _results_of(self, stretch: _Stretch, known: Mapping[Node, Any], key: Any) -> list[Any]:
-        values = dict(known)
-        for call in stretch.calls:
+    def _evaluate_segment(self, segment: _Segment, values_before: Mapping[Node, Any], key: Any) -> list[Any]:
+        values = dict(values_before)
+        for call in segment.calls:
             if call.step.node.op == "call_function":
-                values[call.step.node] = self._value(call, values, key)
-        return [values[node] for node in stretch.results]
+                values[call.step.node] = self._evaluate(call, values, key)
+        return [values[node] for node in segment.results]
 
-    def _value(self, call: _StepCall, values: Mapping[Node, Any], key: Any) -> Any:
+    def _evaluate(self, call: _ImplementedStep, values: Mapping[Node, Any], key: Any) -> Any:
         """Evaluates an operation."""
         step, operation = call.step, cast(Operation, call.operation)
         node = step.node
         arguments, options = _substitute((step.arguments, step.options), values)
-        if not operation.takes_half:
-            arguments, options = single_for_half((arguments, options))
+        if not operation.accepts_half:
+            arguments, options = half_to_single((arguments, options))
         if operation.draws:
             if key is None:
-                raise TranslationError(f"{name_of(node.target)}{_line(node)} draws random numbers: pass `key=`")
+                raise TranslationError(f"{operation_name(node.target)}{_line(node)} draws random numbers: pass `key=`")
             arguments = (jax.random.fold_in(key, call.num_drawn), *arguments)
-        if _has_32_bits() and self._needs_64_bits(step, arguments, options):
+        if _is_x64_off() and self._needs_int64(step, arguments, options):
             return self._run_with_int64(call, arguments, options)
-        with _told_line(node):
-            return _recorded(operation.function(*arguments, **options), node)
+        with _line_scope(node):
+            return _cast_as_recorded(operation.function(*arguments, **options), node)
 
-    def _needs_64_bits(self, step: Step, arguments: Any, options: Any) -> bool:
+    def _needs_int64(self, step: Step, arguments: Any, options: Any) -> bool:
         """Whether an operation has an operand, or may have a result, that does not fit in 32 bits."""
-        grows = self._careful.get(step.node, 0) > LARGEST and may_grow(short_name(name_of(step.node.target)))
-        return grows or step.has_large_numbers or has_int64((arguments, options))
+        is_large = self._conservative_bounds.get(step.node, 0) > LARGEST
+        grows = is_large and may_grow(short_name(operation_name(step.node.target)))
+        return grows or step.has_large_integers or has_int64((arguments, options))
 
-    def _run_with_int64(self, call: _StepCall, arguments: Any, options: Any) -> Any:
-        """Evaluates an operation on 64-bit integers. JAX functions, which run again elsewhere, get 32 bits."""
+    def _run_with_int64(self, call: _ImplementedStep, arguments: Any, options: Any) -> Any:
+        """Evaluates an operation on int64 arrays. A replacement gets int32, since it also runs elsewhere."""
         step, operation = call.step, cast(Operation, call.operation)
         if step.node.target is operator.getitem:
             return operation.function(*arguments)
         if operation not in TABLE.values():
-            arguments, options = self._narrowed(step, (arguments, options))
-            return _recorded(operation.function(*arguments, **options), step.node)
+            arguments, options = self._to_int32(step, (arguments, options))
+            return _cast_as_recorded(operation.function(*arguments, **options), step.node)
         with jax.enable_x64(True):
-            return _recorded(operation.function(*to_int64(arguments), **to_int64(options)), step.node)
+            return _cast_as_recorded(operation.function(*to_int64(arguments), **to_int64(options)), step.node)
 
-    def _narrowed(self, step: Step, arguments: Any) -> Any:
-        """The arguments of a step that takes 32 bits, or a message if it is plain that they do not fit."""
+    def _to_int32(self, step: Step, arguments: Any) -> Any:
+        """Casts a step's int64 arguments to int32. Raises if the code shows that they do not fit."""
         if not has_int64(arguments):
             return arguments
         operands: list[Any] = jax.tree_util.tree_leaves((step.arguments, step.options))
         for operand in operands:
-            if isinstance(operand, Node) and self._usual.get(operand, 0) > LARGEST:
+            if isinstance(operand, Node) and self._typical_bounds.get(operand, 0) > LARGEST:
                 source = cast(Node, operand.args[0]) if operand.target is operator.getitem else operand
                 raise TranslationError(
-                    f"{name_of(source.target)}{_line(source)} computes a number that needs 64 bits, and without "
+                    f"{operation_name(source.target)}{_line(source)} computes an integer that needs 64 bits. Without "
                     "jax.config.update('jax_enable_x64', True) JAX's integers have 32"
                 )
         return saturate_to_int32(arguments)
 
 
-# Which argument of an operation indexes a tensor's elements.
+# The position of the argument that contains indices.
 _INDEX_ARGUMENT = {
     **dict.fromkeys(["index", "index_put", "take", "embedding", "put"], 1),
     **dict.fromkeys(["gather", "index_select", "scatter", "scatter_add", "scatter_reduce"], 2),
@@ -206,13 +205,12 @@ _INDEX_ARGUMENT = {
 
 
 class Indices(NamedTuple):
-    """A tensor of indices into another tensor.
+    """A tensor of indices into a dimension of another tensor.
 
     Attributes:
-      node: its node.
-      low: the smallest index that there is.
-      size: how many there are from 0.
-      line: the line of torch code that indexes, or where none is known the operation.
+      low: The smallest valid index.
+      size: The size of the dimension.
+      line: The line of torch code that indexes, or the operation if the line is unknown.
     """
 
     node: Node
@@ -221,17 +219,17 @@ class Indices(NamedTuple):
     line: str
 
 
-def _indices(call: _StepCall) -> Iterator[Indices]:
-    """The indices among the arguments of a call, where torch checks their range and the table's entry is used."""
-    step, name = call.step, name_of(call.step.node.target)
-    short, line = short_name(name), line_of(step.node) or name
-    place = None if "_unsafe" in name or "_backward" in name else _INDEX_ARGUMENT.get(short)
-    if place is None or call.operation is not TABLE.get(entry_name(name) or ""):
+def _indices_of(call: _ImplementedStep) -> Iterator[Indices]:
+    """Yields the index tensors of a step, if torch checks their range and the table's implementation is used."""
+    step, name = call.step, operation_name(call.step.node.target)
+    short, line = short_name(name), node_source_line(step.node) or name
+    position = None if "_unsafe" in name or "_backward" in name else _INDEX_ARGUMENT.get(short)
+    if position is None or call.operation is not TABLE.get(entry_name(name) or ""):
         return
-    at, shape = step.arguments[place], _results(step.arguments[0])[0].shape
-    if short in ("index", "index_put"):  # a mask is alone, or refused
+    at, shape = step.arguments[position], _results(step.arguments[0])[0].shape
+    if short in ("index", "index_put"):  # With a mask among them the operation raises.
         parts = [(x, size) for x, size in zip(at, shape, strict=False) if x is not None]
-        yield from (Indices(x, -size, size, line) for x, size in parts if _results(x)[0].dtype in _WHOLE)
+        yield from (Indices(x, -size, size, line) for x, size in parts if _results(x)[0].dtype in _INTEGERS)
     elif short in ("take", "put"):
         yield Indices(at, -shape.numel(), shape.numel(), line)
     else:
@@ -239,99 +237,89 @@ def _indices(call: _StepCall) -> Iterator[Indices]:
         yield Indices(at, -size if short == "index_fill" else 0, size, line)
 
 
-class _StepCall(NamedTuple):
-    """A step, and what carries it out.
-
-    Attributes:
-      operation: `None` for what is no operation.
-      num_drawn: how many operations draw random numbers before it.
-    """
+class _ImplementedStep(NamedTuple):
+    """A step with its implementation (`None` for inputs and outputs), and the number of random draws before it."""
 
     step: Step
     operation: Operation | Unsupported | None
     num_drawn: int
 
 
-class _Stretch(NamedTuple):
-    """Calls one after the other.
-
-    Attributes:
-      is_recomputed: whether they are carried out again where they are differentiated; see `Recorder.recomputing`.
-      results: what later calls use of them.
-    """
+class _Segment(NamedTuple):
+    """Consecutive steps, which differentiation may recompute, with the nodes that later steps use."""
 
     is_recomputed: bool
-    calls: list[_StepCall]
+    calls: list[_ImplementedStep]
     results: list[Node]
 
 
-def _stretches(calls: Sequence[_StepCall]) -> list[_Stretch]:
+def _make_segments(calls: Sequence[_ImplementedStep]) -> list[_Segment]:
     groups = [(key, list(group)) for key, group in groupby(calls, lambda call: call.step.node.meta.get("recomputed"))]
-    stretches: list[_Stretch] = []
+    segments: list[_Segment] = []
     for key, group in groups:
-        own = {call.step.node for call in group}
-        results = [x.step.node for x in group if key is not None and not own.issuperset(x.step.node.users)]
-        stretches.append(_Stretch(key is not None, group, results))
-    return stretches
+        segment_nodes = {call.step.node for call in group}
+        results = [x.step.node for x in group if key is not None and not segment_nodes.issuperset(x.step.node.users)]
+        segments.append(_Segment(key is not None, group, results))
+    return segments
 
 
-def explain(entries: Sequence[Unsupported]) -> str:
-    """One message for several unsupported operations."""
+def unsupported_message(entries: Sequence[Unsupported]) -> str:
+    """Returns the message for unsupported operations."""
     lines: list[str] = []
     for entry in entries:
-        place = f", called at {entry.line}" if entry.line else ""
-        around = f", in {entry.callable}" if entry.callable else ""
-        lines.append(f"  {entry.operation}{place}{around}{f': {entry.reason}' if entry.reason else ''}")
+        line = f", called at {entry.line}" if entry.line else ""
+        function = f", in {entry.callable}" if entry.callable else ""
+        lines.append(f"  {entry.operation}{line}{function}{f': {entry.reason}' if entry.reason else ''}")
     return (
         "no translation to JAX for\n"
         + "\n".join(lines)
-        + "\nName a JAX function for each with `ops={torch_op: jax_function}`, or for a Python function around it, or "
-        "write that part of the Function in other operations."
+        + "\nName a JAX function for each by `ops={torch_op: jax_function}`, or for a Python function around it, or "
+        "use other operations."
     )
 
 
 class Step(NamedTuple):
-    """A node and its arguments, with those in their place that are positional in the operation's schema."""
+    """A node and its arguments, with the schema's positional ones filled in."""
 
     node: Node
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
     @property
-    def has_large_numbers(self) -> bool:
-        """Whether a whole number among the arguments of an operation on whole numbers needs 64 bits."""
-        if not _large_numbers((self.arguments, self.options)):
+    def has_large_integers(self) -> bool:
+        """Whether a Python integer among the arguments of an integer operation needs 64 bits."""
+        if not _large_integers((self.arguments, self.options)):
             return False
-        if name_of(self.node.target).startswith(("aten.slice", "aten.narrow")):
+        if operation_name(self.node.target).startswith(("aten.slice", "aten.narrow")):
             return False
         results = {tensor.dtype for tensor in _results(self.node)}
         operands = {x.dtype for node in self.arguments if isinstance(node, Node) for x in _results(node)}
-        if torch.bool in results:  # a comparison, for which torch has a number in the tensor's bits
+        if torch.bool in results:  # A comparison. torch casts the number to the tensor's dtype.
             return torch.int64 in operands
-        is_ratio = any(dtype.is_floating_point for dtype in results) and not operands.isdisjoint(_WHOLE)
+        is_ratio = any(dtype.is_floating_point for dtype in results) and not operands.isdisjoint(_INTEGERS)
         return torch.int64 in results or is_ratio
 
 
-_WHOLE = frozenset({torch.int64, torch.int32})
+_INTEGERS = frozenset({torch.int64, torch.int32})
 
 
-def _has_32_bits() -> bool:
-    """Whether JAX's whole numbers have 32 bits, as x64 is off."""
+def _is_x64_off() -> bool:
+    """Whether JAX's integers have 32 bits."""
     return jax.dtypes.canonicalize_dtype(np.int64) != np.int64
 
 
-def _large_numbers(value: Any) -> list[int]:
-    """The whole numbers in arguments that need 64 bits."""
+def _large_integers(value: Any) -> list[int]:
+    """Returns the Python integers in arguments that need 64 bits."""
     return list(filter(is_large, jax.tree_util.tree_leaves(value)))
 
 
 def steps(graph_module: GraphModule) -> Iterator[Step]:
-    """The nodes with their arguments, in order."""
+    """Returns the nodes with their arguments, in order."""
     return (Step(node, *_schema_arguments(node)) for node in graph_module.graph.nodes)
 
 
 def _schema_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A node's arguments, with all positional ones of the operation's schema in their place."""
+    """Returns a node's arguments, with the positional ones of the operation's schema filled in."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return node.args, dict(node.kwargs)
@@ -344,87 +332,87 @@ def _schema_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _substitute(value: Any, values: Mapping[Node, Any]) -> Any:
-    """`value` with arrays for nodes and JAX dtypes for torch's."""
+    """Replaces nodes by their values, and torch dtypes by JAX dtypes."""
     if isinstance(value, Node):
         return values[value]
     if isinstance(value, torch.dtype):
         return jax_dtype(value)
     if isinstance(value, tuple):
         return tuple(_substitute(item, values) for item in value)
-    if isinstance(value, list):  # a list of torch.fx's own type, in a graph
+    if isinstance(value, list):  # torch.fx has its own list type.
         return [_substitute(item, values) for item in value]
     if isinstance(value, dict):
         return {name: _substitute(item, values) for name, item in value.items()}
     return value
 
 
-def find(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operation | Unsupported:
+def find_implementation(node: Node, replacements: Mapping[str, Callable[..., Any]]) -> Operation | Unsupported:
     """Returns the implementation of a node's operation: the replacement, or the table's entry."""
     if isinstance(node.target, JaxCall):
-        return Operation(node.target, node.target.draws, takes_half=True)
-    if node.target is operator.getitem:  # one of several results
-        return Operation(operator.getitem, takes_half=True)
-    name = name_of(node.target)
-    for form in (name, name.rpartition(".")[0]):
-        if form in replacements:
-            return Operation(replacements[form], takes_half=True)
+        return Operation(node.target, node.target.draws, accepts_half=True)
+    if node.target is operator.getitem:  # One of several results
+        return Operation(operator.getitem, accepts_half=True)
+    name = operation_name(node.target)
+    for candidate in (name, name.rpartition(".")[0]):
+        if candidate in replacements:
+            return Operation(replacements[candidate], accepts_half=True)
     entry = entry_name(name)
     if entry is None:
-        return _unsupported(node, node.meta.get("reason") or refusal(name))
-    unknown_dtype = _unknown_dtype(node)
+        return _unsupported(node, node.meta.get("reason") or unsupported_reason(name))
+    unknown_dtype = _dtype_problem(node)
     if unknown_dtype is not None:
         return _unsupported(node, unknown_dtype)
     operation = TABLE[entry]
-    memory = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
-    if memory is None or not (operation.reads_memory or operation.otherwise):
+    tensor = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+    if tensor is None or not (operation.reads_storage or operation.for_noncontiguous):
         return operation
-    if operation.otherwise is not None and not memory.is_contiguous():
-        return Operation(operation.otherwise)
-    if operation.reads_memory:
+    if operation.for_noncontiguous is not None and not tensor.is_contiguous():
+        return Operation(operation.for_noncontiguous)
+    if operation.reads_storage:
         *_, size, stride, offset = _schema_arguments(node)[0]
-        elements = _elements_at(memory, size, stride, offset)
+        elements = _view_elements(tensor, size, stride, offset)
         if elements is None:
-            return _unsupported(node, _OUTSIDE)
-        return operation._replace(function=_with_elements(operation.function, elements))
+            return _unsupported(node, _READS_AROUND)
+        return operation._replace(function=_bind_elements(operation.function, elements))
     return operation
 
 
 def _unsupported(node: Node, reason: str | None) -> Unsupported:
     line: Line | None = node.meta.get("line")
-    return Unsupported(name_of(node.target), line_of(node), reason, line and line.callable)
+    return Unsupported(operation_name(node.target), node_source_line(node), reason, line and line.callable)
 
 
-_OUTSIDE = (
-    "it reads memory around the elements of its argument, which is a part of another tensor: take the view of that one"
+_READS_AROUND = (
+    "it reads storage outside of its argument, which is a slice of another tensor: take the view of that tensor"
 )
 
 
-def _with_elements(function: Callable[..., Any], elements: np.ndarray[Any, Any]) -> Callable[..., Any]:
+def _bind_elements(function: Callable[..., Any], elements: np.ndarray[Any, Any]) -> Callable[..., Any]:
     return lambda *arguments: function(*arguments[:-3], elements)
 
 
-def _elements_at(
-    memory: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+def _view_elements(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
 ) -> np.ndarray[Any, Any] | None:
-    """The numbers of those elements of a tensor that a view of its memory has; `None` if there are others in it."""
+    """Returns the element numbers of a view of a tensor's storage; `None` if the view has other elements."""
     if not math.prod(size):
         return np.zeros(tuple(size), int)
-    begin = int(memory.storage_offset())
-    own = _places(memory.shape, memory.stride(), begin).reshape(-1)
-    wanted = _places(size, stride, begin if offset is None else offset)
-    order = np.argsort(own, kind="stable")
-    found = np.minimum(np.searchsorted(own[order], wanted), len(own) - 1)
-    return order[found] if len(own) and (own[order][found] == wanted).all() else None
+    begin = int(tensor.storage_offset())
+    offsets = _storage_offsets(tensor.shape, tensor.stride(), begin).reshape(-1)
+    view_offsets = _storage_offsets(size, stride, begin if offset is None else offset)
+    order = np.argsort(offsets, kind="stable")
+    found = np.minimum(np.searchsorted(offsets[order], view_offsets), len(offsets) - 1)
+    return order[found] if len(offsets) and (offsets[order][found] == view_offsets).all() else None
 
 
-def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray[Any, Any]:
-    """Returns the offsets in memory of a strided tensor's elements."""
+def _storage_offsets(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray[Any, Any]:
+    """Returns the storage offsets of a strided tensor's elements."""
     axes = (np.arange(length) * step for length, step in zip(size, stride, strict=True))
     return offset + reduce(np.add.outer, axes, np.zeros((), int))
 
 
-def _unknown_dtype(node: Node) -> str | None:
-    """Why JAX cannot have a result's dtype."""
+def _dtype_problem(node: Node) -> str | None:
+    """Returns why JAX does not support the dtype of a result; `None` if it does."""
     try:
         for result in _results(node):
             jax_dtype(result.dtype)
@@ -434,40 +422,40 @@ def _unknown_dtype(node: Node) -> str | None:
 
 
 def _results(node: Node) -> list[torch.Tensor]:
-    """The tensors that torch recorded as a node's results."""
+    """Returns the tensors that torch recorded as a node's results."""
     recorded = node.meta.get("val")
     results = recorded if isinstance(recorded, (tuple, list)) else [recorded]
     return [result for result in results if isinstance(result, torch.Tensor)]
 
 
-def _told_line(node: Node) -> AbstractContextManager[object]:
-    """Tells the line of a node to `find_nan`, if that looks, as a part of operations' names."""
-    is_wanted = OBSERVATION.value is Observation.VALUES
-    return jax.named_scope(line_name(line_of(node) or "")) if is_wanted else nullcontext()
+def _line_scope(node: Node) -> AbstractContextManager[object]:
+    """Returns a scope that adds the node's source line to the names of its operations, if `find_nan` observes them."""
+    is_observed = OBSERVATION.value is Observation.VALUES
+    return jax.named_scope(line_name(node_source_line(node) or "")) if is_observed else nullcontext()
 
 
-def line_of(node: Node) -> str | None:
-    """The line of the user's code that called a node's operation, as `file:line: code`."""
+def node_source_line(node: Node) -> str | None:
+    """Returns the line of the user's code that called a node's operation, as `file:line: code`."""
     line: Line | None = node.meta.get("line")
     return f"{line.file}:{line.number}: {line.text}".rstrip(": ") if line else None
 
 
 def _line(node: Node) -> str:
-    line = line_of(node)
+    line = node_source_line(node)
     return f", called at {line}," if line else ""
 
 
 def _constant(graph_module: GraphModule, node: Node) -> Any:
     value: torch.Tensor = getattr(graph_module, str(node.target))
-    limit = _limit(graph_module, node)
-    if limit is not None and limit > LARGEST and _has_32_bits():
+    limit = _magnitude(graph_module, node)
+    if limit is not None and limit > LARGEST and _is_x64_off():
         with jax.enable_x64(True):
             return to_jax(value)
     return to_jax(value)
 
 
-def _limit(graph_module: GraphModule, node: Node) -> int | None:
-    """Returns the largest magnitude in an integer constant; `None` for one of another kind."""
+def _magnitude(graph_module: GraphModule, node: Node) -> int | None:
+    """Returns the largest magnitude in an int64 constant; `None` for other constants."""
     value: torch.Tensor = getattr(graph_module, str(node.target))
     if value.dtype != torch.int64 or not value.numel():
         return None
@@ -475,26 +463,27 @@ def _limit(graph_module: GraphModule, node: Node) -> int | None:
         return max(-int(value.amin()), int(value.amax()), 0)
 
 
-def _recorded(result: Any, node: Node) -> Any:
-    """A result with the dtype, and checked against the shape, that torch recorded for the node."""
-    return _as(result, node.meta.get("val"), node)
+def _cast_as_recorded(result: Any, node: Node) -> Any:
+    """Casts a result to the dtype that torch recorded for the node. Raises if the shape differs."""
+    return _cast_like(result, node.meta.get("val"), node)
 
 
-def _as(result: Any, recorded: Any, node: Node) -> Any:
+def _cast_like(result: Any, recorded: Any, node: Node) -> Any:
     if isinstance(recorded, (tuple, list)):
         if not isinstance(result, (tuple, list)) or len(result) != len(recorded):
             raise TranslationError(
-                f"{name_of(node.target)}{_line(node)} has {len(recorded)} results; its translation gave {result!r}"
+                f"{operation_name(node.target)}{_line(node)} has {len(recorded)} results; its translation gave "
+                f"{result!r}"
             )
-        return type(recorded)(_as(part, expected, node) for part, expected in zip(result, recorded, strict=True))
+        return type(recorded)(_cast_like(part, expected, node) for part, expected in zip(result, recorded, strict=True))
     if not isinstance(recorded, torch.Tensor):
         return result
-    if result is None:  # a result that was not asked for
+    if result is None:  # A result that the output mask excludes.
         return None
     array = jnp.asarray(result)
     if tuple(array.shape) != tuple(recorded.shape):
         raise TranslationError(
-            f"{name_of(node.target)}{_line(node)} has a result of shape {tuple(recorded.shape)}; "
+            f"{operation_name(node.target)}{_line(node)} has a result of shape {tuple(recorded.shape)}; "
             f"its translation gave {tuple(array.shape)}"
         )
     return lax.convert_element_type(array, jax_dtype(recorded.dtype))

@@ -1,4 +1,4 @@
-"""The running line of the user's code, for messages."""
+"""The user's line of code that is running, for messages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ import jax
 import numpy
 import torch
 
-# Where a source line is not the user's.
-_NOT_USERS = (*(Path(str(module.__file__)).parent for module in (torch, jax, numpy)), Path(__file__).parents[2])
+# Directories of code that is not the user's.
+_LIBRARIES = (*(Path(str(module.__file__)).parent for module in (torch, jax, numpy)), Path(__file__).parents[2])
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 class Line(NamedTuple):
-    """A line of the user's code, and the function that it is in.
+    """A line of the user's code.
 
     Attributes:
-      callable: the innermost function around it that a module or class has by its name, as that is written in Python;
-        one that `ops=` may name. `None` where there is none.
+      function: The name of the function around it.
+      callable: The innermost function around the line that `ops=` can name, as written in Python: a module or class has
+        it as an attribute. `None` if there is none.
     """
 
     file: str
@@ -37,43 +38,39 @@ class Line(NamedTuple):
 
 
 def running_line(frames: Iterable[FrameType] | None = None) -> Line | None:
-    """The line of the user's code that is running.
-
-    Args:
-      frames: where to look, the innermost first; default: where Python is now.
-    """
+    """Returns the user's line that is running, in the current frames or in `frames` (the innermost first)."""
     line: Line | None = None
     for frame in running_frames() if frames is None else frames:
         code, number = frame.f_code, frame.f_lineno
-        if not is_users(code.co_filename):
+        if not is_user_code(code.co_filename):
             continue
         if line is None:
             text = linecache.getline(code.co_filename, number).strip()
             line = Line(code.co_filename, number, code.co_name, text, None)
-        name = _name_of(code, frame.f_globals.get("__name__", ""))
+        name = _importable_name(code, frame.f_globals.get("__name__", ""))
         if name is not None:
             return line._replace(callable=name)
     return line
 
 
 def source_line(frames: Iterable[FrameType] | None = None) -> str:
-    """The line of the user's code that is running, as part of a message; `frames` as for `running_line`."""
-    return as_text(running_line(frames))
+    """Returns the line of the user's code that is running, as part of a message; `frames` as for `running_line`."""
+    return format_line(running_line(frames))
 
 
-def as_text(line: Line | None) -> str:
-    """A line as part of a message."""
+def format_line(line: Line | None) -> str:
+    """Formats a line as part of a message."""
     return f'\n  File "{line.file}", line {line.number}, in {line.function}\n    {line.text}' if line else ""
 
 
-def naming(line: Line | None) -> str:
-    """That the function around a line may be named in `ops=`, as part of a message."""
+def ops_hint(line: Line | None) -> str:
+    """Returns the hint that `ops=` can name the function around a line, as part of a message."""
     name = None if line is None else line.callable
-    return f". Or name a JAX function to stand for the one around it: ops={{{name}: jax_function}}" if name else ""
+    return f". Or name a JAX function for the function around it: ops={{{name}: jax_function}}" if name else ""
 
 
 def running_frames() -> Iterator[FrameType]:
-    """The frames of this thread, the innermost first."""
+    """Yields the frames of this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         yield frame
@@ -81,8 +78,8 @@ def running_frames() -> Iterator[FrameType]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _name_of(code: CodeType, module: str) -> str | None:
-    """Returns the name by which the function of this code is found in its module; `None` if it is not."""
+def _importable_name(code: CodeType, module: str) -> str | None:
+    """Returns the qualified name by which code's function is found in its module; `None` if it is not."""
     found: Any = sys.modules.get(module)
     for part in code.co_qualname.split("."):
         found = getattr(found, part, None)
@@ -92,10 +89,10 @@ def _name_of(code: CodeType, module: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def is_users(filename: str) -> bool:
-    """Whether code of this file is the user's, and not torch's, jaxfn's or Python's."""
+def is_user_code(filename: str) -> bool:
+    """Whether a file belongs to the user, and not to torch, JAX, jaxfn or Python."""
     path = Path(filename)
-    if filename.startswith("<") or any(map(path.is_relative_to, _NOT_USERS)):
+    if filename.startswith("<") or any(map(path.is_relative_to, _LIBRARIES)):
         return False
     is_standard = path.is_relative_to(_STANDARD_LIBRARY)
     return not is_standard or "site-packages" in path.relative_to(_STANDARD_LIBRARY).parts

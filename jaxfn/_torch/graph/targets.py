@@ -1,4 +1,4 @@
-"""The targets of nodes: torch's operations and what they are called, and calls of JAX code."""
+"""Targets of graph nodes: torch operations and their names, and calls of JAX functions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-# A torch operation (its overload, its packet, its `torch.library` definition or its name) to a JAX function.
-Operations = Mapping[Any, Callable[..., Any]]
+# JAX functions by torch operation (an overload, a packet, a `torch.library` definition or a name).
+OperationMap = Mapping[Any, Callable[..., Any]]
 
 
-def name_of(target: Any) -> str:
-    """A torch operation's name as torch prints it, such as `aten.add.Tensor`."""
+def operation_name(target: Any) -> str:
+    """Returns a torch operation's name as torch prints it, such as `aten.add.Tensor`."""
     definition = getattr(target, "_opoverload", target)
     if isinstance(definition, str):
         return definition.replace("::", ".")
@@ -21,18 +21,13 @@ def name_of(target: Any) -> str:
     return getattr(definition, "__name__", None) or str(definition)
 
 
-def named_operations(ops: Operations | None) -> dict[str, Callable[..., Any]]:
-    """The replacements by the names of the operations."""
-    return {name_of(target): function for target, function in (ops or {}).items()}
+def key_by_name(ops: OperationMap | None) -> dict[str, Callable[..., Any]]:
+    """Returns the replacements by the names of the operations."""
+    return {operation_name(target): function for target, function in (ops or {}).items()}
 
 
 class JaxCall:
-    """The target of a node that calls a function of JAX arrays.
-
-    Attributes:
-      function: it; its first argument is a key if it draws.
-      draws: whether it draws random numbers.
-    """
+    """A node's target that calls a function of JAX arrays, which takes a random key first if it draws."""
 
     def __init__(self, function: Callable[..., Any], name: str, draws: bool = False) -> None:
         self.function = function
@@ -48,7 +43,7 @@ class JaxCall:
 
 
 def draws_random_numbers(target: Any) -> bool:
-    """Whether the target of a node does."""
+    """Whether a node's target draws random numbers."""
     if isinstance(target, JaxCall):
         return target.draws
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())

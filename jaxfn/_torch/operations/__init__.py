@@ -18,9 +18,9 @@ from jaxfn._torch.operations import resampling as resampling
 from jaxfn._torch.operations import shapes as shapes
 from jaxfn._torch.operations import sorting as sorting
 from jaxfn._torch.operations import special as special
-from jaxfn._torch.operations.promotion import single_for_half as single_for_half
-from jaxfn._torch.operations.table import REFUSED as REFUSED
+from jaxfn._torch.operations.promotion import half_to_single as half_to_single
 from jaxfn._torch.operations.table import TABLE as TABLE
+from jaxfn._torch.operations.table import UNSUPPORTED as UNSUPPORTED
 from jaxfn._torch.operations.table import Operation as Operation
 from jaxfn._torch.operations.table import entry_name as entry_name
-from jaxfn._torch.operations.table import refusal as refusal
+from jaxfn._torch.operations.table import unsupported_reason as unsupported_reason

@@ -1,4 +1,4 @@
-"""Activation functions that core ATen keeps."""
+"""Activation functions that core ATen does not decompose."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch.operations.table import enter_all, operation, refuse
+from jaxfn._torch.operations.table import mark_unsupported, operation, register_all
 
-enter_all({"aten.silu": jax.nn.silu})
+register_all({"aten.silu": jax.nn.silu})
 
 
 @operation("aten.relu")
@@ -34,7 +34,7 @@ def softmax(x: Array, dim: int, half_to_float: Any = False) -> Array:
 
 @operation("aten._safe_softmax")
 def safe_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
-    """0 where all elements are minus infinity."""
+    """Returns 0 where all elements are minus infinity."""
     x = x if dtype is None else x.astype(dtype)
     empty = jnp.all(x == -np.inf, dim if x.ndim else None, keepdims=True)
     return jnp.where(empty, 0, softmax(jnp.where(empty, 0, x), dim))
@@ -63,7 +63,7 @@ def gelu(x: Array, approximate: str = "none") -> Array:
 
 @operation("aten.elu")
 def elu(x: Array, alpha: float, scale: float, input_scale: float) -> Array:
-    # The exponential of what is not negative is not used, and must not overflow in the derivative.
+    # The exponential of a positive element is not used, and must not overflow in the derivative.
     below = alpha * jnp.expm1(input_scale * jnp.where(x > 0, 0, x))
     return scale * jnp.where(x > 0, x, below)
 
@@ -75,24 +75,24 @@ def leaky_relu(x: Array, negative_slope: float) -> Array:
 
 @operation("aten.hardtanh")
 def hardtanh(x: Array, low: float, high: float) -> Array:
-    """torch's derivative at a bound is 0."""
+    """Clamps. torch's derivative at a bound is 0."""
     return jnp.where(x <= low, jnp.asarray(low, x.dtype), jnp.where(x >= high, jnp.asarray(high, x.dtype), x))
 
 
 @operation("aten.hardsigmoid")
 def hardsigmoid(x: Array) -> Array:
-    """torch's derivative at both ends is 0."""
+    """Computes a piecewise-linear sigmoid. torch's derivative at both ends is 0."""
     return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, x / 6 + 0.5))
 
 
 @operation("aten.hardswish")
 def hardswish(x: Array) -> Array:
-    """torch's derivative is 0 at the lower end and 1 at the upper one."""
+    """Computes `x * hardsigmoid(x)`. torch's derivative is 0 at the lower end and 1 at the upper one."""
     return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
 
 
-refuse("rrelu has no translation", "aten.rrelu_with_noise_backward")
-refuse(
+mark_unsupported("rrelu has no translation", "aten.rrelu_with_noise_backward")
+mark_unsupported(
     "torch's decomposition of it counts labels after the first -1",
     "aten.multilabel_margin_loss_forward",
     "aten.multilabel_margin_loss_backward",

@@ -1,11 +1,11 @@
 """Attention, which torch keeps as one operation.
 
-Note: it does not become `jax.nn.dot_product_attention`, and neither does what torch itself breaks
-`scaled_dot_product_attention` up into (products, and a safe softmax). Up to JAX 0.12 that function takes no fused
-kernel of its own accord, so nothing would be gained; it has a softmax in single precision for float64 too, rounds the
-weights of half-precision arguments, gives a row without any key the mean of all values, where torch gives 0, and takes
-more time and memory on a CPU. cuDNN's kernel, which it takes when asked to, has no forward mode and no second
-derivative. Those who want a kernel name it: `from_torch(f, ops={scaled_dot_product_attention: kernel})`.
+Note: it is not translated to `jax.nn.dot_product_attention`, and neither is torch's decomposition of
+`scaled_dot_product_attention` (products, and a safe softmax). Up to JAX 0.12 that function does not select a fused
+kernel automatically, so nothing would be gained. It computes the softmax in single precision for float64 too, rounds
+the weights of half-precision arguments, returns the mean of all values for a row without keys (torch returns 0), and
+takes more time and memory on a CPU. cuDNN's kernel, on request, has no forward mode and no second derivative. To use a
+kernel, name it: `from_torch(f, ops={scaled_dot_product_attention: kernel})`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ def attention(
     attn_mask: Array | None = None,
     scale: float | None = None,
 ) -> Array:
-    """Computes what each query attends to."""
+    """Computes the attention of each query."""
     if dropout_p:
-        raise TranslationError("scaled_dot_product_attention with dropout has no counterpart without torch's own mask")
+        raise TranslationError(
+            "scaled_dot_product_attention with dropout is not supported, since it needs torch's random mask"
+        )
     scores = _scores(query, key, is_causal, attn_mask, scale)
     sums = jax.nn.logsumexp(scores, -1)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(sums), sums, 0)[..., None])
@@ -54,7 +56,7 @@ def _scores(query: Array, key: Array, is_causal: bool, mask: Array | None, scale
 
 
 def _per_head(x: Array, query: Array) -> Array:
-    """Keys or values with one head for each of the query's, where several of those share one."""
+    """Repeats keys or values, if several heads of the query share one."""
     return x if x.shape[-3] == query.shape[-3] else jnp.repeat(x, query.shape[-3] // x.shape[-3], -3)
 
 
@@ -66,13 +68,13 @@ def attention_backward(
     value: Array,
     output: Array,
     sums: Array,
-    *given: Any,
+    *positional: Any,
     **options: Any,
 ) -> tuple[Array, ...]:
-    """The gradients of query, key and value; the options are those of `attention`."""
+    """Returns the gradients of query, key and value; the options are those of `attention`."""
 
     def forward(query: Array, key: Array, value: Array) -> Array:
-        return attention(query, key, value, *given, **options).astype(gradient.dtype)
+        return attention(query, key, value, *positional, **options).astype(gradient.dtype)
 
     pull: Callable[[Array], Any] = jax.vjp(forward, query, key, value)[1]
     return tuple(pull(gradient))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import operation, register_all
 
-enter_all(
+register_all(
     {
         "aten.empty": jnp.zeros,
         "aten.empty_like": jnp.zeros_like,
@@ -50,7 +50,7 @@ def new_ones(x: Array, size: Sequence[int], dtype: Any = None) -> Array:
 
 @operation("aten.arange")
 def arange(*bounds: Any, dtype: Any = None) -> Array:
-    """Takes an end; a start and an end; or both and a step: known numbers, so that NumPy computes in double."""
+    """Takes an end, or a start and an end, or also a step. They are Python numbers, so NumPy computes in float64."""
     start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     if dtype is None and all(isinstance(x, int) for x in (start, end, step)):
         dtype = np.int64

@@ -1,4 +1,4 @@
-"""Backward operations, from the forward ones."""
+"""Backward operations, implemented by `jax.vjp` of the forward ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import jax
 from jax import Array
 
 
-def pulled_back(forward: Callable[[Array], Array], gradient: Array, x: Array) -> Array:
-    """The gradient at `x` that belongs to a gradient of `forward(x)`."""
+def apply_vjp(forward: Callable[[Array], Array], gradient: Array, x: Array) -> Array:
+    """Returns the gradient at `x` for a gradient of `forward(x)`."""
     return jax.vjp(forward, x)[1](gradient)[0]

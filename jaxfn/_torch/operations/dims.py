@@ -9,7 +9,7 @@ from jax import Array
 
 
 def axes(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The axes, counted from 0, that `dim` names: all for None and for an empty list, none of an array without any."""
+    """Returns the axes, counted from 0, that `dim` names: all for `None` and for an empty list, none for a scalar."""
     dims = [dim] if isinstance(dim, int) else list(dim or ())
     if not dims or x.ndim == 0:
         return tuple(range(x.ndim))
@@ -17,10 +17,10 @@ def axes(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def along(x: Array, dim: int, index: Any) -> tuple[Any, ...]:
-    """Returns the index of `x` that is `index` along one axis."""
+    """Returns the index of `x` that selects `index` along one axis."""
     return (slice(None),) * (dim % x.ndim) + (index,)
 
 
 def vector(x: Array) -> Array:
-    """`x` with at least one axis, since `dim=0` of a tensor without any is allowed."""
+    """Returns `x` with at least one axis, since torch allows `dim=0` for a scalar."""
     return x.reshape(1) if x.ndim == 0 else x

@@ -12,16 +12,16 @@ from jax import Array, lax
 from jaxfn._torch._compat import CLAMP_SPLITS_TIES
 from jaxfn._torch.operations.promotion import (
     as_dtype,
+    compute_dtype,
     is_inexact,
-    promoted,
-    promoted_to_inexact,
+    promote,
+    promote_to_inexact,
     result_type,
     to_inexact,
-    widened,
 )
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import operation, register_all
 
-enter_all(
+register_all(
     {
         "aten.acos": jnp.arccos,
         "aten.acosh": jnp.arccosh,
@@ -47,37 +47,37 @@ enter_all(
         "aten.tan": jnp.tan,
         "aten.tanh": jnp.tanh,
         "aten.trunc": jnp.trunc,
-        "aten.mul": promoted(jnp.multiply),
-        "aten.deg2rad": promoted_to_inexact(jnp.deg2rad),
-        "aten.rad2deg": promoted_to_inexact(jnp.rad2deg),
-        "aten.reciprocal": promoted_to_inexact(jnp.reciprocal),
-        "aten.rsqrt": promoted_to_inexact(lax.rsqrt),
-        "aten.sigmoid": promoted_to_inexact(lax.logistic),
+        "aten.mul": promote(jnp.multiply),
+        "aten.deg2rad": promote_to_inexact(jnp.deg2rad),
+        "aten.rad2deg": promote_to_inexact(jnp.rad2deg),
+        "aten.reciprocal": promote_to_inexact(jnp.reciprocal),
+        "aten.rsqrt": promote_to_inexact(lax.rsqrt),
+        "aten.sigmoid": promote_to_inexact(lax.logistic),
         "aten.frexp": jnp.frexp,
         "aten.signbit": jnp.signbit,
     }
 )
-enter_all(
+register_all(
     {
-        "aten.atan2": promoted_to_inexact(jnp.arctan2),
-        "aten.copysign": promoted_to_inexact(jnp.copysign),
-        "aten.gcd": promoted(jnp.gcd),
-        "aten.hypot": promoted_to_inexact(jnp.hypot),
-        "aten.lcm": promoted(jnp.lcm),
-        "aten.maximum": promoted(jnp.maximum),
-        "aten.minimum": promoted(jnp.minimum),
-        "aten.remainder": promoted(jnp.remainder),
-        "aten.logaddexp": promoted_to_inexact(jnp.logaddexp),
-        "aten.logaddexp2": promoted_to_inexact(jnp.logaddexp2),
-        "aten.heaviside": promoted(jnp.heaviside),
+        "aten.atan2": promote_to_inexact(jnp.arctan2),
+        "aten.copysign": promote_to_inexact(jnp.copysign),
+        "aten.gcd": promote(jnp.gcd),
+        "aten.hypot": promote_to_inexact(jnp.hypot),
+        "aten.lcm": promote(jnp.lcm),
+        "aten.maximum": promote(jnp.maximum),
+        "aten.minimum": promote(jnp.minimum),
+        "aten.remainder": promote(jnp.remainder),
+        "aten.logaddexp": promote_to_inexact(jnp.logaddexp),
+        "aten.logaddexp2": promote_to_inexact(jnp.logaddexp2),
+        "aten.heaviside": promote(jnp.heaviside),
     },
-    takes_half=True,
+    accepts_half=True,
 )
 
 
 @operation("aten.sign", "aten.sgn")
 def sign(x: Array) -> Array:
-    """0 of a nan, unless it is complex."""
+    """Returns 0 for a real NaN."""
     if x.dtype == np.bool_:
         return x
     return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sign(x)
@@ -85,36 +85,36 @@ def sign(x: Array) -> Array:
 
 @operation("aten.abs")
 def absolute(x: Array) -> Array:
-    """torch's derivative at 0 is 0, JAX's 1."""
+    """Computes absolute values. torch's derivative at 0 is 0, JAX's is 1."""
     return x * lax.stop_gradient(sign(x)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.abs(x)
 
 
-@operation("aten.add", takes_half=True)
+@operation("aten.add", accepts_half=True)
 def add(x: Any, y: Any, alpha: Any = 1) -> Array:
     return _sum(x, y) if alpha == 1 else _scaled_sum(x, y, alpha)
 
 
-@operation("aten.sub", takes_half=True)
+@operation("aten.sub", accepts_half=True)
 def sub(x: Any, y: Any, alpha: Any = 1) -> Array:
     return _difference(x, y) if alpha == 1 else _scaled_sum(x, y, -alpha)
 
 
-_sum, _difference = promoted(jnp.add), promoted(jnp.subtract)
+_sum, _difference = promote(jnp.add), promote(jnp.subtract)
 
 
-@promoted
+@promote
 def _scaled_sum(x: Array, y: Array, alpha: Array) -> Array:
     return x + alpha * y
 
 
-@operation("aten.rsub", takes_half=True)
+@operation("aten.rsub", accepts_half=True)
 def rsub(x: Any, y: Any, alpha: Any = 1) -> Array:
     return sub(y, x, alpha)
 
 
 @operation("aten.div")
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
-    """Division; `rounding_mode` is None, "trunc" (towards zero) or "floor"."""
+    """Divides; `rounding_mode` is `None`, "trunc" (towards zero) or "floor"."""
     dtype = result_type(x, y)
     x, y = as_dtype(x, dtype), as_dtype(y, dtype)
     if rounding_mode is None:
@@ -123,7 +123,7 @@ def div(x: Any, y: Any, rounding_mode: str | None = None) -> Array:
         return jnp.floor_divide(x, y) if rounding_mode == "floor" else lax.div(*jnp.broadcast_arrays(x, y))
     if rounding_mode == "trunc":
         return jnp.trunc(x / y)
-    # Constant between its steps; without stop_gradient, inf and nan of the parts would reach the derivative.
+    # Piecewise constant. Without stop_gradient, inf and NaN of the parts would reach the derivative.
     x, y = lax.stop_gradient(x), lax.stop_gradient(y)
     return jnp.where(y == 0, x / y, jnp.floor_divide(x, y))
 
@@ -133,9 +133,9 @@ def floor_divide(x: Any, y: Any) -> Array:
     return div(x, y, "floor")
 
 
-@operation("aten.nextafter", takes_half=True)
+@operation("aten.nextafter", accepts_half=True)
 def nextafter(x: Array, y: Array) -> Array:
-    """JAX has no derivative of it; torch's follows x where there is a step."""
+    """Computes the next number. JAX has no derivative of it; torch's is that of x where there is a step."""
     dtype = result_type(x, y)
     x, y = as_dtype(x, dtype), as_dtype(y, dtype)
     fixed = lax.stop_gradient(x)
@@ -143,50 +143,50 @@ def nextafter(x: Array, y: Array) -> Array:
     return step + jnp.where(jnp.isfinite(x) & (x != y), x - fixed, 0)
 
 
-@operation("aten.fmod", takes_half=True)
-@promoted
+@operation("aten.fmod", accepts_half=True)
+@promote
 def fmod(x: Array, y: Array) -> Array:
     return lax.rem(*jnp.broadcast_arrays(x, y))
 
 
-@operation("aten.pow", takes_half=True)
+@operation("aten.pow", accepts_half=True)
 def power(x: Any, exponent: Any) -> Array:
     if isinstance(exponent, (int, float)) and abs(exponent) <= 64 and float(exponent).is_integer():
         dtype = result_type(x, exponent)
-        return jnp.power(jnp.asarray(x, dtype).astype(widened(dtype)), int(exponent))
+        return jnp.power(jnp.asarray(x, dtype).astype(compute_dtype(dtype)), int(exponent))
     return _power(x, exponent)
 
 
-@promoted
+@promote
 def _power(x: Array, exponent: Array) -> Array:
     if is_inexact(x):
         return jnp.power(x, exponent)
-    # One over an integer's power, cut to an integer: nothing is left unless it was 1 or -1.
+    # A negative power of an integer, truncated, is 0 unless the base is 1 or -1.
     inverse = jnp.where(x == 1, 1, jnp.where(x == -1, 1 - 2 * (exponent % 2), 0))
     return jnp.where(exponent < 0, inverse, jnp.power(x, jnp.maximum(exponent, 0)))
 
 
-@operation("aten.fmax", takes_half=True)
-@promoted
+@operation("aten.fmax", accepts_half=True)
+@promote
 def fmax(x: Array, y: Array) -> Array:
     return jnp.where((x >= y) | jnp.isnan(y), x, y)
 
 
-@operation("aten.fmin", takes_half=True)
-@promoted
+@operation("aten.fmin", accepts_half=True)
+@promote
 def fmin(x: Array, y: Array) -> Array:
     return jnp.where((x <= y) | jnp.isnan(y), x, y)
 
 
-_with_bounds = functools.partial(promoted, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
+_with_bounds = functools.partial(promote, cast=jnp.asarray)  # a bound that does not fit raises, as in torch
 
 
-@operation("aten.clamp", "aten.clamp_min", takes_half=True)
+@operation("aten.clamp", "aten.clamp_min", accepts_half=True)
 def clamp(x: Array, low: Any, high: Any = None) -> Array:
-    """The derivative at a bound is a convention, which torch changed in 2.15."""
+    """Clamps. The derivative at a bound is a convention, which torch changed in 2.15."""
     if not CLAMP_SPLITS_TIES:
         if isinstance(low, Array) and isinstance(high, Array):
-            # Where both bounds are the same, torch loses what belongs to the lower one.
+            # Where both bounds are equal, torch drops the derivative of the lower one.
             low = jnp.where(low == high, lax.stop_gradient(low), low)
         return _clamp_to_x(x, low, high)
     if any(isinstance(bound, Array) for bound in (low, high)):
@@ -196,7 +196,7 @@ def clamp(x: Array, low: Any, high: Any = None) -> Array:
 
 @_with_bounds
 def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
-    """Clamps; at a bound x has all of the derivative (`jnp.clip` halves it)."""
+    """Clamps. At a bound x has the whole derivative (`jnp.clip` halves it)."""
     if low is not None:
         x = jnp.where((x < low) | (low != low), low, x)
     if high is not None:
@@ -206,7 +206,7 @@ def _clamp_to_x(x: Array, low: Array | None, high: Array | None) -> Array:
 
 @_with_bounds
 def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
-    """Clamps; at a bound, which is a number, there is no derivative."""
+    """Clamps. At a bound, which is a number, the derivative is 0."""
     if low is not None:
         x = jnp.where((x <= low) | (low != low), low, x)
     if high is not None:
@@ -216,7 +216,7 @@ def _clamp_to_bounds(x: Array, low: Array | None, high: Array | None) -> Array:
 
 @_with_bounds
 def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
-    """Clamps; at a bound x and the bound have half of the derivative each; x has all of it if bounds are equal."""
+    """Clamps. At a bound x and the bound have half of the derivative each; x has all of it if the bounds are equal."""
     if low is None:
         return x if high is None else jnp.minimum(x, high)
     if high is None:
@@ -224,7 +224,7 @@ def _clamp_to_halves(x: Array, low: Array | None, high: Array | None) -> Array:
     return jnp.where(low == high, _clamp_to_x(x, low, high), jnp.minimum(jnp.maximum(x, low), high))
 
 
-@operation("aten.clamp_max", takes_half=True)
+@operation("aten.clamp_max", accepts_half=True)
 def clamp_max(x: Array, high: Any) -> Array:
     return clamp(x, None, high)
 
@@ -255,7 +255,7 @@ def ldexp(x: Array, exponent: Array) -> Array:
 def lerp(x: Array, end: Array, weight: Any) -> Array:
     weight = jnp.asarray(weight, x.dtype)
     difference = end - x
-    # From the nearer end, so that both are met exactly.
+    # From the nearer end, so that both ends are exact.
     return jnp.where(jnp.abs(weight) < 0.5, x + weight * difference, end - difference * (1 - weight))
 
 

@@ -1,7 +1,7 @@
-"""Reading and writing elements that index tensors and masks name.
+"""Reading and writing elements by index tensors and masks.
 
-An index out of range raises in torch. Here reading gives NaN, or the smallest integer, and writing does nothing. Which
-indices are out of range differs by operation: negative ones count from the end only where they do in torch.
+torch raises for an index out of range. Here reading returns NaN, or the smallest integer, and writing does nothing.
+Which indices are out of range depends on the operation: negative ones count from the end only where they do in torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from jax import Array
 
 from jaxfn._torch.operations.dims import along, vector
-from jaxfn._torch.operations.promotion import result_type, single_for_half
+from jaxfn._torch.operations.promotion import half_to_single, result_type
 from jaxfn._torch.operations.shapes import to_dtype
-from jaxfn._torch.operations.table import moving, operation, refuse
+from jaxfn._torch.operations.table import data_movement, mark_unsupported, operation
 from jaxfn._torch.values.errors import TranslationError
 
 Indices = Sequence[Array | None]
 
-refuse(
+mark_unsupported(
     "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; `torch.where` "
     "keeps the size",
     "aten.nonzero",
@@ -34,12 +34,12 @@ refuse(
     "aten._unique2",
     "aten.unique_dim",
 )
-refuse(
+mark_unsupported(
     "the size of its result depends on the largest value, whatever `minlength` is, and JAX compiles for known sizes; "
     "`torch.zeros(n).index_add_(0, values, weights)` counts n values",
     "aten.bincount",
 )
-refuse(
+mark_unsupported(
     "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; with "
     "`output_size=` it is known",
     "aten.repeat_interleave.Tensor",
@@ -47,18 +47,18 @@ refuse(
 
 
 @operation("aten.repeat_interleave.Tensor")
-def repeated_places(repeats: Array, *, output_size: int) -> Array:
-    """Each place as often as is said, `output_size` in all; no place, where those are not as many."""
-    places = jnp.repeat(np.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
-    return jnp.where(repeats.sum() == output_size, places, repeats.shape[0])
+def repeat_interleave(repeats: Array, *, output_size: int) -> Array:
+    """Returns each index as often as `repeats` says; all out of range if those are not `output_size` in total."""
+    indices = jnp.repeat(np.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+    return jnp.where(repeats.sum() == output_size, indices, repeats.shape[0])
 
 
 def read(x: Array, at: Any, *, wraps: bool = False) -> Array:
-    """Returns `x[at]`, filled where an index is out of range, as a negative one is unless it `wraps`."""
+    """Returns `x[at]`, filled where an index is out of range. A negative one is out of range unless it `wraps`."""
     return x.at[at].get(mode="fill", wrap_negative_indices=wraps)
 
 
-@moving("aten.index", "aten._unsafe_index")
+@data_movement("aten.index", "aten._unsafe_index")
 def index(x: Array, indices: Indices) -> Array:
     if any(_is_mask(i) for i in indices):
         raise TranslationError(
@@ -76,33 +76,33 @@ def _positions(indices: Indices) -> tuple[Any, ...]:
     return tuple(slice(None) if i is None else i for i in indices)
 
 
-@moving("aten.index_put", "aten._unsafe_index_put")
+@data_movement("aten.index_put", "aten._unsafe_index_put")
 def index_put(x: Array, indices: Indices, values: Array, accumulate: bool = False, *_: Any) -> Array:
     values = to_dtype(values, x.dtype)
     if any(_is_mask(i) for i in indices):
         return _mask_put(x, indices, values, accumulate)
-    return combined(x, _positions(indices), values, "add" if accumulate else "set", wraps=True)
+    return combine(x, _positions(indices), values, "add" if accumulate else "set", wraps=True)
 
 
 def _mask_put(x: Array, indices: Indices, values: Array, accumulate: bool) -> Array:
-    """Writes where a mask is true, the mask alone or with whole axes before and after it."""
+    """Writes where a mask is true. The mask is alone, or between full slices."""
     masks = [i for i in indices if i is not None]
     if len(masks) > 1:
-        raise TranslationError("index_put with a boolean mask and another index beside it: use `torch.where`")
+        raise TranslationError("index_put with a boolean mask and another index is not supported: use `torch.where`")
     mask = masks[0].astype(bool)
-    first = next(i for i, given in enumerate(indices) if given is not None)
+    first = next(i for i, part in enumerate(indices) if part is not None)
     behind = x.ndim - first - mask.ndim
-    # With the mask's axes as one axis, x is (before..., places, behind...).
-    places = x.reshape(*x.shape[:first], mask.size, *x.shape[first + mask.ndim :])
+    # With the mask's axes as one axis, x is (before..., elements, behind...).
+    elements = x.reshape(*x.shape[:first], mask.size, *x.shape[first + mask.ndim :])
     if values.ndim > behind and values.shape[-behind - 1] != 1:
         # One value for each true element of the mask, in order.
         order = jnp.cumsum(mask.reshape(-1)) - 1
         values = jnp.take(values, order, -behind - 1)
     chosen = mask.reshape(-1, *[1] * behind)
-    return jnp.where(chosen, places + values if accumulate else values, places).reshape(x.shape)
+    return jnp.where(chosen, elements + values if accumulate else values, elements).reshape(x.shape)
 
 
-@moving("aten.masked_scatter")
+@data_movement("aten.masked_scatter")
 def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     shape = jnp.broadcast_shapes(x.shape, mask.shape)
     mask = jnp.broadcast_to(mask, shape)
@@ -111,34 +111,34 @@ def masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     return jnp.where(mask, values.astype(x.dtype), x)
 
 
-@moving("aten.masked_scatter_backward")
+@data_movement("aten.masked_scatter_backward")
 def masked_scatter_backward(gradient: Array, mask: Array, sizes: Sequence[int]) -> Array:
-    """Returns the gradients of what came from `source`, in order; elements that were not used get 0."""
+    """Returns the gradient of `source`, in order; unused elements get 0."""
     mask = jnp.broadcast_to(mask, gradient.shape).reshape(-1)
     order = jnp.where(mask, jnp.cumsum(mask) - 1, math.prod(sizes))
     flat = jnp.zeros(math.prod(sizes), gradient.dtype)
     return flat.at[order].set(gradient.reshape(-1), mode="drop").reshape(tuple(sizes))
 
 
-@moving("aten.take")
+@data_movement("aten.take")
 def take(x: Array, indices: Array) -> Array:
     return read(x.reshape(-1), indices, wraps=True)
 
 
-@moving("aten.put")
+@data_movement("aten.put")
 def put(x: Array, indices: Array, source: Array, accumulate: bool = False) -> Array:
     how = "add" if accumulate else "set"
-    return combined(x.reshape(-1), indices.reshape(-1), source.reshape(-1), how, wraps=True).reshape(x.shape)
+    return combine(x.reshape(-1), indices.reshape(-1), source.reshape(-1), how, wraps=True).reshape(x.shape)
 
 
-@moving("aten.index_select")
+@data_movement("aten.index_select")
 def index_select(x: Array, dim: int, indices: Array) -> Array:
     rows = read(vector(x), along(vector(x), dim, vector(indices)))
     return rows.reshape(()) if x.ndim == 0 else rows
 
 
 def _along(x: Array, dim: int, indices: Array) -> tuple[Any, ...]:
-    """The index that reads `x` at `indices` along `dim`, and where `indices` itself lies along the other axes."""
+    """Returns the index that reads `x` at `indices` along `dim`, and at their own position along the other axes."""
     grids: list[Any] = list(np.ix_(*(np.arange(length) for length in indices.shape)))
     grids[dim] = indices
     return tuple(grids)
@@ -151,7 +151,7 @@ def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Arr
     return read(x, _along(x, dim, indices))
 
 
-# The names of what `.at[...]` offers for what torch calls the reductions.
+# The method of `.at[...]` for each of torch's reductions.
 _COMBINE = {
     "sum": "add",
     "add": "add",
@@ -163,29 +163,29 @@ _COMBINE = {
 }
 
 
-@moving("aten.scatter")
+@data_movement("aten.scatter")
 def scatter(x: Array, dim: int, indices: Array, source: Any, reduce: str | None = None) -> Array:
-    """Writes `source` (a tensor, read as far as `indices` reach, or a number) to `x` along `dim`."""
-    flat, places = vector(x), vector(indices)
+    """Writes `source` (a number, or a tensor, which is read as far as `indices` reach) to `x` along `dim`."""
+    flat, positions = vector(x), vector(indices)
     values = jnp.asarray(source, x.dtype)
     if values.ndim:
         values = values[tuple(slice(length) for length in indices.shape)]
-    return combined(flat, _along(flat, dim, places), values, _COMBINE[reduce]).reshape(x.shape)
+    return combine(flat, _along(flat, dim, positions), values, _COMBINE[reduce]).reshape(x.shape)
 
 
-def combined(x: Array, at: Any, values: Array, how: str, *, wraps: bool = False) -> Array:
-    """`x.at[at]`, set to, added to or otherwise combined with `values`; of truth values, the sum is "or".
+def combine(x: Array, at: Any, values: Array, how: str, *, wraps: bool = False) -> Array:
+    """Returns `x` with `values` written to, added to or otherwise combine with `x[at]`; the sum of booleans is "or".
 
-    Nothing is written where an index is out of range, as a negative one is unless it `wraps`.
+    Nothing is written where an index is out of range. A negative one is out of range unless it `wraps`.
     """
     if x.dtype == np.bool_:
         how = {"add": "max", "multiply": "min"}.get(how, how)
     if how != "set":
-        x, values = single_for_half((x, values))
+        x, values = half_to_single((x, values))
     return getattr(x.at[at], how)(values, mode="drop", wrap_negative_indices=wraps)
 
 
-@moving("aten.scatter_add")
+@data_movement("aten.scatter_add")
 def scatter_add(x: Array, dim: int, indices: Array, source: Array) -> Array:
     return scatter(x, dim, indices, source, "add")
 
@@ -218,20 +218,20 @@ def _neutral(reduce: str, dtype: Any) -> Any:
 def index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Any = 1) -> Array:
     flat = vector(x)
     at = along(flat, dim, vector(indices))
-    return combined(flat, at, vector(source) * jnp.asarray(alpha, x.dtype), "add").reshape(x.shape)
+    return combine(flat, at, vector(source) * jnp.asarray(alpha, x.dtype), "add").reshape(x.shape)
 
 
-@moving("aten.index_copy")
+@data_movement("aten.index_copy")
 def index_copy(x: Array, dim: int, indices: Array, source: Array) -> Array:
     flat = vector(x)
-    return combined(flat, along(flat, dim, vector(indices)), vector(source), "set").reshape(x.shape)
+    return combine(flat, along(flat, dim, vector(indices)), vector(source), "set").reshape(x.shape)
 
 
-@moving("aten.index_fill")
+@data_movement("aten.index_fill")
 def index_fill(x: Array, dim: int, indices: Array, value: Any) -> Array:
     flat = vector(x)
     at = along(flat, dim, vector(indices))
-    return combined(flat, at, jnp.asarray(value, x.dtype), "set", wraps=True).reshape(x.shape)
+    return combine(flat, at, jnp.asarray(value, x.dtype), "set", wraps=True).reshape(x.shape)
 
 
 @operation("aten.index_reduce")
@@ -244,9 +244,9 @@ def index_reduce(x: Array, dim: int, indices: Array, source: Array, reduce: str,
     return scatter_reduce(flat, dim, spread, source, reduce, include_self).reshape(x.shape)
 
 
-@moving("aten.embedding")
+@data_movement("aten.embedding")
 def embedding(weight: Array, indices: Array, padding_idx: int = -1, *_: Any) -> Array:
-    """Rows of `weight`; the one at `padding_idx` gets no gradient."""
+    """Returns rows of `weight`. The row at `padding_idx` gets no gradient."""
     rows = read(weight, indices)
     if padding_idx == -1:
         return rows
@@ -255,9 +255,9 @@ def embedding(weight: Array, indices: Array, padding_idx: int = -1, *_: Any) -> 
 
 @operation("aten.embedding_renorm")
 def embedding_renorm(weight: Array, indices: Array, max_norm: float, norm_type: float) -> Array:
-    """Rows that have an index, and are longer, made as long as `max_norm`."""
+    """Scales the indexed rows that are longer than `max_norm` to that length."""
     norms = jnp.linalg.norm(weight, norm_type, 1, keepdims=True)
-    is_used = combined(jnp.zeros((weight.shape[0], 1), bool), indices.reshape(-1), jnp.ones((), bool), "set")
+    is_used = combine(jnp.zeros((weight.shape[0], 1), bool), indices.reshape(-1), jnp.ones((), bool), "set")
     return jnp.where(is_used & (norms > max_norm), weight * (max_norm / (norms + 1e-7)), weight)
 
 
@@ -267,12 +267,12 @@ def embedding_dense_backward(
 ) -> Array:
     rows = gradient.reshape(-1, gradient.shape[-1])
     flat = indices.reshape(-1)
-    kept = flat != padding_idx
+    is_counted = flat != padding_idx
     if scale_grad_by_freq:
-        counts = combined(jnp.zeros(num_weights, rows.dtype), flat, jnp.ones((), rows.dtype), "add")
+        counts = combine(jnp.zeros(num_weights, rows.dtype), flat, jnp.ones((), rows.dtype), "add")
         rows = rows / counts[flat][:, None]
     zeros = jnp.zeros((num_weights, rows.shape[-1]), rows.dtype)
-    return combined(zeros, flat, jnp.where(kept[:, None], rows, 0), "add")
+    return combine(zeros, flat, jnp.where(is_counted[:, None], rows, 0), "add")
 
 
 @operation("aten.searchsorted")

@@ -11,13 +11,13 @@ import numpy as np
 from jax import Array, lax
 
 from jaxfn._torch._compat import SOLVE_FACTORS_TRANSPOSE
-from jaxfn._torch.operations.derivative import pulled_back
-from jaxfn._torch.operations.promotion import single_for_half, widened
+from jaxfn._torch.operations.derivative import apply_vjp
+from jaxfn._torch.operations.promotion import compute_dtype, half_to_single
 from jaxfn._torch.operations.reductions import vector_norm
-from jaxfn._torch.operations.table import enter_all, operation, refuse
+from jaxfn._torch.operations.table import mark_unsupported, operation, register_all
 from jaxfn._torch.values.errors import TranslationError
 
-enter_all(
+register_all(
     {
         "aten.mm.default": jnp.matmul,
         "aten.bmm.default": jnp.matmul,
@@ -25,16 +25,16 @@ enter_all(
         "aten.dot": jnp.dot,
         "aten.vdot": jnp.vdot,
     },
-    takes_half=True,
+    accepts_half=True,
 )
-enter_all({"aten.linalg_eig": jnp.linalg.eig, "aten._linalg_eigvals": jnp.linalg.eigvals})
+register_all({"aten.linalg_eig": jnp.linalg.eig, "aten._linalg_eigvals": jnp.linalg.eigvals})
 
 
-@operation("aten.addmm.default", "aten.addmv", "aten.baddbmm.default", takes_half=True)
+@operation("aten.addmm.default", "aten.addmv", "aten.baddbmm.default", accepts_half=True)
 def addmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    """`beta` 0 leaves `x` out, nan and all; half precision is rounded to once, in the end."""
-    product = scaled(jnp.matmul(first, second, preferred_element_type=widened(first.dtype)), alpha)
-    return product if beta == 0 else scaled(single_for_half(x), beta) + product
+    """Leaves `x` out if `beta` is 0, even if it is NaN. Half precision is rounded once, at the end."""
+    product = scale(jnp.matmul(first, second, preferred_element_type=compute_dtype(first.dtype)), alpha)
+    return product if beta == 0 else scale(half_to_single(x), beta) + product
 
 
 @operation("aten.addr")
@@ -44,35 +44,35 @@ def addr(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1
 
 @operation("aten.addbmm")
 def addbmm(x: Array, first: Array, second: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    product = scaled(jnp.einsum("bij,bjk->ik", first, second), alpha)
-    return product if beta == 0 else scaled(x, beta) + product
+    product = scale(jnp.einsum("bij,bjk->ik", first, second), alpha)
+    return product if beta == 0 else scale(x, beta) + product
 
 
-@operation("aten._grouped_mm", takes_half=True)
+@operation("aten._grouped_mm", accepts_half=True)
 def grouped_mm(a: Array, b: Array, ends: Array | None = None, bias: None = None, dtype: Any = None) -> Array:
-    """One product for each group: of rows or columns up to `ends`, where a matrix has no axis of groups.
+    """Multiplies one pair of matrices for each group; a matrix without an axis of groups has groups of rows or columns.
 
-    What lies behind the last end, of which torch returns memory as it finds it, is 0.
+    `ends` has the end of each group. Elements after the last end, which torch leaves uninitialized, are 0.
 
-    Note: JAX (0.10 to 0.12) has no second derivatives of `lax.ragged_dot`, and batches it only where all its operands
-    are batched.
+    Note: JAX (0.10 to 0.12) has no second derivatives of `lax.ragged_dot`, and batches it only if all its operands are
+    batched.
     """
-    product = functools.partial(jnp.einsum, preferred_element_type=widened(a.dtype))
+    product = functools.partial(jnp.einsum, preferred_element_type=compute_dtype(a.dtype))
     if ends is None:
         return product("gmk,gkn->gmn", a, b)
-    length = a.shape[0] if b.ndim == 3 else b.shape[1]  # of the axis that is in groups
+    length = a.shape[0] if b.ndim == 3 else b.shape[1]  # of the grouped axis
     length = a.shape[1] if a.ndim == b.ndim else length
-    place = jnp.arange(length, dtype=ends.dtype)
+    position = jnp.arange(length, dtype=ends.dtype)
     begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    is_inside = (place >= begins[:, None]) & (place < ends[:, None])
+    is_inside = (position >= begins[:, None]) & (position < ends[:, None])
     if b.ndim == 3:
         return product("gmk,gkn->mn", jnp.where(is_inside[:, :, None], a, 0), b)
     masked = jnp.where(is_inside[:, None, :], a[None] if a.ndim == 2 else b[None], 0)
     return product("gmk,kn->gmn", masked, b) if a.ndim == 2 else product("gmk,gkn->mn", a, masked)
 
 
-def scaled(x: Array, factor: Any) -> Array:
-    """`factor * x` in the dtype of `x`."""
+def scale(x: Array, factor: Any) -> Array:
+    """Returns `factor * x` in the dtype of `x`."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
@@ -81,24 +81,24 @@ def _adjoint(x: Array) -> Array:
 
 
 def _from_triangle(x: Array, lower: bool) -> Array:
-    """The Hermitian matrix of which `x` has one triangle; derivatives are spread over both, as torch's are."""
+    """Returns the Hermitian matrix of which `x` has one triangle. Derivatives are spread over both, as in torch."""
     half = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
     diagonal = jnp.real(jnp.diagonal(x, axis1=-2, axis2=-1))[..., None] * jnp.eye(x.shape[-1], dtype=x.dtype)
     symmetric = (x + _adjoint(x)) / 2
     return symmetric + lax.stop_gradient(half + _adjoint(half) + diagonal - symmetric)
 
 
-def _factored(a: Array) -> tuple[Array, Array, Array]:
-    """LU, pivots counted from 1, and the number of the first pivot that is 0, or 0: as LAPACK gives them."""
+def _factor(a: Array) -> tuple[Array, Array, Array]:
+    """Returns LU, pivots counted from 1, and the number of the first pivot that is 0 (or 0), as LAPACK does."""
     lu, pivots, _ = lax.linalg.lu(a)
     is_zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
     found = jnp.where(is_zero.any(-1), jnp.argmax(is_zero, -1) + 1, 0) if is_zero.shape[-1] else jnp.zeros(a.shape[:-2])
     return lu, pivots + 1, found.astype(np.int32)
 
 
-def _factored_in_memory_order(a: Array) -> tuple[Array, Array, Array]:
-    """`_factored` where torch hands LAPACK a real contiguous matrix as it lies in memory, as its transpose."""
-    return _factored(a if jnp.iscomplexobj(a) else a.mT)
+def _factor_transposed(a: Array) -> tuple[Array, Array, Array]:
+    """Returns `_factor` where torch passes a real contiguous matrix to LAPACK as its transpose."""
+    return _factor(a if jnp.iscomplexobj(a) else a.mT)
 
 
 def _permutation(pivots: Array, rows: int) -> Array:
@@ -107,55 +107,55 @@ def _permutation(pivots: Array, rows: int) -> Array:
 
 @operation("aten.linalg_inv_ex")
 def inv_ex(a: Array, check_errors: bool = False) -> tuple[Array, Array]:
-    return jnp.linalg.inv(a), _factored(a)[2]
+    return jnp.linalg.inv(a), _factor(a)[2]
 
 
-# For a determinant, and on torch 2.8 for a solution, torch hands LAPACK a real matrix that lies in memory in the order
-# of its elements as its transpose, and autograd, which uses the factors again, knows.
+# For a determinant, and on torch 2.8 for a solution, torch passes a real contiguous matrix to LAPACK as its transpose.
+# Autograd uses those factors.
 
 
-def det_otherwise(a: Array) -> tuple[Array, Array, Array]:
-    # JAX differentiates no determinant of an empty matrix, which is 1.
+def det_noncontiguous(a: Array) -> tuple[Array, Array, Array]:
+    # JAX cannot differentiate the determinant of an empty matrix, which is 1.
     value = jnp.linalg.det(a) if a.size else jnp.ones(a.shape[:-2], a.dtype)
-    return value, *_factored(a)[:2]
+    return value, *_factor(a)[:2]
 
 
-@operation("aten._linalg_det", otherwise=det_otherwise)
+@operation("aten._linalg_det", for_noncontiguous=det_noncontiguous)
 def det(a: Array) -> tuple[Array, Array, Array]:
-    return det_otherwise(a)[0], *_factored_in_memory_order(a)[:2]
+    return det_noncontiguous(a)[0], *_factor_transposed(a)[:2]
 
 
-def slogdet_otherwise(a: Array) -> tuple[Array, Array, Array, Array]:
-    return *jnp.linalg.slogdet(a), *_factored(a)[:2]
+def slogdet_noncontiguous(a: Array) -> tuple[Array, Array, Array, Array]:
+    return *jnp.linalg.slogdet(a), *_factor(a)[:2]
 
 
-@operation("aten._linalg_slogdet", otherwise=slogdet_otherwise)
+@operation("aten._linalg_slogdet", for_noncontiguous=slogdet_noncontiguous)
 def slogdet(a: Array) -> tuple[Array, Array, Array, Array]:
-    return *jnp.linalg.slogdet(a), *_factored_in_memory_order(a)[:2]
+    return *jnp.linalg.slogdet(a), *_factor_transposed(a)[:2]
 
 
-def _solved(a: Array, b: Array, left: bool) -> Array:
+def _solve(a: Array, b: Array, left: bool) -> Array:
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     columns = b[..., None] if is_vector else b
     operands = (a, columns) if left else (a.mT, columns.mT)
-    solution = jnp.linalg.solve(*_batched(*operands))
+    solution = jnp.linalg.solve(*_broadcast_batches(*operands))
     solution = solution if left else solution.mT
     return solution[..., 0] if is_vector else solution
 
 
-def solve_otherwise(
+def solve_noncontiguous(
     a: Array, b: Array, left: bool = True, check_errors: bool = False
 ) -> tuple[Array, Array, Array, Array]:
-    return _solved(a, b, left), *_factored(a)
+    return _solve(a, b, left), *_factor(a)
 
 
-@operation("aten._linalg_solve_ex", otherwise=solve_otherwise)
+@operation("aten._linalg_solve_ex", for_noncontiguous=solve_noncontiguous)
 def solve_ex(a: Array, b: Array, left: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array, Array]:
-    return _solved(a, b, left), *(_factored_in_memory_order if SOLVE_FACTORS_TRANSPOSE else _factored)(a)
+    return _solve(a, b, left), *(_factor_transposed if SOLVE_FACTORS_TRANSPOSE else _factor)(a)
 
 
-def _batched(a: Array, b: Array) -> tuple[Array, Array]:
-    """Both with the batch axes of both."""
+def _broadcast_batches(a: Array, b: Array) -> tuple[Array, Array]:
+    """Broadcasts the batch axes of both matrices."""
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return jnp.broadcast_to(a, (*batch, *a.shape[-2:])), jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
 
@@ -163,7 +163,7 @@ def _batched(a: Array, b: Array) -> tuple[Array, Array]:
 @operation("aten.linalg_lu_factor_ex")
 def lu_factor_ex(a: Array, pivot: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array]:
     _need_pivots(pivot)
-    return _factored(a)
+    return _factor(a)
 
 
 def _need_pivots(pivot: bool) -> None:
@@ -174,7 +174,7 @@ def _need_pivots(pivot: bool) -> None:
 @operation("aten.linalg_lu")
 def lu(a: Array, pivot: bool = True) -> tuple[Array, Array, Array]:
     _need_pivots(pivot)
-    factors, pivots, _ = _factored(a)
+    factors, pivots, _ = _factor(a)
     return lu_unpack(factors, pivots)
 
 
@@ -195,7 +195,7 @@ def lu_solve(factors: Array, pivots: Array, b: Array, left: bool = True, adjoint
     if not left:
         # X A = B is the adjoint of A' X' = B'.
         return _adjoint(lu_solve(factors, pivots, _adjoint(b), True, not adjoint))
-    factors, b = _batched(factors, b)
+    factors, b = _broadcast_batches(factors, b)
     order = jnp.broadcast_to(_permutation(pivots, factors.shape[-1]), factors.shape[:-1])
     solve = functools.partial(lax.linalg.triangular_solve, left_side=True)
     if not adjoint:
@@ -209,7 +209,7 @@ def lu_solve(factors: Array, pivots: Array, b: Array, left: bool = True, adjoint
 
 @operation("aten.linalg_cholesky_ex")
 def cholesky_ex(a: Array, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
-    """A matrix that is not positive definite gives nan, and 1 as second result."""
+    """Returns NaN, and 1 as second result, for a matrix that is not positive definite."""
     factor = cholesky(a, upper)
     return factor, jnp.isnan(factor).any((-2, -1)).astype(np.int32)
 
@@ -222,7 +222,7 @@ def cholesky(a: Array, upper: bool = False) -> Array:
 
 @operation("aten.cholesky_solve")
 def cholesky_solve(b: Array, factor: Array, upper: bool = False) -> Array:
-    factor, b = _batched(_adjoint(factor) if upper else factor, b)
+    factor, b = _broadcast_batches(_adjoint(factor) if upper else factor, b)
     half = lax.linalg.triangular_solve(factor, b, left_side=True, lower=True)
     return lax.linalg.triangular_solve(factor, half, left_side=True, lower=True, transpose_a=True, conjugate_a=True)
 
@@ -241,19 +241,21 @@ def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
 
 @operation("aten.geqrf")
 def geqrf(a: Array) -> tuple[Array, Array]:
-    """The reflections whose product is the orthogonal factor, below the diagonal of the other, and their factors."""
+    """Returns LAPACK's factored form: the reflections below the diagonal of the triangular factor, and their
+    factors.
+    """
     reflections, taus = jnp.linalg.qr(a, mode="raw")
     return reflections.mT, taus
 
 
-refuse(
+mark_unsupported(
     "JAX has no LDL factorization; use torch.linalg.eigh or lu_factor, or cholesky if the matrix is positive definite",
     "aten.linalg_ldl_factor_ex",
     "aten.linalg_ldl_factor",
     "aten.linalg_ldl_solve",
 )
-refuse(
-    "the shapes of what it returns depend on the rank; `torch.linalg.pinv(a) @ b` is the solution",
+mark_unsupported(
+    "the shapes of its results depend on the rank; `torch.linalg.pinv(a) @ b` is the solution",
     "aten.linalg_lstsq",
 )
 
@@ -283,7 +285,7 @@ def matrix_exp(a: Array) -> Array:
 
 @operation("aten.linalg_pinv.atol_rtol_tensor")
 def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, hermitian: bool = False) -> Array:
-    """Singular values up to the larger of `atol` and `rtol` times the largest one count as 0."""
+    """Treats singular values up to `atol`, or `rtol` times the largest one, as 0."""
     if not a.size:
         return a.mT
     if rtol is None:
@@ -293,14 +295,14 @@ def pinv(a: Array, *, atol: Array | None = None, rtol: Array | None = None, herm
         largest = jnp.linalg.norm(lax.stop_gradient(a), 2, (-2, -1))
         rtol = jnp.maximum(rtol, atol / largest)
     if hermitian:
-        # Only the values are one triangle's; torch differentiates as by the whole matrix.
+        # Only the values come from one triangle; torch differentiates by the whole matrix.
         a = a + lax.stop_gradient(_from_triangle(a, lower=True) - a)
     return jnp.linalg.pinv(a, rtol=rtol)
 
 
 @operation("aten.linalg_solve_triangular")
 def solve_triangular(a: Array, b: Array, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Array:
-    a, b = _batched(a, b)
+    a, b = _broadcast_batches(a, b)
     return lax.linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
@@ -308,7 +310,7 @@ def solve_triangular(a: Array, b: Array, *, upper: bool, left: bool = True, unit
 def triangular_solve(
     b: Array, a: Array, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Array, Array]:
-    a, b = _batched(a, b)
+    a, b = _broadcast_batches(a, b)
     x = lax.linalg.triangular_solve(
         a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
     )
@@ -323,14 +325,14 @@ def cross(a: Array, b: Array, dim: int = -1) -> Array:
 
 @operation("aten._cdist_forward")
 def cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Array:
-    """p-norm distances between the rows; the derivative of a distance at 0 is 0."""
+    """Returns the p-norm distances between the rows. The derivative of a distance at 0 is 0."""
     difference = a[..., :, None, :] - b[..., None, :, :]
     return vector_norm(difference, p, -1) if a.shape[-1] else jnp.zeros(difference.shape[:-1], a.dtype)
 
 
 @operation("aten._cdist_backward")
 def cdist_backward(gradient: Array, a: Array, b: Array, p: float, distances: Array) -> Array:
-    return pulled_back(lambda a: cdist(a, b, p), gradient, a)
+    return apply_vjp(lambda a: cdist(a, b, p), gradient, a)
 
 
 @operation("aten._pdist_forward")
@@ -341,4 +343,4 @@ def pdist(a: Array, p: float = 2) -> Array:
 
 @operation("aten._pdist_backward")
 def pdist_backward(gradient: Array, a: Array, p: float, distances: Array) -> Array:
-    return pulled_back(lambda a: pdist(a, p), gradient, a)
+    return apply_vjp(lambda a: pdist(a, p), gradient, a)

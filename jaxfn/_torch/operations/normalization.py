@@ -17,9 +17,10 @@ Optional = Array | None
 
 
 class _Centered(NamedTuple):
-    """An array less its mean, with that and the variance; the reduced axes are kept.
+    """An array minus its mean, with its mean and variance; the reduced axes are kept.
 
-    What is centered is used for the variance and the output: computed twice, it would be summed over twice in reverse.
+    The centered array is used for the variance and for the output. Computed twice, it would be summed twice in reverse
+    mode.
     """
 
     values: Array
@@ -27,11 +28,11 @@ class _Centered(NamedTuple):
     variance: Array
 
     def rstd(self, eps: float) -> Array:
-        """One over the standard deviation."""
+        """Returns one over the standard deviation."""
         return lax.rsqrt(self.variance + jnp.asarray(eps, self.values.dtype))
 
 
-def _centered(x: Array, over: Sequence[int]) -> _Centered:
+def _center(x: Array, over: Sequence[int]) -> _Centered:
     mean = jnp.mean(x, over, keepdims=True)
     values = x - mean
     return _Centered(values, mean, jnp.mean(jnp.square(values), over, keepdims=True))
@@ -41,7 +42,7 @@ def _centered(x: Array, over: Sequence[int]) -> _Centered:
 def layer_norm(
     x: Array, normalized_shape: Sequence[int], weight: Optional, bias: Optional, eps: float
 ) -> tuple[Array, Array, Array]:
-    centered = _centered(x, range(x.ndim - len(normalized_shape), x.ndim))
+    centered = _center(x, range(x.ndim - len(normalized_shape), x.ndim))
     rstd = centered.rstd(eps)
     y = centered.values * rstd
     y = y if weight is None else y * weight
@@ -73,7 +74,7 @@ def layer_norm_backward(
 
 @operation("aten._weight_norm_interface")
 def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
-    """`v` with the norms `g` over all axes but one, and the norms that it had."""
+    """Returns `v` with the norms `g` over all axes but one, and its own norms."""
     over = tuple(axis for axis in range(v.ndim) if axis != dim % v.ndim)
     norms = jnp.sqrt(jnp.sum(jnp.square(v), over, keepdims=True))
     return v * (g / norms), norms
@@ -93,7 +94,7 @@ def group_norm(
     x: Array, weight: Optional, bias: Optional, n: int, channels: int, size: int, groups: int, eps: float
 ) -> tuple[Array, Array, Array]:
     grouped = x.reshape(n, groups, -1)
-    centered = _centered(grouped, (2,))
+    centered = _center(grouped, (2,))
     rstd = centered.rstd(eps)
     y = _per_channel((centered.values * rstd).reshape(x.shape), weight, bias)
     return y, centered.mean.reshape(n, groups), rstd.reshape(n, groups)
@@ -146,7 +147,7 @@ def batch_norm_functional(
     momentum: float,
     eps: float,
 ) -> tuple[Array, ...]:
-    """Output, mean and rstd of the batch (empty when not training), and the new running statistics."""
+    """Returns the output, mean and rstd of the batch (empty if not training), and the new running statistics."""
     if not training:
         none = jnp.zeros(0, running_mean.dtype)
         rstd = _along_channels(lax.rsqrt(running_var + eps), x.ndim)
@@ -155,7 +156,7 @@ def batch_norm_functional(
         return y, none, none, running_mean, running_var
     over = (0, *range(2, x.ndim))
     count = math.prod(x.shape[axis] for axis in over)
-    y, mean, rstd, variance = _normalized_by_batch(x, weight, bias, eps)
+    y, mean, rstd, variance = _normalize_by_batch(x, weight, bias, eps)
     unbiased = variance * (count / max(count - 1, 1))
     new_mean = momentum * mean + (1 - momentum) * running_mean
     new_var = momentum * unbiased + (1 - momentum) * running_var
@@ -166,17 +167,17 @@ def batch_norm_functional(
 def batch_norm_with_update(
     x: Array, weight: Optional, bias: Optional, running_mean: Array, running_var: Array, momentum: float, eps: float
 ) -> tuple[Array, ...]:
-    """Batch norm when training; fourth of the results is memory for a backend's use, of which there is none here."""
+    """Computes batch norm in training. The fourth result is a backend's scratch memory, empty here."""
     y, mean, rstd, *running = batch_norm_functional(x, weight, bias, running_mean, running_var, True, momentum, eps)
     return y, mean, rstd, jnp.zeros(0, np.uint8), *running
 
 
-def _normalized_by_batch(x: Array, weight: Optional, bias: Optional, eps: float) -> tuple[Array, Array, Array, Array]:
-    """Output, mean, rstd and variance of the batch.
+def _normalize_by_batch(x: Array, weight: Optional, bias: Optional, eps: float) -> tuple[Array, Array, Array, Array]:
+    """Returns the output, mean, rstd and variance of the batch.
 
-    Note: What is taken off is a constant, and its derivative is in `offset`, the mean less itself: a zero, by which
-    each formula holds whatever is taken off, and so at every order of derivative. In reverse the mean's gradient then
-    is made of the sums that `weight` and `bias` need; through `x - mean` it would be one more sum of a whole array.
+    Note: the subtracted mean is a constant. Its derivative is in `offset`, the mean minus itself, which is zero; each
+    formula holds for any subtracted value, and so at every order of derivative. In reverse mode the mean's gradient
+    then uses the sums that `weight` and `bias` need. Through `x - mean` it would need one more sum over a whole array.
     """
     over = (0, *range(2, x.ndim))
     mean = jnp.mean(x, over, keepdims=True)
@@ -190,7 +191,7 @@ def _normalized_by_batch(x: Array, weight: Optional, bias: Optional, eps: float)
 
 
 def _batch_factor(rstd: Array, weight: Optional, ndim: int) -> Array:
-    """Returns the product of both factors, one number for each channel, so that their derivatives take one sum."""
+    """Returns the product of both factors, one number for each channel, so that their derivatives share a sum."""
     return rstd if weight is None else rstd * _along_channels(weight, ndim)
 
 
@@ -198,7 +199,7 @@ def _batch_factor(rstd: Array, weight: Optional, ndim: int) -> Array:
 def batch_norm_no_stats(
     x: Array, weight: Optional, bias: Optional, training: bool, momentum: float, eps: float
 ) -> tuple[Array, Array, Array]:
-    y, mean, rstd, _ = _normalized_by_batch(x, weight, bias, eps)
+    y, mean, rstd, _ = _normalize_by_batch(x, weight, bias, eps)
     return y, mean, rstd
 
 

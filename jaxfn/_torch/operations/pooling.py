@@ -12,62 +12,63 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxfn._torch.operations.derivative import pulled_back
+from jaxfn._torch.operations.derivative import apply_vjp
 from jaxfn._torch.operations.promotion import is_inexact
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import operation, register_all
 
 
 class Windows(NamedTuple):
     """The windows along one axis.
 
     Attributes:
-      places: the input's places that every window sees, (windows, places), some of them before it or behind.
-      inside: which of them are inside the input.
+      indices: The input indices of each window, (windows, elements); some are before the input's start or after its
+        end.
+      inside: Which of them are inside the input.
     """
 
-    places: np.ndarray[Any, Any]
+    indices: np.ndarray[Any, Any]
     inside: np.ndarray[Any, Any]
 
 
-def _each(given: Sequence[int], count: int) -> list[int]:
-    return [*given] * count if len(given) == 1 else [*given]
+def _each(values: Sequence[int], count: int) -> list[int]:
+    return [*values] * count if len(values) == 1 else [*values]
 
 
 def _length(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """Counts the windows; with `ceil_mode`, the last may hang over the padded end but not begin there."""
+    """Returns the number of windows. With `ceil_mode` the last one may extend past the end, but not start there."""
     room = length + 2 * padding - dilation * (kernel - 1) - 1
     count = (-(-room // stride) if ceil_mode else room // stride) + 1
     return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
 
 
-def _sliding(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Windows:
+def _sliding_windows(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Windows:
     starts = np.arange(_length(length, kernel, stride, padding, dilation, ceil_mode)) * stride - padding
-    places = starts[:, None] + np.arange(kernel) * dilation
-    return Windows(places, (places >= 0) & (places < length))
+    indices = starts[:, None] + np.arange(kernel) * dilation
+    return Windows(indices, (indices >= 0) & (indices < length))
 
 
-def _adaptive(length: int, windows: int) -> Windows:
-    """`windows` of nearly equal length that cover an axis."""
+def _adaptive_windows(length: int, windows: int) -> Windows:
+    """Returns `windows` windows of nearly equal length that cover an axis."""
     number = np.arange(windows)
     starts, ends = number * length // windows, -(-(number + 1) * length // windows)
-    places = starts[:, None] + np.arange((ends - starts).max(initial=0))
-    return Windows(np.clip(places, 0, max(length - 1, 0)), places < ends[:, None])
+    indices = starts[:, None] + np.arange((ends - starts).max(initial=0))
+    return Windows(np.clip(indices, 0, max(length - 1, 0)), indices < ends[:, None])
 
 
 def _max_over(x: Array, windows: Sequence[Windows]) -> tuple[Array, Array]:
-    """The largest element of every window, the first of equals, and its place among the input's flat spatial axes.
+    """Returns the largest element of every window, the first of equals, and its index among the flat spatial axes.
 
-    The last axis first, so that of equals in several rows the one in the first row is found.
+    The last axis is reduced first, so that of equal elements in several rows the one in the first row is found.
     """
-    largest, places = lax.stop_gradient(x), _places(x, len(windows))
+    largest, indices = lax.stop_gradient(x), _flat_indices(x, len(windows))
     for axis in reversed(range(-len(windows), 0)):
-        largest, places = _max_along(largest, places, x.ndim + axis, windows[axis])
-    return (_largest_elements(len(windows), x, largest, places) if is_inexact(x) else largest), places
+        largest, indices = _max_along(largest, indices, x.ndim + axis, windows[axis])
+    return (_largest_elements(len(windows), x, largest, indices) if is_inexact(x) else largest), indices
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _largest_elements(spatial: int, x: Array, largest: Array, places: Array) -> Array:
-    """The largest elements, which lie at these places of `x`: that is all that their derivative needs."""
+def _largest_elements(spatial: int, x: Array, largest: Array, indices: Array) -> Array:
+    """Returns `largest`, the elements of `x` at `indices`, which determine its derivative."""
     return largest
 
 
@@ -76,60 +77,60 @@ def _largest_elements_jvp(spatial: int, primals: tuple[Array, ...], tangents: tu
     return _largest_elements(spatial, *primals), _elements_at(tangents[0], primals[2], spatial)
 
 
-def _places(x: Array, spatial: int) -> Array:
-    """The place of every element among the flat spatial axes."""
+def _flat_indices(x: Array, spatial: int) -> Array:
+    """Returns the index of every element among the flat spatial axes."""
     shape = x.shape[-spatial:]
     return jnp.broadcast_to(lax.iota(np.int32, math.prod(shape)).reshape(shape), x.shape)
 
 
-def _elements_at(x: Array, places: Array, spatial: int) -> Array:
-    """The elements of `x` at places among its flat spatial axes."""
-    flat, where = (a.reshape(*a.shape[:-spatial], math.prod(a.shape[-spatial:])) for a in (x, places))
-    return jnp.take_along_axis(flat, where, -1, mode="clip").reshape(places.shape)
+def _elements_at(x: Array, indices: Array, spatial: int) -> Array:
+    """Returns the elements of `x` at indices among its flat spatial axes."""
+    flat, where = (a.reshape(*a.shape[:-spatial], math.prod(a.shape[-spatial:])) for a in (x, indices))
+    return jnp.take_along_axis(flat, where, -1, mode="clip").reshape(indices.shape)
 
 
-# In so many steps a window's largest element is found one after the other, without an array of all windows' elements.
+# Windows up to this length are reduced one element at a time, without an array of all windows' elements.
 _MOST_STEPS = 16
 
 
-def _max_along(x: Array, places: Array, axis: int, windows: Windows) -> tuple[Array, Array]:
-    """The largest element along one axis of every window, nan before all others, and what `places` says of it."""
-    low = max(0, -windows.places.min(initial=0))
-    high = max(0, windows.places.max(initial=0) + 1 - x.shape[axis])
+def _max_along(x: Array, indices: Array, axis: int, windows: Windows) -> tuple[Array, Array]:
+    """Returns the largest element of every window along one axis, NaN first, and its entry in `indices`."""
+    low = max(0, -windows.indices.min(initial=0))
+    high = max(0, windows.indices.max(initial=0) + 1 - x.shape[axis])
     config = [(low, high, 0) if i == axis else (0, 0, 0) for i in range(x.ndim)]
-    x, places = (lax.pad(values, np.zeros((), values.dtype), config) for values in (x, places))
+    x, indices = (lax.pad(values, np.zeros((), values.dtype), config) for values in (x, indices))
     shape = (-1, *[1] * (x.ndim - axis - 1))
     first = windows.inside.argmax(1).reshape(shape)
-    if windows.places.shape[1] > _MOST_STEPS:
-        seen, seen_places = (jnp.take(values, windows.places + low, axis) for values in (x, places))
-        seen_places = jnp.broadcast_to(seen_places, seen.shape)
+    if windows.indices.shape[1] > _MOST_STEPS:
+        seen, seen_indices = (jnp.take(values, windows.indices + low, axis) for values in (x, indices))
+        seen_indices = jnp.broadcast_to(seen_indices, seen.shape)
         inside = windows.inside.reshape(*windows.inside.shape, *shape[1:])
         best = jnp.argmax(jnp.where(inside, seen, -np.inf if is_inexact(x) else jnp.iinfo(x.dtype).min), axis + 1)
         best = jnp.expand_dims(jnp.maximum(best, first), axis + 1)
-        found = (jnp.take_along_axis(values, best, axis + 1) for values in (seen, seen_places))
-        largest, place = (values.squeeze(axis + 1) for values in found)
-        return largest, place
-    best, place = (_seen(values, windows.places[:, 0] + low, axis) for values in (x, places))
-    for i in range(1, windows.places.shape[1]):
-        seen, seen_place = (_seen(values, windows.places[:, i] + low, axis) for values in (x, places))
+        found = (jnp.take_along_axis(values, best, axis + 1) for values in (seen, seen_indices))
+        largest, index = (values.squeeze(axis + 1) for values in found)
+        return largest, index
+    best, index = (_take_one(values, windows.indices[:, 0] + low, axis) for values in (x, indices))
+    for i in range(1, windows.indices.shape[1]):
+        seen, seen_index = (_take_one(values, windows.indices[:, i] + low, axis) for values in (x, indices))
         is_better = _is_larger(seen, best)
         if not windows.inside.all():
             is_better = (is_better | (first == i)) & windows.inside[:, i].reshape(shape)
-        best, place = jnp.where(is_better, seen, best), jnp.where(is_better, seen_place, place)
-    return best, place
+        best, index = jnp.where(is_better, seen, best), jnp.where(is_better, seen_index, index)
+    return best, index
 
 
 def _is_larger(x: Array, y: Array) -> Array:
-    """Whether `x` is larger, elementwise, with nan as the largest of all."""
+    """Whether `x` is larger, elementwise, with NaN as the largest value."""
     return (x > y) | (jnp.isnan(x) & ~jnp.isnan(y)) if is_inexact(x) else x > y
 
 
-def _seen(x: Array, places: np.ndarray[Any, Any], axis: int) -> Array:
-    """One element for each window; a slice, where the windows lie in regular distances."""
-    steps = np.unique(np.diff(places)) if len(places) > 1 else np.ones(len(places), int)
+def _take_one(x: Array, indices: np.ndarray[Any, Any], axis: int) -> Array:
+    """Takes one element for each window; by a slice, if the windows are evenly spaced."""
+    steps = np.unique(np.diff(indices)) if len(indices) > 1 else np.ones(len(indices), int)
     if len(steps) == 1 and steps[0] > 0:
-        return lax.slice_in_dim(x, int(places[0]), int(places[-1]) + 1, int(steps[0]), axis)
-    return jnp.take(x, places, axis)
+        return lax.slice_in_dim(x, int(indices[0]), int(indices[-1]) + 1, int(steps[0]), axis)
+    return jnp.take(x, indices, axis)
 
 
 def max_pool(
@@ -143,11 +144,11 @@ def max_pool(
 ) -> tuple[Array, Array]:
     options = (_each(option, spatial) for option in (kernel_size, stride or kernel_size, padding, dilation))
     axes = zip(x.shape[-spatial:], *options, strict=True)
-    return _max_over(x, [_sliding(length, k, s, p, d, ceil_mode) for length, k, s, p, d in axes])
+    return _max_over(x, [_sliding_windows(length, k, s, p, d, ceil_mode) for length, k, s, p, d in axes])
 
 
 def max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
-    """The gradient of every window added to the element that was the window's largest, by the last of the options."""
+    """Adds the gradient of every window to the element that was the largest, by the indices in the last option."""
     rows = math.prod(x.shape[:-spatial])
     flat = jnp.zeros((rows, math.prod(x.shape[-spatial:])), gradient.dtype)
     at = jnp.arange(rows)[:, None], options[-1].reshape(rows, -1)
@@ -157,7 +158,7 @@ def max_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) ->
 @operation("aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d")
 def adaptive_max_pool(x: Array, output_size: Sequence[int]) -> tuple[Array, Array]:
     lengths = x.shape[-len(output_size) :]
-    return _max_over(x, [_adaptive(*axis) for axis in zip(lengths, output_size, strict=True)])
+    return _max_over(x, [_adaptive_windows(*axis) for axis in zip(lengths, output_size, strict=True)])
 
 
 def avg_pool(
@@ -187,27 +188,27 @@ def avg_pool(
 
 
 def avg_pool_backward(spatial: int, gradient: Array, x: Array, *options: Any) -> Array:
-    return pulled_back(lambda x: avg_pool(spatial, x, *options), gradient, x)
+    return apply_vjp(lambda x: avg_pool(spatial, x, *options), gradient, x)
 
 
 @operation("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")
 def adaptive_avg_pool(x: Array, output_size: Sequence[int]) -> Array:
-    """A mean over a box is a mean of means: one axis after the other."""
+    """Computes means over one axis after the other, since a mean over a box is a mean of means."""
     for axis, windows in enumerate(output_size, x.ndim - len(output_size)):
-        places, inside = _adaptive(x.shape[axis], windows)
+        indices, inside = _adaptive_windows(x.shape[axis], windows)
         shape = (*inside.shape, *[1] * (x.ndim - axis - 1))
-        seen = jnp.where(inside.reshape(shape), jnp.take(x, places, axis), 0)
+        seen = jnp.where(inside.reshape(shape), jnp.take(x, indices, axis), 0)
         counts = inside.sum(1).reshape(-1, *[1] * (x.ndim - axis - 1))
         x = jnp.sum(seen, axis + 1) / jnp.asarray(counts, x.dtype)
     return x
 
 
 def adaptive_avg_pool_backward(spatial: int, gradient: Array, x: Array) -> Array:
-    return pulled_back(lambda x: adaptive_avg_pool(x, gradient.shape[-spatial:]), gradient, x)
+    return apply_vjp(lambda x: adaptive_avg_pool(x, gradient.shape[-spatial:]), gradient, x)
 
 
 for _n in (2, 3):
-    enter_all(
+    register_all(
         {
             f"aten.max_pool{_n}d_with_indices": partial(max_pool, _n),
             f"aten.max_pool{_n}d_with_indices_backward": partial(max_pool_backward, _n),

@@ -1,4 +1,4 @@
-"""torch's type promotion: Python numbers count least, then tensors without dimensions, then the others."""
+"""torch's type promotion: Python numbers have the lowest priority, then tensors without dimensions, then others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PYTHON = {bool: np.bool_, int: np.int64, float: np.float32, complex: np.complex
 
 
 def result_type(*operands: Any) -> np.dtype[Any]:
-    """The dtype in which torch computes an operation on these operands (arrays and Python numbers)."""
+    """Returns the dtype in which torch computes an operation on these operands (arrays and Python numbers)."""
     dimensioned, scalars, numbers = [], [], []
     for operand in operands:
         if not hasattr(operand, "dtype"):
@@ -35,7 +35,7 @@ def result_type(*operands: Any) -> np.dtype[Any]:
 
 
 def _category(dtype: Any) -> int:
-    """0 for bool, 1 for integers, 2 for floats, 3 for complex numbers."""
+    """Returns 0 for bool, 1 for integers, 2 for floats, 3 for complex numbers."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return 3
     if jnp.issubdtype(dtype, jnp.floating):
@@ -44,49 +44,50 @@ def _category(dtype: Any) -> int:
 
 
 def _raised_to_category(result: Any, other: Any, *, weak: bool) -> Any:
-    """`result` raised to `other`'s category; a float keeps its width when it becomes complex."""
+    """Raises `result` to `other`'s category; a float keeps its precision when it becomes complex."""
     if _category(result) == 2 and _category(other) == 3:
         return jnp.promote_types(result, np.complex64) if weak else jnp.promote_types(result, other)
     return other
 
 
-def promoted(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Array] | None = None) -> Any:
-    """`function` of operands that have been cast to their common dtype first; `None` stays.
+def promote(function: Callable[..., Any], *, cast: Callable[[Any, Any], jax.Array] | None = None) -> Any:
+    """Returns `function`, preceded by a cast of its operands to their common dtype; `None` is kept.
 
-    Where that is half precision, they come rounded to it, Python numbers too, and in single precision.
+    Half-precision operands, including Python numbers, are rounded to half and then cast to single precision.
 
     Args:
-      function: of arrays of one dtype.
-      cast: what casts; default: `as_dtype`.
+      function: A function of arrays of one dtype.
+      cast: Casts an operand. Default: `as_dtype`.
     """
     cast = as_dtype if cast is None else cast
 
     @functools.wraps(function)
     def cast_first(*operands: Any, **options: Any) -> Any:
         dtype = result_type(*(operand for operand in operands if operand is not None))
-        return function(*(None if x is None else cast(x, dtype).astype(widened(dtype)) for x in operands), **options)
+        computed = compute_dtype(dtype)
+        return function(*(None if x is None else cast(x, dtype).astype(computed) for x in operands), **options)
 
     return cast_first
 
 
 def as_dtype(x: Any, dtype: Any) -> jax.Array:
-    """An operand as an array of this dtype; of a whole number that does not fit it the last bits, as in torch."""
+    """Casts an operand to an array of a dtype; a Python integer that does not fit wraps around, as in torch."""
     dtype = np.dtype(dtype)
     if type(x) is int and jnp.issubdtype(dtype, jnp.integer):
         bits = 8 * dtype.itemsize
         x %= 1 << bits
         x -= (x >> bits - 1 << bits) if jnp.issubdtype(dtype, jnp.signedinteger) else 0
-    with np.errstate(over="ignore"):  # of a number that half precision has not, inf
+    with np.errstate(over="ignore"):  # Numbers out of range become inf.
         return jnp.asarray(x, dtype)
 
 
-def widened(dtype: Any) -> np.dtype[Any]:
-    """Single precision for half precision, in which torch computes what it returns in half."""
+def compute_dtype(dtype: Any) -> np.dtype[Any]:
+    """Returns the dtype in which torch computes: single precision for half precision."""
     return np.dtype(np.float32) if _is_half(dtype) else np.dtype(dtype)
 
 
-def single_for_half(arguments: Any) -> Any:
-    """The arguments of an operation, with single precision for half precision."""
+def half_to_single(arguments: Any) -> Any:
+    """Casts half-precision arrays in an operation's arguments to single precision."""
 
     def widen(x: Any) -> Any:
         return x.astype(np.float32) if isinstance(x, jax.Array) and _is_half(x.dtype) else x
@@ -98,17 +99,17 @@ def _is_half(dtype: Any) -> bool:
     return dtype in (np.float16, jnp.bfloat16)
 
 
-def promoted_to_inexact(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`promoted`, for a function that is defined on floating point numbers only."""
-    return promoted(functools.wraps(function)(lambda *operands: function(*map(to_inexact, operands))))
+def promote_to_inexact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `promote` of a function that is defined for floating-point numbers only."""
+    return promote(functools.wraps(function)(lambda *operands: function(*map(to_inexact, operands))))
 
 
 def to_inexact(x: Any) -> jax.Array:
-    """`x` in floating point, with integers in torch's default dtype, float32."""
+    """Casts `x` to floating point, integers to torch's default dtype, float32."""
     x = jnp.asarray(x)
     return x if is_inexact(x) else x.astype(np.float32)
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether `x` holds floating point numbers, real or complex."""
+    """Whether `x` contains floating-point numbers, real or complex."""
     return jnp.issubdtype(x.dtype, jnp.inexact)

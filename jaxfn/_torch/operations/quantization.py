@@ -10,8 +10,10 @@ from jax.lax import stop_gradient
 from jaxfn._torch.operations.table import operation
 
 
-def _quantized(x: Array, scale: Array, zero_point: Array, low: int, high: int) -> tuple[Array, Array]:
-    """The nearest level, and where there is one; torch has the scale and its reciprocal in single precision."""
+def _quantize(x: Array, scale: Array, zero_point: Array, low: int, high: int) -> tuple[Array, Array]:
+    """Returns the nearest level, and whether it is in range. The scale's reciprocal has single precision, as in
+    torch.
+    """
     scale = jnp.asarray(scale, np.float32)
     level = jnp.round(x * (1 / scale).astype(x.dtype)) + zero_point
     mask = (level >= low) & (level <= high)
@@ -21,14 +23,14 @@ def _quantized(x: Array, scale: Array, zero_point: Array, low: int, high: int) -
 
 @operation("aten.fake_quantize_per_tensor_affine_cachemask")
 def per_tensor(x: Array, scale: float, zero_point: int, low: int, high: int) -> tuple[Array, Array]:
-    return _quantized(x, jnp.asarray(scale), jnp.asarray(zero_point), low, high)
+    return _quantize(x, jnp.asarray(scale), jnp.asarray(zero_point), low, high)
 
 
 @operation("aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams")
 def per_tensor_by_arrays(
     x: Array, scale: Array, zero_point: Array, enabled: Array, low: int, high: int
 ) -> tuple[Array, Array]:
-    rounded, mask = _quantized(x, scale.reshape(()), zero_point.reshape(()), low, high)
+    rounded, mask = _quantize(x, scale.reshape(()), zero_point.reshape(()), low, high)
     is_on = enabled.reshape(()) != 0
     return jnp.where(is_on, rounded, x), mask | ~is_on
 
@@ -37,4 +39,4 @@ def per_tensor_by_arrays(
 def per_channel(x: Array, scale: Array, zero_point: Array, axis: int, low: int, high: int) -> tuple[Array, Array]:
     shape = [1] * x.ndim
     shape[axis] = -1
-    return _quantized(x, scale.reshape(shape), zero_point.reshape(shape), low, high)
+    return _quantize(x, scale.reshape(shape), zero_point.reshape(shape), low, high)

@@ -1,6 +1,6 @@
-"""Random numbers, drawn through JAX: the distributions are torch's, the numbers are not.
+"""Random numbers, drawn by JAX. The distributions are torch's, the numbers are not.
 
-Every function gets a key of its own first, which `Translation` of `graph/interpreter.py` makes of the call's.
+Every function takes a separate key first, which `TranslatedGraph` derives from the call's key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxfn._torch.operations.table import operation
 
 
 def _uniform(key: Array, shape: Sequence[int], dtype: Any, low: float = 0.0, high: float = 1.0) -> Array:
-    """Draws uniform numbers; both parts of complex ones."""
+    """Draws uniform numbers; for complex dtypes, both parts."""
     dtype = np.float32 if dtype is None else dtype
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.random.uniform(key, tuple(shape), dtype, low, high)
@@ -26,7 +26,7 @@ def _uniform(key: Array, shape: Sequence[int], dtype: Any, low: float = 0.0, hig
 
 
 def _normal(key: Array, shape: Sequence[int], dtype: Any) -> Array:
-    """Draws normal numbers; both parts of complex ones share the variance."""
+    """Draws normal numbers; for complex dtypes, both parts share the variance."""
     return jax.random.normal(key, tuple(shape), np.float32 if dtype is None else dtype)
 
 
@@ -52,7 +52,7 @@ def randn_like(key: Array, x: Array, dtype: Any = None) -> Array:
 
 @operation("aten.randint", draws=True)
 def randint(key: Array, *arguments: Any, dtype: Any = None) -> Array:
-    """Below a number, or from one up to another; the last argument is the size."""
+    """Draws integers below a number, or from one number up to another. The last argument is the size."""
     *bounds, size = arguments
     low, high = (0, *bounds)[-2:]
     is_integer = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
@@ -81,8 +81,8 @@ def bernoulli(key: Array, x: Array, p: Any = None) -> Array:
 def native_dropout(key: Array, x: Array, p: float, train: bool | None) -> tuple[Array, Array]:
     if train is False:
         return x, jnp.ones(x.shape, bool)
-    kept = jax.random.bernoulli(key, 1 - p, x.shape)
-    return jnp.where(kept, x / (1 - p) if p < 1 else 0, 0), kept
+    is_kept = jax.random.bernoulli(key, 1 - p, x.shape)
+    return jnp.where(is_kept, x / (1 - p) if p < 1 else 0, 0), is_kept
 
 
 @operation("aten.uniform", draws=True)
@@ -102,7 +102,7 @@ def normal_float_float(key: Array, mean: float, std: float, size: Sequence[int],
 
 @operation("aten.normal.Tensor_Tensor", "aten.normal.Tensor_float", "aten.normal.float_Tensor", draws=True)
 def normal(key: Array, mean: Any, std: Any) -> Array:
-    """Either argument may be a number."""
+    """Draws normal numbers. Either parameter may be a Python number."""
     shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
     return mean + std * jax.random.normal(key, shape, jnp.result_type(mean, std, np.float32))
 
@@ -129,7 +129,7 @@ def geometric(key: Array, x: Array, p: float) -> Array:
 
 @operation("aten.multinomial", draws=True)
 def multinomial(key: Array, weights: Array, num_samples: int, replacement: bool = False) -> Array:
-    """The largest of logarithms with Gumbel noise; the `num_samples` largest are draws without replacement."""
+    """Draws indices by the largest logits with Gumbel noise; without replacement by the `num_samples` largest."""
     logits = jnp.log(weights)
     if replacement:
         shape = (num_samples, *weights.shape[:-1])

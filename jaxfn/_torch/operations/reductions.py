@@ -14,55 +14,55 @@ from jax import Array
 from jaxfn._torch.operations.dims import axes
 from jaxfn._torch.operations.elementwise import absolute
 from jaxfn._torch.operations.promotion import is_inexact, to_inexact
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.table import operation, register_all
 
 Dim = int | Sequence[int] | None
 
 
-def accumulated(x: Array, dtype: Any) -> Array:
-    """`x` in the dtype in which sums and products are taken: integers in 64 bits unless `dtype` says otherwise."""
+def cast_for_accumulation(x: Array, dtype: Any) -> Array:
+    """Casts `x` to the dtype in which sums and products are computed: int64 for integers, unless `dtype` is given."""
     if dtype is None:
         dtype = x.dtype if is_inexact(x) else jax.dtypes.canonicalize_dtype(np.int64)
     return x.astype(dtype)
 
 
-def reduced(
+def reduce(
     function: Callable[..., Array], x: Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Array:
     """Applies a function such as `jnp.sum` over some axes."""
     return function(x if dtype is None else x.astype(dtype), axes(x, dim), keepdims=keepdim)
 
 
-def accumulating(
+def reduce_with_accumulation(
     function: Callable[..., Array], x: Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Array:
     """Applies a sum or product over some axes, with integers accumulated as torch does."""
-    return reduced(function, accumulated(x, dtype), dim, keepdim)
+    return reduce(function, cast_for_accumulation(x, dtype), dim, keepdim)
 
 
-def extreme_place(function: Callable[..., Array], x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
+def extreme_index(function: Callable[..., Array], x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
     """Returns the index of the extreme element."""
     return function(x, None if x.ndim == 0 else dim, keepdims=keepdim)
 
 
 def extreme(function: Callable[..., Array], x: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
-    """The extreme element, and where it is: the derivative goes to that one, the first among equals."""
-    return chosen(x, extreme_place(function, x, dim, keepdim=True), dim, keepdim)
+    """Returns the extreme element and its index. The derivative goes to that element, the first of equals."""
+    return take_extreme(x, extreme_index(function, x, dim, keepdim=True), dim, keepdim)
 
 
-enter_all(
+register_all(
     {
-        "aten.sum": partial(accumulating, jnp.sum),
-        "aten.prod": partial(accumulating, jnp.prod),
-        "aten.mean": partial(reduced, jnp.mean),
-        "aten.any": partial(reduced, jnp.any),
-        "aten.all": partial(reduced, jnp.all),
-        "aten.amax": partial(reduced, jnp.max),
-        "aten.amin": partial(reduced, jnp.min),
+        "aten.sum": partial(reduce_with_accumulation, jnp.sum),
+        "aten.prod": partial(reduce_with_accumulation, jnp.prod),
+        "aten.mean": partial(reduce, jnp.mean),
+        "aten.any": partial(reduce, jnp.any),
+        "aten.all": partial(reduce, jnp.all),
+        "aten.amax": partial(reduce, jnp.max),
+        "aten.amin": partial(reduce, jnp.min),
         "aten.max.default": jnp.max,
         "aten.min.default": jnp.min,
-        "aten.argmax": partial(extreme_place, jnp.argmax),
-        "aten.argmin": partial(extreme_place, jnp.argmin),
+        "aten.argmax": partial(extreme_index, jnp.argmax),
+        "aten.argmin": partial(extreme_index, jnp.argmin),
         "aten.max.dim": partial(extreme, jnp.argmax),
         "aten.min.dim": partial(extreme, jnp.argmin),
     }
@@ -90,18 +90,18 @@ def std(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool =
 
 @operation("aten.std_mean.correction")
 def std_mean(x: Array, dim: Dim = None, correction: float | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
-    """torch's derivative where all elements are equal is 0."""
+    """Returns standard deviation and mean. torch's derivative where all elements are equal is 0."""
     variance, mean = var_mean(x, dim, correction, keepdim)
     return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance))), mean
 
 
 @operation("aten.aminmax")
 def aminmax(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
-    return reduced(jnp.min, x, dim, keepdim), reduced(jnp.max, x, dim, keepdim)
+    return reduce(jnp.min, x, dim, keepdim), reduce(jnp.max, x, dim, keepdim)
 
 
-def chosen(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
-    """The elements of `x` at `index` (of length 1 along `dim`), and the index."""
+def take_extreme(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+    """Returns the elements of `x` at `index` (of length 1 along `dim`), and the index."""
     if x.ndim == 0:
         return x, index
     values = jnp.take_along_axis(x, index, dim)
@@ -115,20 +115,20 @@ def logsumexp(x: Array, dim: Dim, keepdim: bool) -> Array:
 
 @operation("aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim")
 def vector_norm(x: Array, ord: float = 2, dim: Dim = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    """torch's derivative of a norm at 0 is 0, also where the formula's is not defined."""
+    """Returns a norm. torch's derivative of a norm at 0 is 0, even where the formula has none."""
     over = axes(x, dim)
     x = x if dtype is None else x.astype(dtype)
-    sizes = absolute(x)
+    magnitudes = absolute(x)
     if ord == np.inf:
-        return jnp.max(sizes, over, keepdims=keepdim)
+        return jnp.max(magnitudes, over, keepdims=keepdim)
     if ord == -np.inf:
-        return jnp.min(sizes, over, keepdims=keepdim)
+        return jnp.min(magnitudes, over, keepdims=keepdim)
     if ord == 0:
-        return jnp.sum(x != 0, over, keepdims=keepdim).astype(sizes.dtype)
+        return jnp.sum(x != 0, over, keepdims=keepdim).astype(magnitudes.dtype)
     if ord == 1:
-        return jnp.sum(sizes, over, keepdims=keepdim)
-    # The square of a complex number's size has a derivative at 0, the size has none.
-    total = jnp.sum(jnp.real(x * jnp.conj(x)) if ord == 2 else sizes**ord, over, keepdims=keepdim)
+        return jnp.sum(magnitudes, over, keepdims=keepdim)
+    # The square of a complex number's magnitude has a derivative at 0, the magnitude has none.
+    total = jnp.sum(jnp.real(x * jnp.conj(x)) if ord == 2 else magnitudes**ord, over, keepdims=keepdim)
     is_zero = total == 0
     return jnp.where(is_zero, 0.0 if ord > 0 else np.inf, jnp.where(is_zero, 1, total) ** (1 / ord))
 

@@ -1,4 +1,4 @@
-"""Interpolation, padding by reflection and replication, and sampling at given points."""
+"""Interpolation, padding by reflection and replication, and sampling at points."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.derivative import pulled_back
-from jaxfn._torch.operations.table import enter_all, moving, operation
+from jaxfn._torch.operations.derivative import apply_vjp
+from jaxfn._torch.operations.table import data_movement, operation, register_all
 
 Table = np.ndarray[Any, Any]
-# For an axis (length, new length, align_corners, scale factor or None): the places every new element
-# takes from and their weights, both (new length, number of places).
+# For an axis (length, new length, align_corners, scale factor or None), the input indices of each new element and their
+# weights, both of shape (new length, number of indices).
 Method = Callable[[int, int, bool, "float | None", Any], tuple[Table, Table]]
 
 
 def _step(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> Any:
-    """Returns the distance in the input of two neighbours in the result, in torch's precision."""
+    """Returns the distance, in the input, between neighbours in the result, in torch's precision."""
     if align_corners:
         return dtype(length - 1) / dtype(new - 1) if new > 1 else dtype(0)
     return dtype(1.0 / scale) if scale else dtype(length) / dtype(new)
 
 
 def _nearest(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> tuple[Table, Table]:
-    places = np.floor(np.arange(new, dtype=np.float32) * _step(length, new, False, scale, np.float32))
-    return np.minimum(places.astype(int), length - 1)[:, None], np.ones((new, 1))
+    indices = np.floor(np.arange(new, dtype=np.float32) * _step(length, new, False, scale, np.float32))
+    return np.minimum(indices.astype(int), length - 1)[:, None], np.ones((new, 1))
 
 
 def _nearest_exact(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> tuple[Table, Table]:
     step = _step(length, new, False, scale, np.float32)
-    places = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * step)
-    return np.minimum(places.astype(int), length - 1)[:, None], np.ones((new, 1))
+    indices = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * step)
+    return np.minimum(indices.astype(int), length - 1)[:, None], np.ones((new, 1))
 
 
 def _source(length: int, new: int, align_corners: bool, scale: float | None, dtype: Any) -> Table:
@@ -56,12 +56,12 @@ def _cubic(length: int, new: int, align_corners: bool, scale: float | None, dtyp
     source = _source(length, new, align_corners, scale, dtype)
     below = np.floor(source)
     offsets = np.arange(-1, 3)
-    places = np.clip(below[:, None].astype(int) + offsets, 0, length - 1)
-    return places, cubic_weights(source - below, np)
+    indices = np.clip(below[:, None].astype(int) + offsets, 0, length - 1)
+    return indices, cubic_weights(source - below, np)
 
 
 def cubic_weights(share: Any, namespace: Any) -> Any:
-    """The four weights of Keys' cubic convolution with a = -0.75, for a point `share` behind the second place."""
+    """Returns the weights of Keys' cubic convolution (a = -0.75), for a point `share` after the second element."""
     a = -0.75
     far = [share + 1, 2 - share]
     near = [share, 1 - share]
@@ -73,25 +73,25 @@ def cubic_weights(share: Any, namespace: Any) -> Any:
 def _linear_antialiased(
     length: int, new: int, align_corners: bool, scale: float | None, dtype: Any
 ) -> tuple[Table, Table]:
-    """A triangle as wide as the step, when shrinking."""
+    """Returns the weights of a triangle filter, as wide as the step when shrinking."""
     step = float(_step(length, new, align_corners, scale, np.float64))
     reach = max(step, 1.0)
     centers = step * (np.arange(new) + 0.5)
     first = np.maximum((centers - reach + 0.5).astype(int), 0)
     last = np.minimum((centers + reach + 0.5).astype(int), length)
-    places = first[:, None] + np.arange((last - first).max())
-    weights = np.maximum(1 - np.abs((places - centers[:, None] + 0.5) / reach), 0) * (places < last[:, None])
-    return np.minimum(places, length - 1), weights / weights.sum(1, keepdims=True)
+    indices = first[:, None] + np.arange((last - first).max())
+    weights = np.maximum(1 - np.abs((indices - centers[:, None] + 0.5) / reach), 0) * (indices < last[:, None])
+    return np.minimum(indices, length - 1), weights / weights.sum(1, keepdims=True)
 
 
 def _resample(x: Array, axis: int, table: tuple[Table, Table]) -> Array:
-    places, weights = table
+    indices, weights = table
     shape = (-1, *[1] * (x.ndim - axis - 1))
-    # Without weights of 0, which would spread nan and inf.
-    if places.shape[1] == 1:
-        return jnp.take(x, places[:, 0], axis)
-    columns = zip(places.T, weights.T, strict=True)
-    parts = [jnp.take(x, place, axis) * jnp.asarray(weight, x.dtype).reshape(shape) for place, weight in columns]
+    # Without weights of 0, which would spread NaN and inf.
+    if indices.shape[1] == 1:
+        return jnp.take(x, indices[:, 0], axis)
+    columns = zip(indices.T, weights.T, strict=True)
+    parts = [jnp.take(x, index, axis) * jnp.asarray(weight, x.dtype).reshape(shape) for index, weight in columns]
     return sum(parts[1:], parts[0])
 
 
@@ -104,34 +104,36 @@ def _upsample(
     return x
 
 
-def _aligned(method: Method, x: Array, size: Sequence[int], align_corners: bool, *scales: float | None) -> Array:
+def _upsample_aligned(
+    method: Method, x: Array, size: Sequence[int], align_corners: bool, *scales: float | None
+) -> Array:
     return _upsample(method, x, size, align_corners, scales or [None] * len(size))
 
 
-def _unaligned(method: Method, x: Array, size: Sequence[int], *scales: float | None) -> Array:
+def _upsample_unaligned(method: Method, x: Array, size: Sequence[int], *scales: float | None) -> Array:
     return _upsample(method, x, size, False, scales or [None] * len(size))
 
 
 def _backward(
     forward: Callable[..., Array], gradient: Array, size: Sequence[int], input_size: Sequence[int], *options: Any
 ) -> Array:
-    """Interpolation is linear, so its derivative is its transpose, wherever it is taken."""
+    """Transposes the interpolation, which is linear."""
     zeros = jnp.zeros(tuple(input_size), gradient.dtype)
-    return pulled_back(lambda x: forward(x, size, *options).astype(gradient.dtype), gradient, zeros)
+    return apply_vjp(lambda x: forward(x, size, *options).astype(gradient.dtype), gradient, zeros)
 
 
 _METHODS: dict[str, Callable[..., Array]] = {
-    "upsample_linear1d": partial(_aligned, _linear),
-    "upsample_bilinear2d": partial(_aligned, _linear),
-    "upsample_trilinear3d": partial(_aligned, _linear),
-    "upsample_bicubic2d": partial(_aligned, _cubic),
-    "_upsample_bilinear2d_aa": partial(_aligned, _linear_antialiased),
-    **{f"upsample_nearest{n}d": partial(_unaligned, _nearest) for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d": partial(_unaligned, _nearest_exact) for n in (1, 2, 3)},
+    "upsample_linear1d": partial(_upsample_aligned, _linear),
+    "upsample_bilinear2d": partial(_upsample_aligned, _linear),
+    "upsample_trilinear3d": partial(_upsample_aligned, _linear),
+    "upsample_bicubic2d": partial(_upsample_aligned, _cubic),
+    "_upsample_bilinear2d_aa": partial(_upsample_aligned, _linear_antialiased),
+    **{f"upsample_nearest{n}d": partial(_upsample_unaligned, _nearest) for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": partial(_upsample_unaligned, _nearest_exact) for n in (1, 2, 3)},
 }
 
 for _name, _forward in _METHODS.items():
-    enter_all(
+    register_all(
         {
             f"aten.{_name}": _forward,
             f"aten.{_name}_backward": partial(_backward, _forward),
@@ -139,36 +141,36 @@ for _name, _forward in _METHODS.items():
     )
 
 
-def _pad(places: Callable[[Table, int], Table], x: Array, padding: Sequence[int]) -> Array:
-    """Takes from the places that `places` finds inside; torch lists the pads of the last axis first."""
+def _pad(indices: Callable[[Table, int], Table], x: Array, padding: Sequence[int]) -> Array:
+    """Takes the elements at the indices that `indices` maps into the array; torch lists the last axis first."""
     for number in range(len(padding) // 2):
         axis = x.ndim - 1 - number
         before, after = padding[2 * number : 2 * number + 2]
-        x = jnp.take(x, places(np.arange(-before, x.shape[axis] + after), x.shape[axis]), axis)
+        x = jnp.take(x, indices(np.arange(-before, x.shape[axis] + after), x.shape[axis]), axis)
     return x
 
 
-def _reflected(places: Table, length: int) -> Table:
-    """Mirrored at the first and the last element."""
-    return length - 1 - np.abs(length - 1 - np.abs(places))
+def _reflect(indices: Table, length: int) -> Table:
+    """Mirrors indices at the first and the last element."""
+    return length - 1 - np.abs(length - 1 - np.abs(indices))
 
 
-def _replicated(places: Table, length: int) -> Table:
-    return np.clip(places, 0, length - 1)
+def _replicate(indices: Table, length: int) -> Table:
+    return np.clip(indices, 0, length - 1)
 
 
 def _pad_backward(forward: Callable[..., Array], gradient: Array, x: Array, padding: Sequence[int]) -> Array:
-    return pulled_back(lambda x: forward(x, padding), gradient, x)
+    return apply_vjp(lambda x: forward(x, padding), gradient, x)
 
 
-for _name, _places in (("reflection", _reflected), ("replication", _replicated)):
+for _name, _map_indices in (("reflection", _reflect), ("replication", _replicate)):
     for _n in (1, 2, 3):
-        _forward = partial(_pad, _places)
-        enter_all({f"aten.{_name}_pad{_n}d": _forward}, takes_half=True)
-        enter_all({f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward)})
+        _forward = partial(_pad, _map_indices)
+        register_all({f"aten.{_name}_pad{_n}d": _forward}, accepts_half=True)
+        register_all({f"aten.{_name}_pad{_n}d_backward": partial(_pad_backward, _forward)})
 
 
-@moving("aten.constant_pad_nd")
+@data_movement("aten.constant_pad_nd")
 def constant_pad_nd(x: Array, padding: Sequence[int], value: Any = 0) -> Array:
     pads = [(padding[i], padding[i + 1], 0) for i in range(0, len(padding), 2)]
     config = [*[(0, 0, 0)] * (x.ndim - len(pads)), *reversed(pads)]
@@ -177,7 +179,7 @@ def constant_pad_nd(x: Array, padding: Sequence[int], value: Any = 0) -> Array:
 
 @operation("aten.grid_sampler_2d", "aten.grid_sampler_3d")
 def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_corners: bool) -> Array:
-    """Samples x (N, C, ...) at the points `grid` (N, ..., axes), whose coordinates go from -1 to 1, last axis first.
+    """Samples x (N, C, ...) at the points `grid` (N, ..., axes), with coordinates from -1 to 1, the last axis first.
 
     `interpolation` is 0 for linear, 1 for nearest, 2 for cubic; `padding` is 0 for zeros, 1 for the border, 2 for
     reflection.
@@ -187,9 +189,9 @@ def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_c
     points = [
         (p + 1) / 2 * (n - 1) if align_corners else ((p + 1) * n - 1) / 2 for p, n in zip(points, lengths, strict=True)
     ]
-    inside = partial(_inside, padding=padding, align_corners=align_corners)
+    clip = partial(_clip_to_image, padding=padding, align_corners=align_corners)
     if interpolation != 2:
-        points = [inside(p, n) for p, n in zip(points, lengths, strict=True)]
+        points = [clip(p, n) for p, n in zip(points, lengths, strict=True)]
     choices: list[list[tuple[Array, Any]]] = []
     for p, n in zip(points, lengths, strict=True):
         below = jnp.floor(jax.lax.stop_gradient(p))
@@ -199,10 +201,10 @@ def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_c
             choices.append([(below, below + 1 - p), (below + 1, p - below)])
         else:
             weights = cubic_weights(p - below, jnp)
-            choices.append([(inside(below + k - 1, n), weights[..., k]) for k in range(4)])
+            choices.append([(clip(below + k - 1, n), weights[..., k]) for k in range(4)])
     total = jnp.zeros((), x.dtype)
     for corner in itertools.product(*choices):
-        total = total + _corner(x, [place for place, _ in corner]) * _product(corner)[:, None]
+        total = total + _corner(x, [index for index, _ in corner]) * _product(corner)[:, None]
     return total
 
 
@@ -213,19 +215,19 @@ def _product(corner: Sequence[tuple[Array, Any]]) -> Any:
     return weight
 
 
-def _corner(x: Array, places: Sequence[Array]) -> Array:
-    """The elements at `places` of every channel, 0 outside."""
-    exists = jnp.ones(places[0].shape, bool)
-    index: list[Array] = []
-    for place, length in zip(places, x.shape[2:], strict=True):
-        exists &= (place >= 0) & (place <= length - 1)
-        index.append(jnp.clip(jnp.nan_to_num(place), 0, length - 1).astype(int))
-    number = jnp.arange(len(x)).reshape(-1, *[1] * (places[0].ndim - 1))
-    values = jnp.moveaxis(x, 1, -1)[(number, *index)]
+def _corner(x: Array, indices: Sequence[Array]) -> Array:
+    """Returns the elements of every channel at `indices`, and 0 outside."""
+    exists = jnp.ones(indices[0].shape, bool)
+    clipped: list[Array] = []
+    for index, length in zip(indices, x.shape[2:], strict=True):
+        exists &= (index >= 0) & (index <= length - 1)
+        clipped.append(jnp.clip(jnp.nan_to_num(index), 0, length - 1).astype(int))
+    number = jnp.arange(len(x)).reshape(-1, *[1] * (indices[0].ndim - 1))
+    values = jnp.moveaxis(x, 1, -1)[(number, *clipped)]
     return jnp.moveaxis(jnp.where(exists[..., None], values, 0), -1, 1)
 
 
-def _inside(point: Array, length: int, *, padding: int, align_corners: bool) -> Array:
+def _clip_to_image(point: Array, length: int, *, padding: int, align_corners: bool) -> Array:
     if padding == 0:
         return point
     if padding == 2:
@@ -243,11 +245,11 @@ def _inside(point: Array, length: int, *, padding: int, align_corners: bool) -> 
 
 @operation("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
 def grid_sample_backward(gradient: Array, x: Array, grid: Array, *options: Any) -> tuple[Array | None, Array | None]:
-    """Computes the gradients that the last option asks for; the other options are those of `grid_sample`."""
-    *given, output_mask = options
+    """Computes the gradients that the last option selects; the other options are those of `grid_sample`."""
+    *sampling_options, output_mask = options
 
     def forward(x: Array, grid: Array) -> Array:
-        return grid_sample(x, grid, *given)
+        return grid_sample(x, grid, *sampling_options)
 
     grad_x, grad_grid = jax.vjp(forward, x, grid)[1](gradient)
     return grad_x if output_mask[0] else None, grad_grid if output_mask[1] else None

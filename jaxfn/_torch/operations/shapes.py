@@ -11,15 +11,15 @@ from jax import Array, lax
 
 from jaxfn._torch.operations.dims import along, axes
 from jaxfn._torch.operations.promotion import result_type
-from jaxfn._torch.operations.table import enter_all, moving, operation
+from jaxfn._torch.operations.table import data_movement, operation, register_all
 
 
 def identity(x: Array) -> Array:
-    """`x`: JAX arrays are not written in place, so a copy is the array itself."""
+    """Returns `x`. JAX arrays are immutable, so a copy is the array itself."""
     return x
 
 
-enter_all(
+register_all(
     {
         "aten.alias": identity,
         "aten.clone": identity,
@@ -31,17 +31,17 @@ enter_all(
         "aten.diagonal": jnp.diagonal,
         "aten.unsqueeze": jnp.expand_dims,
     },
-    takes_half=True,
+    accepts_half=True,
 )
-enter_all({"aten.repeat": jnp.tile})  # whose derivative is a sum
+register_all({"aten.repeat": jnp.tile})  # Its derivative is a sum.
 
 
-@moving("aten.roll")
+@data_movement("aten.roll")
 def roll(x: Array, shifts: Sequence[int], dims: Sequence[int]) -> Array:
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
-@moving("aten._to_copy", "prims.convert_element_type")
+@data_movement("aten._to_copy", "prims.convert_element_type")
 def to_dtype(x: Array, dtype: Any = None, *_: Any) -> Array:
     if dtype is None:
         return x
@@ -52,16 +52,16 @@ def to_dtype(x: Array, dtype: Any = None, *_: Any) -> Array:
 
 
 def _to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Floating point numbers as whole ones, and what does not fit as an x86 processor has it.
+    """Casts floating-point numbers to integers. Out of range, the result is that of an x86 processor.
 
-    That is the lowest number, or the last bits of what is computed in 32 bits if the dtype has fewer.
+    That is the lowest number, or the last bits of a 32-bit conversion if the dtype has fewer bits.
     """
     if dtype.itemsize < 4:
         return _to_integer(x, np.dtype(np.int32)).astype(dtype)
     if dtype.name not in ("int32", "int64"):
         return x.astype(dtype)
     lowest = jnp.iinfo(dtype).min
-    # The highest number has no floating point number, and the one above it has.
+    # The highest integer is not a floating-point number, but the one above it is.
     fits = (x >= float(lowest)) & (x < -float(lowest))
     return jnp.where(fits, x.astype(dtype), lowest)
 
@@ -71,14 +71,14 @@ def copy(x: Array, source: Array, *_: Any) -> Array:
     return jnp.broadcast_to(to_dtype(source, x.dtype), x.shape)
 
 
-@moving("aten.view", "aten._unsafe_view", "aten._reshape_alias")
+@data_movement("aten.view", "aten._unsafe_view", "aten._reshape_alias")
 def view(x: Array, size: Sequence[int], *_: Any) -> Array:
     return x.reshape(tuple(size))
 
 
-@moving("aten.view.dtype")
+@data_movement("aten.view.dtype")
 def view_dtype(x: Array, dtype: Any) -> Array:
-    """Reinterprets the bits as another dtype; the last axis shrinks or grows with the size of an element."""
+    """Reinterprets the bits as another dtype. The last axis shrinks or grows with the size of an element."""
     ratio = np.dtype(dtype).itemsize / x.dtype.itemsize
     if ratio > 1:
         x = x.reshape(*x.shape[:-1], -1, round(ratio))
@@ -93,75 +93,75 @@ def expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
     return jnp.broadcast_to(x, shape)
 
 
-@moving("aten.transpose")
+@data_movement("aten.transpose")
 def transpose(x: Array, first: int, second: int) -> Array:
     return x if x.ndim == 0 else jnp.swapaxes(x, first, second)
 
 
-@moving("aten.squeeze")
+@data_movement("aten.squeeze")
 def squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
-    return jnp.squeeze(x, [axis for axis in _named(x, dim) if x.shape[axis] == 1])
+    return jnp.squeeze(x, [axis for axis in _named_axes(x, dim) if x.shape[axis] == 1])
 
 
-def _named(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    # An empty list means no axis here, where it means all of them to a reduction.
+def _named_axes(x: Array, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    # An empty list means no axis here, but all axes in a reduction.
     return () if isinstance(dim, Sequence) and not dim else axes(x, dim)
 
 
-@moving("aten.flip")
+@data_movement("aten.flip")
 def flip(x: Array, dims: Sequence[int]) -> Array:
-    return jnp.flip(x, _named(x, tuple(dims))) if x.ndim else x
+    return jnp.flip(x, _named_axes(x, tuple(dims))) if x.ndim else x
 
 
-@moving("aten.cat")
+@data_movement("aten.cat")
 def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
     dtype = result_type(*tensors)
     # torch skips tensors of shape (0,), whatever the shape of the others.
-    kept = [x for x in tensors if x.shape != (0,)] or tensors[:1]
-    return jnp.concatenate([x.astype(dtype) for x in kept], dim)
+    operands = [x for x in tensors if x.shape != (0,)] or tensors[:1]
+    return jnp.concatenate([x.astype(dtype) for x in operands], dim)
 
 
-@moving("aten.stack")
+@data_movement("aten.stack")
 def stack(tensors: Sequence[Array], dim: int) -> Array:
     dtype = result_type(*tensors)
     return jnp.stack([x.astype(dtype) for x in tensors], dim)
 
 
-@moving("aten.split_with_sizes")
+@data_movement("aten.split_with_sizes")
 def split_with_sizes(x: Array, sizes: Sequence[int], dim: int) -> list[Array]:
     return jnp.split(x, np.cumsum(sizes)[:-1], dim) if len(sizes) > 1 else [x]
 
 
-@moving("aten.split.Tensor", "aten.unsafe_split.Tensor")
+@data_movement("aten.split.Tensor", "aten.unsafe_split.Tensor")
 def split(x: Array, size: int, dim: int) -> list[Array]:
     length = x.shape[dim]
     return jnp.split(x, tuple(range(size, length, size)), dim) if size else [x]
 
 
-@moving("aten.unbind")
+@data_movement("aten.unbind")
 def unbind(x: Array, dim: int) -> list[Array]:
     return [lax.index_in_dim(x, i, dim, keepdims=False) for i in range(x.shape[dim])]
 
 
-@moving("aten.select")
+@data_movement("aten.select")
 def select(x: Array, dim: int, index: int) -> Array:
     return lax.index_in_dim(x, index, dim, keepdims=False)
 
 
-@moving("aten.slice")
+@data_movement("aten.slice")
 def slice_of(x: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
     start, end, step = slice(start, end, step).indices(x.shape[dim])
     return lax.slice_in_dim(x, start, max(start, end), step, dim)
 
 
-@moving("aten.narrow.default")
+@data_movement("aten.narrow.default")
 def narrow(x: Array, dim: int, start: int, length: int) -> Array:
     return slice_of(x, dim, start, start % max(x.shape[dim], 1) + length if start < 0 else start + length, 1)
 
 
-@moving("aten.unfold")
+@data_movement("aten.unfold")
 def unfold(x: Array, dim: int, size: int, step: int) -> Array:
-    """Windows of `size` elements along `dim`, `step` apart, as a new last axis."""
+    """Returns windows of `size` elements along `dim`, `step` apart, as a new last axis."""
     if x.ndim == 0:
         return x.reshape(1)[:size]
     starts = np.arange(0, x.shape[dim] - size + 1, step)
@@ -169,27 +169,27 @@ def unfold(x: Array, dim: int, size: int, step: int) -> Array:
     return jnp.moveaxis(windows, dim % x.ndim + 1, -1)
 
 
-@moving("aten.as_strided", reads_memory=True)
+@data_movement("aten.as_strided", reads_storage=True)
 def as_strided(x: Array, elements: np.ndarray[Any, Any]) -> Array:
     return x.reshape(-1)[elements]
 
 
-@moving("aten.as_strided_scatter", reads_memory=True)
+@data_movement("aten.as_strided_scatter", reads_storage=True)
 def as_strided_scatter(x: Array, source: Array, elements: np.ndarray[Any, Any]) -> Array:
     return x.reshape(-1).at[elements].set(to_dtype(source, x.dtype)).reshape(x.shape)
 
 
-@moving("aten.slice_scatter")
+@data_movement("aten.slice_scatter")
 def slice_scatter(x: Array, source: Array, dim: int, start: int | None, end: int | None, step: int) -> Array:
     return x.at[along(x, dim, slice(start, end, step))].set(to_dtype(source, x.dtype))
 
 
-@moving("aten.select_scatter")
+@data_movement("aten.select_scatter")
 def select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
     return x.at[along(x, dim, index)].set(to_dtype(source, x.dtype))
 
 
-@moving("aten.diagonal_scatter")
+@data_movement("aten.diagonal_scatter")
 def diagonal_scatter(x: Array, source: Array, offset: int, first: int, second: int) -> Array:
     matrices = jnp.moveaxis(x, (first, second), (-2, -1))
     rows = np.arange(source.shape[-1]) + max(-offset, 0)

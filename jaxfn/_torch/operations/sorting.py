@@ -11,13 +11,13 @@ from jax import Array, lax
 
 from jaxfn._torch.operations.dims import vector
 from jaxfn._torch.operations.promotion import is_inexact
-from jaxfn._torch.operations.reductions import accumulated, chosen
-from jaxfn._torch.operations.table import enter_all, operation
+from jaxfn._torch.operations.reductions import cast_for_accumulation, take_extreme
+from jaxfn._torch.operations.table import operation, register_all
 
 
 @operation("aten.sort")
 def sort(x: Array, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple[Array, Array]:
-    """Always stable, nan counting as the largest number."""
+    """Sorts stably. NaN counts as the largest number."""
     order = jnp.argsort(vector(x), dim, stable=True, descending=descending)
     return jnp.take_along_axis(vector(x), order, dim).reshape(x.shape), order.reshape(x.shape)
 
@@ -35,25 +35,25 @@ def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Ar
     if x.ndim == 0:
         return x, jnp.zeros((), int)
     order = jnp.argsort(x, dim, stable=True)
-    return chosen(x, lax.slice_in_dim(order, k - 1, k, axis=dim), dim, keepdim)
+    return take_extreme(x, lax.slice_in_dim(order, k - 1, k, axis=dim), dim, keepdim)
 
 
-def middle_of_all(skip_nan: bool, x: Array) -> Array:
-    """The lower one of two middle elements of all."""
-    return _shared(x, middle(skip_nan, x.reshape(-1), 0)[0])
+def median_of_all(skip_nan: bool, x: Array) -> Array:
+    """Returns the lower median of all elements."""
+    return _spread_derivative(x, median(skip_nan, x.reshape(-1), 0)[0])
 
 
-def _shared(x: Array, chosen: Array) -> Array:
-    """`chosen`, an element of `x`, with its derivative in equal parts to all elements that equal it."""
-    chosen, fixed = lax.stop_gradient(chosen), lax.stop_gradient(x)
-    equal = (fixed == chosen) | ((fixed != fixed) & (chosen != chosen))
-    # 0 in value; the difference of an inf or a nan from itself is not.
+def _spread_derivative(x: Array, value: Array) -> Array:
+    """Returns `value`, an element of `x`, with its derivative divided equally among all elements that equal it."""
+    value, fixed = lax.stop_gradient(value), lax.stop_gradient(x)
+    equal = (fixed == value) | ((fixed != fixed) & (value != value))
+    # The value is 0. The difference of an inf or a NaN from itself is not.
     change = jnp.where(equal & jnp.isfinite(fixed), x - fixed, 0) if is_inexact(x) else jnp.zeros_like(x)
-    return chosen + (change.sum() / jnp.maximum(equal.sum(), 1)).astype(x.dtype)
+    return value + (change.sum() / jnp.maximum(equal.sum(), 1)).astype(x.dtype)
 
 
-def middle(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    """The lower one of two middle elements, and its place; nan if there is one and it is not skipped."""
+def median(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """Returns the lower median and its index; NaN if there is one and it is not skipped."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
     order = jnp.argsort(x, dim, stable=True)
@@ -61,25 +61,25 @@ def middle(skip_nan: bool, x: Array, dim: int = -1, keepdim: bool = False) -> tu
     length = x.shape[dim]
     position = jnp.maximum(length - missing - 1, 0) // 2 if skip_nan else (length - 1) // 2
     if not skip_nan:
-        # The first nan comes behind all numbers.
+        # The first NaN follows all numbers.
         position = jnp.where(missing > 0, length - missing, position)
     shape = [1 if axis == dim % x.ndim else size for axis, size in enumerate(x.shape)]
-    return chosen(x, jnp.take_along_axis(order, jnp.broadcast_to(position, shape), dim), dim, keepdim)
+    return take_extreme(x, jnp.take_along_axis(order, jnp.broadcast_to(position, shape), dim), dim, keepdim)
 
 
-enter_all(
+register_all(
     {
-        "aten.median.dim": partial(middle, False),
-        "aten.nanmedian.dim": partial(middle, True),
-        "aten.median.default": partial(middle_of_all, False),
-        "aten.nanmedian.default": partial(middle_of_all, True),
+        "aten.median.dim": partial(median, False),
+        "aten.nanmedian.dim": partial(median, True),
+        "aten.median.default": partial(median_of_all, False),
+        "aten.nanmedian.default": partial(median_of_all, True),
     }
 )
 
 
-def cumulated(function: Callable[..., Array], x: Array, dim: int, *, dtype: Any = None) -> Array:
+def apply_cumulative(function: Callable[..., Array], x: Array, dim: int, *, dtype: Any = None) -> Array:
     """Applies a function such as `jnp.cumsum` along an axis."""
-    return function(vector(accumulated(x, dtype)), dim).reshape(x.shape)
+    return function(vector(cast_for_accumulation(x, dtype)), dim).reshape(x.shape)
 
 
 @operation("aten.logcumsumexp")
@@ -91,22 +91,22 @@ def logcumsumexp(x: Array, dim: int) -> Array:
 
 
 def cumulative_extreme(better: Callable[..., Array], x: Array, dim: int) -> tuple[Array, Array]:
-    """The best element so far, the last of equals, and its place; from a nan on, nan."""
+    """Returns the best element so far, the last one of equals, and its index; NaN from the first NaN on."""
     flat = vector(x)
 
     def later(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
         wins = better(second[0], first[0]) | (second[0] != second[0])
         return jnp.where(wins, second[0], first[0]), jnp.where(wins, second[1], first[1])
 
-    places = lax.broadcasted_iota(int, flat.shape, dim % flat.ndim)
-    order = lax.associative_scan(later, (lax.stop_gradient(flat), places), axis=dim % flat.ndim)[1]
+    indices = lax.broadcasted_iota(int, flat.shape, dim % flat.ndim)
+    order = lax.associative_scan(later, (lax.stop_gradient(flat), indices), axis=dim % flat.ndim)[1]
     return jnp.take_along_axis(flat, order, dim).reshape(x.shape), order.reshape(x.shape)
 
 
-enter_all(
+register_all(
     {
-        "aten.cumsum": partial(cumulated, jnp.cumsum),
-        "aten.cumprod": partial(cumulated, jnp.cumprod),
+        "aten.cumsum": partial(apply_cumulative, jnp.cumsum),
+        "aten.cumprod": partial(apply_cumulative, jnp.cumprod),
         "aten.cummax": partial(cumulative_extreme, jnp.greater_equal),
         "aten.cummin": partial(cumulative_extreme, jnp.less_equal),
     }

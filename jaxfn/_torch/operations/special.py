@@ -11,33 +11,33 @@ import jax.scipy.special as jsp
 import numpy as np
 from jax import Array
 
-from jaxfn._torch.operations.promotion import promoted_to_inexact, to_inexact
-from jaxfn._torch.operations.table import enter_all, operation, refuse
+from jaxfn._torch.operations.promotion import promote_to_inexact, to_inexact
+from jaxfn._torch.operations.table import mark_unsupported, operation, register_all
 
-enter_all(
+register_all(
     {
         "aten.erf": jsp.erf,
         "aten.erfc": jsp.erfc,
         "aten.erfinv": jsp.erfinv,
         "aten.i0": jsp.i0,
-        "aten.igamma": promoted_to_inexact(jsp.gammainc),
-        "aten.igammac": promoted_to_inexact(jsp.gammaincc),
+        "aten.igamma": promote_to_inexact(jsp.gammainc),
+        "aten.igammac": promote_to_inexact(jsp.gammaincc),
         "aten.special_entr": jsp.entr,
         "aten.special_i0e": jsp.i0e,
         "aten.special_i1": jsp.i1,
         "aten.special_i1e": jsp.i1e,
-        "aten.special_log_ndtr": promoted_to_inexact(jsp.log_ndtr),
+        "aten.special_log_ndtr": promote_to_inexact(jsp.log_ndtr),
         "aten.special_modified_bessel_i0": jsp.i0,
         "aten.special_modified_bessel_i1": jsp.i1,
-        "aten.special_ndtri": promoted_to_inexact(jsp.ndtri),
-        "aten.xlogy": promoted_to_inexact(jsp.xlogy),
-        "aten.special_xlog1py": promoted_to_inexact(jsp.xlog1py),
+        "aten.special_ndtri": promote_to_inexact(jsp.ndtri),
+        "aten.xlogy": promote_to_inexact(jsp.xlogy),
+        "aten.special_xlog1py": promote_to_inexact(jsp.xlog1py),
         "aten.sinc": jnp.sinc,
     }
 )
 
 
-refuse(
+mark_unsupported(
     "torch decomposes it into an operation that JAX does not have",
     "aten.special_bessel_j0",
     "aten.special_bessel_j1",
@@ -48,19 +48,19 @@ refuse(
 
 @operation("aten.polygamma")
 def polygamma(n: int, x: Array) -> Array:
-    """Computes by reflection at 1/2 for arguments below, where JAX's function, or its derivative, is wrong."""
+    """Reflects arguments below 1/2, where JAX's function or its derivative is wrong."""
     x = to_inexact(x)
     sign = (-1) ** n
     is_low = x < 0.5
     is_pole = (x <= 0) & (x == jnp.floor(x))
-    # Neither side may be computed where it is not used: its derivative could be nan there.
+    # Neither branch is evaluated where it is not used: its derivative could be NaN there.
     above = jnp.where(is_low, 1 - x, x)
     high = jsp.digamma(above) if n == 0 else jsp.polygamma(n, above)
     cotangent = _cotangent
     for _ in range(n):
         cotangent = _derivative(cotangent)
     reflected = sign * high - cotangent(jnp.where(is_low & ~is_pole, x, 0.25))
-    # torch's digamma has the sign of the zero's other side at 0, and none at the other poles.
+    # torch's digamma is infinite with the opposite sign of the zero at 0, and NaN at the other poles.
     pole = jnp.where(x == 0, jnp.copysign(np.inf, -x), np.nan) if n == 0 else -sign * np.inf
     return jnp.where(is_pole, pole, jnp.where(is_low, reflected, high))
 
@@ -80,11 +80,11 @@ def lgamma(x: Array) -> Array:
 
 @lgamma.defjvp
 def lgamma_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """JAX's own is the same, but the derivative of that one is wrong below 0."""
+    """Computes JAX's own derivative, whose own derivative is wrong below 0."""
     return lgamma(*primals), tangents[0] * polygamma(0, *primals)
 
 
-enter_all({"aten.lgamma": lgamma, "aten.digamma": partial(polygamma, 0)})
+register_all({"aten.lgamma": lgamma, "aten.digamma": partial(polygamma, 0)})
 
 
 @operation("aten.special_spherical_bessel_j0")

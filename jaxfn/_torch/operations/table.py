@@ -1,15 +1,15 @@
-"""The table itself: which JAX function stands for which ATen operation.
+"""The table of ATen operations and the JAX functions that implement them.
 
-Operations are named as torch prints them, `aten.add.Tensor`; an entry without overload, `aten.add`, serves all
-overloads that have none of their own. Views' copying forms (`aten.view_copy`) use the entry of the plain one; in-place
-forms (`aten.add_`) are in no graph. What autograd and the dispatcher always break up into others (`aten.matmul`) needs
-no entry.
+Operations are named as torch prints them, `aten.add.Tensor`. An entry without overload, `aten.add`, serves all
+overloads without their own entry. The copying form of a view (`aten.view_copy`) uses the entry of the view; in-place
+forms (`aten.add_`) do not occur in graphs. Operations that autograd and the dispatcher always decompose (`aten.matmul`)
+need no entry.
 
-A function gets all positional arguments of the operation's schema, defaults filled in, and the keyword-only ones that
-the call named, without those that mean nothing here (device, layout, memory format). It need not care for the result's
-dtype: the interpreter casts to what torch recorded. Half-precision numbers come in single precision, as torch has them
-inside of an operation, unless the entry says that it takes them as they are: it moves elements, multiplies matrices,
-where that would cost much, or looks at the dtype.
+A function takes all positional arguments of the operation's schema, with defaults, and the keyword-only ones that the
+call named, except those without a meaning on JAX (device, layout, memory format). The dtype of its result does not
+matter, since the interpreter casts to the dtype that torch recorded. Half-precision operands are cast to single
+precision, in which torch computes too, unless the entry accepts half precision: it moves elements, multiplies matrices,
+where the cast would be costly, or depends on the dtype.
 """
 
 from __future__ import annotations
@@ -22,82 +22,81 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Operation(NamedTuple):
-    """One entry.
+    """An entry of the table.
 
     Attributes:
-      function: the JAX function.
-      draws: it draws random numbers; its first argument is a key.
-      reads_memory: torch's last three arguments are sizes, strides and offset of a view of its first argument's memory.
-        In their place it gets the numbers of the elements that lie there, counted in the order of that argument.
-      otherwise: what stands for the operation where torch's first argument does not lie in memory in the order of its
-        elements, if that makes a difference.
-      takes_half: it takes half-precision numbers as they are. Others get them in single precision, in which torch
-        computes what it rounds to half in the end. What draws takes them as well.
+      function: The JAX function.
+      draws: Whether it draws random numbers. Its first argument is a key then.
+      reads_storage: Whether torch's last three arguments are sizes, strides and offset of a view of the first
+        argument's storage. The function takes the numbers of the view's elements in their place, counted in the order
+        of the first argument.
+      for_noncontiguous: The function for noncontiguous first arguments, if that makes a difference.
+      accepts_half: Whether it takes half-precision operands without a cast. True if it draws.
     """
 
     function: Callable[..., Any]
     draws: bool = False
-    reads_memory: bool = False
-    otherwise: Callable[..., Any] | None = None
-    takes_half: bool = False
+    reads_storage: bool = False
+    for_noncontiguous: Callable[..., Any] | None = None
+    accepts_half: bool = False
 
 
 TABLE: dict[str, Operation] = {}
-REFUSED: dict[str, str] = {}
+UNSUPPORTED: dict[str, str] = {}
 
 
 def operation(
     *names: str,
     draws: bool = False,
-    reads_memory: bool = False,
-    otherwise: Callable[..., Any] | None = None,
-    takes_half: bool = False,
+    reads_storage: bool = False,
+    for_noncontiguous: Callable[..., Any] | None = None,
+    accepts_half: bool = False,
 ) -> Callable[[_F], _F]:
-    """Enters the decorated function for the operations `names`; the options are as in `Operation`."""
+    """Registers the decorated function for the operations `names`; the options are the fields of `Operation`."""
 
-    def enter(function: _F) -> _F:
+    def register(function: _F) -> _F:
         for name in names:
-            _enter(name, Operation(function, draws, reads_memory, otherwise, takes_half or draws))
+            _register(name, Operation(function, draws, reads_storage, for_noncontiguous, accepts_half or draws))
         return function
 
-    return enter
+    return register
 
 
-# For what moves elements and computes nothing.
-moving = functools.partial(operation, takes_half=True)
+# For operations that only move elements.
+data_movement = functools.partial(operation, accepts_half=True)
 
 
-def enter_all(functions: Mapping[str, Callable[..., Any]], *, takes_half: bool = False) -> None:
-    """Enters one function each."""
+def register_all(functions: Mapping[str, Callable[..., Any]], *, accepts_half: bool = False) -> None:
+    """Registers one function for each operation."""
     for name, function in functions.items():
-        _enter(name, Operation(function, takes_half=takes_half))
+        _register(name, Operation(function, accepts_half=accepts_half))
 
 
-def refuse(reason: str, *names: str) -> None:
-    """Says why some operations are not in the table, and are not to be decomposed by torch."""
+def mark_unsupported(reason: str, *names: str) -> None:
+    """Records why some operations are not in the table, and that torch must not decompose them."""
     for name in names:
-        REFUSED[name] = reason
+        UNSUPPORTED[name] = reason
 
 
-def _enter(name: str, entry: Operation) -> None:
+def _register(name: str, entry: Operation) -> None:
     if name in TABLE:
-        raise ValueError(f"{name} is in the table already")
+        raise ValueError(f"{name} is already in the table")
     TABLE[name] = entry
 
 
 @functools.cache
 def entry_name(name: str) -> str | None:
-    """The name of the entry that serves the operation `name`, or None."""
-    return next((form for form in _forms(name) if form in TABLE), None)
+    """Returns the name of the entry that serves the operation `name`, or `None`."""
+    return next((candidate for candidate in _candidate_names(name) if candidate in TABLE), None)
 
 
-def refusal(name: str) -> str | None:
-    """Why the operation `name` cannot be translated, where more is known than that it is not in the table."""
-    return next((REFUSED[form] for form in _forms(name) if form in REFUSED), None)
+def unsupported_reason(name: str) -> str | None:
+    """Returns why the operation `name` has no translation, if the reason was recorded."""
+    return next((UNSUPPORTED[candidate] for candidate in _candidate_names(name) if candidate in UNSUPPORTED), None)
 
 
-def _forms(name: str) -> list[str]:
-    """The names an entry for `name` may have, the closest first."""
+def _candidate_names(name: str) -> list[str]:
+    """Returns the names that an entry for `name` may have, the closest first."""
     namespace, packet, *overload = name.split(".")
     packets = [packet, packet.removesuffix("_copy")]
     return [".".join((namespace, p, *o)) for p in dict.fromkeys(packets) for o in (overload, ())]

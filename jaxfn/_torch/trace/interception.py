@@ -1,7 +1,7 @@
-"""Interception of torch's Python functions, before autograd and functionalization make operations of them.
+"""Interception of torch's Python functions, above autograd and functionalization.
 
-`PythonLevel` sees every call of torch's functions and every attribute of a tensor, and answers those that need another
-answer while tracing. `patches` is for what no mode sees.
+`TorchFunctionInterceptor` sees every call of a torch function and every access to a tensor's attribute, and handles
+those that must behave differently in a trace. `patches` handles names that no torch mode intercepts.
 """
 
 from __future__ import annotations
@@ -22,116 +22,119 @@ from jaxfn._torch._compat import (
     PACK,
     PAD,
     FunctionalTensor,
-    has_formula,
-    has_formula_for_gpus_alone,
+    has_cuda_only_backward,
+    has_registered_backward,
     is_custom,
     is_traceable,
     plain_torch,
     python_kernel,
     without_functions,
 )
-from jaxfn._torch.graph.source_lines import naming, running_line, source_line
-from jaxfn._torch.trace import composed
-from jaxfn._torch.trace.indexing import read, write
-from jaxfn._torch.trace.inside import call_replacement
-from jaxfn._torch.trace.leftovers import exchange
-from jaxfn._torch.trace.nodes import node_of
+from jaxfn._torch.graph.source_lines import ops_hint, running_line, source_line
+from jaxfn._torch.trace import torch_functions
+from jaxfn._torch.trace.autograd_nodes import unwrap_node
+from jaxfn._torch.trace.detach import mark_detached, set_data
+from jaxfn._torch.trace.indexing import get_item, set_item
+from jaxfn._torch.trace.jax_function_node import call_replacement
+from jaxfn._torch.trace.leaks import swap
 from jaxfn._torch.trace.recurrent import pack, pad, recurrent
-from jaxfn._torch.trace.selecting import call
 from jaxfn._torch.trace.selection import Selection
-from jaxfn._torch.trace.silent import detach, exchange_memory
-from jaxfn._torch.trace.state import LEAF, THREAD, Tracing
+from jaxfn._torch.trace.selection_operations import call_with_selections
+from jaxfn._torch.trace.state import ACTIVE, LEAF, TraceState
 from jaxfn._torch.trace.tensor_hooks import register_hook
-from jaxfn._torch.values.errors import NeededValueError, TranslationError
+from jaxfn._torch.values.errors import DataDependentError, TranslationError
 
-_Handler = Callable[["PythonLevel", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_Handler = Callable[["TorchFunctionInterceptor", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _HANDLERS: dict[Any, _Handler] = {}
 
 
-class PythonLevel(TorchFunctionMode):
-    """Answers what torch code asks of its tensors."""
+class TorchFunctionInterceptor(TorchFunctionMode):
+    """Handles torch functions and attributes of tensors inside a trace."""
 
-    def __init__(self, tracing: Tracing) -> None:
+    def __init__(self, state: TraceState) -> None:
         super().__init__()
-        self.tracing = tracing
+        self.state = state
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if THREAD.tracing is not self.tracing:  # another trace, inside of this one
+        if ACTIVE.state is not self.state:  # A nested trace is active.
             return func(*args, **kwargs)
         args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(value) for name, value in kwargs.items()}
         if _is_device_name(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
         if any(isinstance(x, Selection) for x in (*args, *kwargs.values())) and func is not torch.Tensor.__setitem__:
-            return call(self.tracing, func, args, kwargs)
+            return call_with_selections(self.state, func, args, kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor) and not kwargs["out"].numel():
-            empty = kwargs["out"]  # which gets the result's size
-            return _become(empty, self.__torch_function__(func, types, args, {**kwargs, "out": None}).to(empty.dtype))
+            empty = kwargs["out"]  # It gets the result's shape.
+            return _replace_contents(
+                empty, self.__torch_function__(func, types, args, {**kwargs, "out": None}).to(empty.dtype)
+            )
         if isinstance(func, OPERATION_TYPES):
-            return _call_operation(self.tracing, func, args, kwargs)
+            return _call_operation(self.state, func, args, kwargs)
         handler = _HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
 
-def _call_operation(tracing: Tracing, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operation. For a custom one torch applies the Function that it made of the registered backward.
+def _call_operation(state: TraceState, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operation. For a custom one, torch applies the Function that it made of the registered backward.
 
-    Not if there is none, or a jaxfn Function replaces it: then the derivative is that of its code or its replacement.
+    Without a registered backward, or if a jaxfn Function replaces the operation, the derivative is that of its code or
+    of the replacement.
     """
     overloads = operation.overloads() if hasattr(operation, "overloads") else []
     overload = getattr(operation, overloads[0]) if len(overloads) == 1 else operation
-    is_traced = any(map(tracing.is_traced, torch_tree.tree_leaves((args, kwargs))))
+    is_traced = any(map(state.is_traced, torch_tree.tree_leaves((args, kwargs))))
     if not (is_traced and is_custom(overload)):
         return operation(*args, **kwargs)
-    refuse_operation(tracing.owner, overload)
-    replacement = tracing.recorder.replacement(overload)
+    check_operation(state.name, overload)
+    replacement = state.recorder.replacement(overload)
     if replacement is None:
         kernel = python_kernel(overload)
-        if isinstance(kernel, functools.partial) and not has_formula(overload):
-            with contextlib.suppress(Exception):  # torch's dispatcher comes to it again, and says why
-                return kernel(*args, **kwargs)  # here, so that autograd inside goes through it, as in torch
-    if replacement is None or (has_formula(overload) and not hasattr(replacement, "_jaxfn_dispatcher")):
+        if isinstance(kernel, functools.partial) and not has_registered_backward(overload):
+            with contextlib.suppress(Exception):  # torch's dispatcher calls the kernel again, and raises.
+                return kernel(*args, **kwargs)  # Above autograd, which differentiates the kernel, as in torch.
+    if replacement is None or (has_registered_backward(overload) and not hasattr(replacement, "_jaxfn_dispatcher")):
         if is_traceable(overload):
             return operation(*args, **kwargs)
         raise TranslationError(
-            f"{tracing.owner} calls {overload}, a custom operation with autograd of its own, which needs torch 2.13 or "
+            f"{state.name} calls {overload}, a custom operation with its own autograd, which needs torch 2.13 or "
             f"newer. Replace it by a jaxfn Function: from_torch(..., ops={{{overload}: Function}}){source_line()}"
         )
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]
     args += tuple(kwargs.pop(a.name, a.default_value) for a in positional[len(args) :])
-    return call_replacement(tracing, overload, replacement, args, kwargs)
+    return call_replacement(state, overload, replacement, args, kwargs)
 
 
-def refuse_operation(owner: str, operation: Any) -> None:
-    """Raises for a custom operation that writes to its arguments, or whose backward would not be found."""
-    if has_formula_for_gpus_alone(operation):
+def check_operation(name: str, operation: Any) -> None:
+    """Raises for a custom operation that mutates its arguments, or whose backward would not be used."""
+    if has_cuda_only_backward(operation):
         raise TranslationError(
-            f"{owner} calls {operation}, whose backward is registered for AutogradCUDA alone and would be left out, as "
-            f"code is traced on a CPU. Register it for all devices, by torch.library.register_autograd{source_line()}"
+            f"{name} calls {operation}, whose backward is registered for AutogradCUDA only. It would be ignored, since "
+            f"code is traced on a CPU. Register it by torch.library.register_autograd{source_line()}"
         )
     names = [a.name for a in operation._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if names:
         raise TranslationError(
-            f"{owner} calls {operation}, a custom operation that mutates its argument {', '.join(names)}. JAX's arrays "
+            f"{name} calls {operation}, a custom operation that mutates its argument {', '.join(names)}. JAX's arrays "
             "are immutable, and torch registers no derivative for such an operation. Write an operation that returns "
-            "the new value, or name a JAX function for a Python function around the call that returns it: "
+            "the new value, or name a JAX function that replaces a Python function around the call: "
             f"from_torch(..., ops={{function: jax_function}}){source_line()}"
         )
 
 
-def _answers(*functions: Any) -> Callable[[_Handler], _Handler]:
-    def enter(handler: _Handler) -> _Handler:
+def _handles(*functions: Any) -> Callable[[_Handler], _Handler]:
+    def register(handler: _Handler) -> _Handler:
         _HANDLERS.update(dict.fromkeys(functions, handler))
         return handler
 
-    return enter
+    return register
 
 
 # ---------------------------------------------------------------------------------------------------------- devices
 
 
 def _on_cpu(value: Any) -> Any:
-    """A device as the one on which everything is while tracing; anything else as it is."""
+    """Replaces a device by the CPU, on which everything is traced; returns other values unchanged."""
     return torch.device("cpu") if isinstance(value, torch.device) and value.type != "meta" else value
 
 
@@ -139,22 +142,22 @@ def _is_device_name(value: object) -> bool:
     return isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "npu")
 
 
-@_answers(torch.Tensor.to)
-def _to(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.to)
+def _to(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     args = [args[0], *(torch.device("cpu") if _is_device_name(arg) else arg for arg in args[1:])]
-    if len(args) > 1 and type(args[1]) is int:  # the number of a GPU
+    if len(args) > 1 and type(args[1]) is int:  # The index of a GPU.
         args[1] = torch.device("cpu")
     return func(*args, **kwargs)
 
 
-@_answers(torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.xpu, torch.Tensor.pin_memory)
-def _cuda(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.xpu, torch.Tensor.pin_memory)
+def _return_tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
-@_answers(torch.Tensor.type)
-def _type(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    if len(args) > 1 and args[1] is FunctionalTensor:  # the type of a tensor, as the code sees it
+@_handles(torch.Tensor.type)
+def _type(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) > 1 and args[1] is FunctionalTensor:  # The code got it by `type(tensor)`.
         args = (args[0], torch.Tensor, *args[2:])
     if len(args) > 1 and isinstance(args[1], str):
         args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
@@ -164,45 +167,45 @@ def _type(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- values
 
 
-@_answers(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
-def _values(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = mode.tracing.lower(args[0])
-    if mode.tracing.recorder.is_traced(tensor) and mode.tracing.recorder.assumed is not None:
-        value = mode.tracing.recorder.assume("", tensor.dtype)
+@_handles(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
+def _get_values(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = mode.state.lower(args[0])
+    if mode.state.recorder.is_traced(tensor) and mode.state.recorder.assumed is not None:
+        value = mode.state.recorder.assume("", tensor.dtype)
         with plain_torch():
             return func(torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), *args[1:], **kwargs)
-    tensor = _known(mode, args[0], f"`.{func.__name__}()`", "Write that part in torch operations")
+    tensor = _require_concrete(mode, args[0], f"`.{func.__name__}()`", "Write that part in torch operations")
     with plain_torch():
         return func(tensor.detach(), *args[1:], **kwargs)
 
 
-def _known(mode: PythonLevel, tensor: torch.Tensor, asker: str, advice: str) -> torch.Tensor:
-    """A tensor that has values."""
-    tensor = mode.tracing.lower(tensor)
-    if mode.tracing.recorder.is_traced(tensor):
-        raise NeededValueError(
-            f"{mode.tracing.owner}: {asker} asks for the values of a tensor, and while JAX traces there are none. "
-            f"{advice}{naming(running_line())}{source_line()}"
+def _require_concrete(mode: TorchFunctionInterceptor, tensor: torch.Tensor, reader: str, hint: str) -> torch.Tensor:
+    """Returns a tensor's concrete value. Raises if it is traced."""
+    tensor = mode.state.lower(tensor)
+    if mode.state.recorder.is_traced(tensor):
+        raise DataDependentError(
+            f"{mode.state.name}: {reader} reads the values of a tensor, and a traced tensor has none. "
+            f"{hint}{ops_hint(running_line())}{source_line()}"
         )
     return tensor
 
 
-@_answers(torch.tensor_split, torch.Tensor.tensor_split)
-def _tensor_split(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuses places in a tensor, which torch would read from memory."""
+@_handles(torch.tensor_split, torch.Tensor.tensor_split)
+def _tensor_split(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    """Raises for split indices in a tensor, which torch would read from memory."""
     if any(isinstance(x, torch.Tensor) for x in (*args[1:], *(kwargs[name] for name in kwargs if name != "input"))):
         raise TranslationError(
-            f"{mode.tracing.owner}: tensor_split at places that a tensor holds has no translation to JAX. Name them as "
-            f"Python numbers, or name a JAX function by ops={{torch.tensor_split: jax_function}}{source_line()}"
+            f"{mode.state.name}: tensor_split at indices in a tensor has no translation to JAX. Pass Python numbers, "
+            f"or name a JAX function by ops={{torch.tensor_split: jax_function}}{source_line()}"
         )
     return func(*args, **kwargs)
 
 
-@_answers(torch.tensor, torch.as_tensor, torch.asarray)
-def _tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.tensor, torch.as_tensor, torch.asarray)
+def _tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     if not (args and isinstance(args[0], torch.Tensor)):
         return func(*args, **kwargs)
-    # Also one made outside, whose value may change.
+    # A copy, also of an external tensor, whose value may change.
     tensor = args[0].detach().clone() if func is torch.tensor else args[0]
     if kwargs.get("copy"):
         tensor = tensor.clone()
@@ -211,8 +214,8 @@ def _tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
 
 
-@_answers(torch.Tensor.new_tensor)
-def _new_tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.new_tensor)
+def _new_tensor(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     data = args[1] if len(args) > 1 else kwargs["data"]
     if not isinstance(data, torch.Tensor):
         return func(*args, **kwargs)
@@ -221,19 +224,19 @@ def _new_tensor(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
         return copy.requires_grad_() if kwargs.get("requires_grad") else copy
 
 
-@_answers(torch.Tensor.__reduce_ex__)
-def _copy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuses `copy.copy`, which in torch gives a leaf in the same memory."""
-    if mode.tracing.is_traced(args[0]):
+@_handles(torch.Tensor.__reduce_ex__)
+def _copy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    """Raises for `copy.copy`, which in torch returns a leaf that shares storage."""
+    if mode.state.is_traced(args[0]):
         raise TranslationError(
-            f"{mode.tracing.owner}: copy.copy of a tensor has no translation to JAX. Use `tensor.clone()` or "
+            f"{mode.state.name}: copy.copy of a tensor has no translation to JAX. Use `tensor.clone()` or "
             f"`tensor.detach()`, or name a JAX function by ops={{copy.copy: jax_function}}{source_line()}"
         )
     return func(*args, **kwargs)
 
 
-@_answers(torch.Tensor.__deepcopy__)
-def _deepcopy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.__deepcopy__)
+def _deepcopy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, memo = args
     if id(tensor) not in memo:
         with torch.no_grad():
@@ -241,40 +244,40 @@ def _deepcopy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
     return memo[id(tensor)]
 
 
-@_answers(torch.Tensor.to_sparse, torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.sparse_coo_tensor)
-def _sparse(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.to_sparse, torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr, torch.sparse_coo_tensor)
+def _sparse(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     raise TranslationError(
-        f"{mode.tracing.owner}: {func.__name__} makes a sparse tensor, which has no counterpart on JAX. Use dense "
+        f"{mode.state.name}: {func.__name__} returns a sparse tensor, which has no counterpart on JAX. Use dense "
         f"tensors{source_line()}"
     )
 
 
-def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which is from now on what `other` was: writes cannot change the size of a traced tensor."""
-    exchange(tensor, other.clone())
+def _replace_contents(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Makes `tensor` refer to a copy of `other`: in-place operations cannot change the shape of a traced tensor."""
+    swap(tensor, other.clone())
     return tensor
 
 
-@_answers(torch.Tensor.resize_, torch.Tensor.resize_as_)
-def _resize(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.resize_, torch.Tensor.resize_as_)
+def _resize(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, shape = args[0], args[1:]
     if isinstance(shape[0], torch.Tensor):
         shape = tuple(shape[0].shape)
     elif len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         shape = tuple(shape[0])
     missing = math.prod(shape) - tensor.numel()
-    # Memory that torch would leave as it is, zeros here.
+    # torch would leave new elements uninitialized; here they are zeros.
     longer = torch.cat([tensor.reshape(-1), tensor.new_zeros(max(missing, 0))])[: math.prod(shape)]
-    return tensor if shape == tensor.shape else _become(tensor, longer.view(shape))
+    return tensor if shape == tensor.shape else _replace_contents(tensor, longer.view(shape))
 
 
 # ---------------------------------------------------------------------------------------------------------- composed
 
-_COMPOSED = {
-    torch.nn.functional.embedding_bag: composed.embedding_bag,
-    torch.nn.functional.ctc_loss: composed.ctc_loss,
-    torch.nn.functional.gaussian_nll_loss: composed.gaussian_nll_loss,
-    torch.nn.functional.one_hot: composed.one_hot,
+_REPLACEMENTS = {
+    torch.nn.functional.embedding_bag: torch_functions.embedding_bag,
+    torch.nn.functional.ctc_loss: torch_functions.ctc_loss,
+    torch.nn.functional.gaussian_nll_loss: torch_functions.gaussian_nll_loss,
+    torch.nn.functional.one_hot: torch_functions.one_hot,
     torch.lstm: recurrent,
     torch.gru: recurrent,
     torch.rnn_tanh: recurrent,
@@ -284,98 +287,98 @@ _COMPOSED = {
 }
 
 
-@_answers(LINEAR_CROSS_ENTROPY)
-def _linear_cross_entropy(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """Computes a matrix product and a loss; in pieces, torch would compute gradients in forward, zeros here."""
+@_handles(LINEAR_CROSS_ENTROPY)
+def _linear_cross_entropy(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    """Computes a matrix product and a loss, without torch's chunking, which computes gradients in forward."""
     return func(*args, **{**kwargs, "options": None})
 
 
-@_answers(*_COMPOSED)
-def _composed(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    if not any(map(mode.tracing.is_traced, torch_tree.tree_leaves((args, kwargs)))):
+@_handles(*_REPLACEMENTS)
+def _call_replacement(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    if not any(map(mode.state.is_traced, torch_tree.tree_leaves((args, kwargs)))):
         return func(*args, **kwargs)
-    with mode:  # the functions that it calls are looked at in their turn
-        return _COMPOSED[func](mode.tracing, func, args, kwargs)
+    with mode:  # The functions that it calls are intercepted too.
+        return _REPLACEMENTS[func](mode.state, func, args, kwargs)
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd
 
 
-@_answers(torch.Tensor.detach_, torch.detach_)
-def _detach_in_place(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    return detach_in_place(mode.tracing, func, *args, **kwargs)
+@_handles(torch.Tensor.detach_, torch.detach_)
+def _detach_in_place(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    return detach_in_place(mode.state, func, *args, **kwargs)
 
 
-def detach_in_place(tracing: Tracing, original: Callable[..., torch.Tensor], input: torch.Tensor) -> torch.Tensor:
-    """`tensor.detach_()`, which torch does by `original`."""
-    if tracing.recorder.follows_grad_mode:
-        return detach(original(input))
-    tracing.recorder.stop_gradient(tracing.lower(input))
+def detach_in_place(state: TraceState, original: Callable[..., torch.Tensor], input: torch.Tensor) -> torch.Tensor:
+    """Implements `tensor.detach_()`; `original` is torch's."""
+    if state.recorder.follows_grad_mode:
+        return mark_detached(original(input))
+    state.recorder.stop_gradient(state.lower(input))
     return original(input)
 
 
-@_answers(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # pyright: ignore
-def _require_grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # pyright: ignore
+def _require_grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     flag = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    is_whole = mode.tracing.recorder.follows_grad_mode
-    if is_whole and not flag and mode.tracing.requires_grad(args[0]):
+    is_differentiated_by_jax = mode.state.recorder.follows_grad_mode
+    if is_differentiated_by_jax and not flag and mode.state.requires_grad(args[0]):
         raise TranslationError(
-            f"{mode.tracing.owner} sets `requires_grad` of a parameter to False while it runs, and to JAX a parameter "
-            f"has one derivative. Use `.detach()`, or freeze it before the module is called{source_line()}"
+            f"{mode.state.name} sets `requires_grad` of a parameter to False while it runs. On JAX a parameter has "
+            f"one derivative per call. Use `.detach()`, or freeze it before the call{source_line()}"
         )
-    if is_whole:
-        if not flag:  # an argument, of which torch's caller would get no gradient
-            return detach(args[0])
+    if is_differentiated_by_jax:
+        if not flag:  # The caller gets no gradient for the argument.
+            return mark_detached(args[0])
     else:
-        # Detached to be a leaf of autograd inside, not to have no derivative in the whole.
-        mode.tracing.recorder.continue_gradient(mode.tracing.lower(args[0]))
+        # The code detached it to make a leaf for autograd inside. JAX still differentiates it.
+        mode.state.recorder.undo_stop_gradient(mode.state.lower(args[0]))
     return func(*args, **kwargs)
 
 
-@_answers(torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # pyright: ignore
-def _grad_of_leaf(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)  # pyright: ignore
+def _grad_of_leaf(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     return func(vars(args[0]).get(LEAF, args[0]), *args[1:])
 
 
-@_answers(torch.Tensor.register_hook)
-def _register_hook(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    return register_hook(mode.tracing, func, *args, **kwargs)
+@_handles(torch.Tensor.register_hook)
+def _register_hook(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    return register_hook(mode.state, func, *args, **kwargs)
 
 
-@_answers(torch.Tensor.register_post_accumulate_grad_hook)
-def _register_post_accumulate_grad_hook(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    if not (mode.tracing.recorder.follows_grad_mode and mode.tracing.is_traced(args[0])):
+@_handles(torch.Tensor.register_post_accumulate_grad_hook)
+def _register_post_accumulate_grad_hook(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    if not (mode.state.recorder.follows_grad_mode and mode.state.is_traced(args[0])):
         return func(*args, **kwargs)
     raise TranslationError(
-        f"{mode.tracing.owner} registers a hook that is called when `.grad` of a tensor is there, and JAX has no "
-        f"`.grad`. Use `register_hook`{source_line()}"
+        f"{mode.state.name} registers a hook that torch calls after it stored `.grad`, and JAX has no `.grad`. Use "
+        f"`register_hook`{source_line()}"
     )
 
 
-@_answers(torch.autograd.grad)
-def _grad(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    """autograd inside, which may be asked for gradients at nodes of its graph."""
+@_handles(torch.autograd.grad)
+def _grad(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    """Implements `torch.autograd.grad` inside traced code, also for gradients at nodes of its graph."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.autograd.graph.GradientEdge):
-            return value._replace(node=node_of(value.node))
+            return value._replace(node=unwrap_node(value.node))
         return tuple(map(plain, value)) if type(value) in (tuple, list) else value
 
     return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
-@_answers(torch.Tensor.data.__set__)  # pyright: ignore
-def _set_data(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.data.__set__)  # pyright: ignore
+def _set_data(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, value = args
-    if isinstance(tensor, FunctionalTensor) or mode.tracing.is_traced(value):
+    if isinstance(tensor, FunctionalTensor) or mode.state.is_traced(value):
         if tensor.shape != value.shape or tensor.dtype != value.dtype:
             raise TranslationError(
-                f"{mode.tracing.owner}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or "
-                f"dtype, {tuple(value.shape)}. Make a new tensor{source_line()}"
+                f"{mode.state.name}: `.data` of a tensor of shape {tuple(tensor.shape)} is set to another shape or "
+                f"dtype, {tuple(value.shape)}. Create a new tensor{source_line()}"
             )
         if isinstance(tensor, FunctionalTensor):
             with without_functions():
-                exchange_memory(mode.tracing.recorder, tensor, value)
+                set_data(mode.state.recorder, tensor, value)
         else:
             tensor.detach().copy_(value)
         return None
@@ -385,18 +388,18 @@ def _set_data(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- indexing
 
 
-@_answers(torch.Tensor.__getitem__)
-def _getitem(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    return read(mode.tracing, *args)
+@_handles(torch.Tensor.__getitem__)
+def _getitem(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    return get_item(mode.state, *args)
 
 
-@_answers(torch.Tensor.masked_select, torch.masked_select)
-def _masked_select(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
+@_handles(torch.Tensor.masked_select, torch.masked_select)
+def _masked_select(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, mask = (*args, *kwargs.values())
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-    return read(mode.tracing, tensor.expand(shape), mask.expand(shape))
+    return get_item(mode.state, tensor.expand(shape), mask.expand(shape))
 
 
-@_answers(torch.Tensor.__setitem__)
-def _setitem(mode: PythonLevel, func: Any, args: Any, kwargs: Any) -> Any:
-    return write(mode.tracing, *args)
+@_handles(torch.Tensor.__setitem__)
+def _setitem(mode: TorchFunctionInterceptor, func: Any, args: Any, kwargs: Any) -> Any:
+    return set_item(mode.state, *args)

@@ -10,27 +10,28 @@ import torch
 
 from jaxfn._torch._compat import module_backward_hooks
 from jaxfn._torch.graph.source_lines import source_line
-from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.trace.state import TraceState
 from jaxfn._torch.values.errors import TranslationError
 
 
-def refuse_module_hooks(tracing: Tracing, original: Callable[[Any], Any], module: torch.nn.Module) -> Any:
-    """Raises for a module with backward hooks, its own or global ones, where torch would call them.
+def check_no_backward_hooks(state: TraceState, original: Callable[[Any], Any], module: torch.nn.Module) -> Any:
+    """Raises if a module has backward hooks, its own or global ones, and torch would call them.
 
-    Replaces `Module._get_backward_hooks` and `Module._get_backward_pre_hooks`, which torch calls only if there are any.
+    Patches `Module._get_backward_hooks` and `Module._get_backward_pre_hooks`, which torch calls only if there are
+    hooks.
     """
     if not torch.is_grad_enabled():
         return original(module)
     method, hook = module_backward_hooks(module)[0]
     raise TranslationError(
-        f"{tracing.owner}: {tracing.part_name(module)} has a backward hook, {_name(hook)}, registered by {method}. "
-        "torch's autograd calls it, and JAX does not. Remove the hook, and wrap the layer's output in a "
+        f"{state.name}: {state.describe_module(module)} has a backward hook, {_describe_hook(hook)}, registered by "
+        f"{method}. torch's autograd calls it, and JAX does not. Remove the hook, and wrap the layer's output in a "
         "torch.autograd.Function whose backward does what the hook does; a hook of a tensor, "
         f"output.register_hook(hook), works too{source_line()}"
     )
 
 
-def _name(hook: Any) -> str:
+def _describe_hook(hook: Any) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
     name: str = getattr(hook, "__qualname__", type(hook).__qualname__)

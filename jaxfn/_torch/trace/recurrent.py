@@ -1,6 +1,6 @@
-"""torch's recurrent layers as one `jax.lax.scan` for each layer and direction.
+"""torch's recurrent layers, as one `jax.lax.scan` for each layer and direction.
 
-torch computes them by compiled code that shows no operations, or by as many operations as there are steps.
+torch computes them by compiled code that shows no operations, or by as many operations as there are time steps.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ import torch
 from jax import Array, lax
 
 from jaxfn._torch.graph.source_lines import source_line
-from jaxfn._torch.trace.inside import CalledFunction, as_key, new_key
-from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.trace.jax_function_node import JaxFunctionNode, draw_key, wrap_key
+from jaxfn._torch.trace.state import TraceState
 from jaxfn._torch.values.errors import TranslationError
 
-# A step: what one unit makes of its input's part of the gates, its state and the recurrent weights.
+# One time step: the new state, from the input's part of the gates, the state and the recurrent weights.
 _Step = Callable[[Array, tuple[Array, ...], Sequence[Array]], tuple[Array, ...]]
 
 
-class _Layers(NamedTuple):
-    """The arguments of a recurrent layer of torch's besides tensors.
+class _RecurrentLayers(NamedTuple):
+    """The arguments of a recurrent layer, except tensors.
 
     Attributes:
-      step: of the unit.
-      num_states: of one unit, two for an LSTM.
-      num_weights: for each layer and direction.
-      has_biases, num_layers, dropout, is_bidirectional: torch's.
-      is_dropping: whether outputs of layers are dropped.
+      num_states: The number of state arrays of one layer, two for an LSTM.
+      num_weights: The number of weights for each layer and direction.
+      is_dropping: Whether dropout is applied between layers.
     """
 
     step: _Step
@@ -45,21 +43,21 @@ class _Layers(NamedTuple):
     def run(
         self, steps: Array, lengths: Array | None, states: Sequence[Array], weights: Sequence[Array], key: Any
     ) -> Any:
-        """The outputs (time, batch, features) and the last states of all layers."""
+        """Returns the outputs (time, batch, features) and the last states of all layers."""
         last: list[tuple[Array, ...]] = []
         unit = 0
         for layer in range(self.num_layers):
-            made: list[Array] = []
+            outputs_by_direction: list[Array] = []
             for is_reversed in (False, True) if self.is_bidirectional else (False,):
-                own = weights[unit * self.num_weights : (unit + 1) * self.num_weights]
-                outputs, state = self._unit(steps, lengths, tuple(x[unit] for x in states), own, is_reversed)
-                made.append(outputs)
+                layer_weights = weights[unit * self.num_weights : (unit + 1) * self.num_weights]
+                outputs, state = self._unit(steps, lengths, tuple(x[unit] for x in states), layer_weights, is_reversed)
+                outputs_by_direction.append(outputs)
                 last.append(state)
                 unit += 1
-            steps = jnp.concatenate(made, axis=-1)
+            steps = jnp.concatenate(outputs_by_direction, axis=-1)
             if self.is_dropping and layer < self.num_layers - 1:
-                kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 1 - self.dropout, steps.shape)
-                steps = jnp.where(kept, steps / (1 - self.dropout), 0) if self.dropout < 1 else jnp.zeros_like(steps)
+                is_kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 1 - self.dropout, steps.shape)
+                steps = jnp.where(is_kept, steps / (1 - self.dropout), 0) if self.dropout < 1 else jnp.zeros_like(steps)
         return [steps, *(jnp.stack(parts) for parts in zip(*last, strict=True))]
 
     def _unit(
@@ -72,11 +70,11 @@ class _Layers(NamedTuple):
 
         def body(state: tuple[Array, ...], of_step: tuple[Array, Array]) -> tuple[tuple[Array, ...], Array]:
             gates, time = of_step
-            following = self.step(gates, state, self._with_bias(recurrent))
-            if lengths is not None:  # what has ended stays as it is
+            new_state = self.step(gates, state, self._with_bias(recurrent))
+            if lengths is not None:  # The state after a sequence's end does not change.
                 goes_on = (time < lengths)[:, None]
-                following = tuple(jnp.where(goes_on, new, old) for new, old in zip(following, state, strict=True))
-            return following, following[0]
+                new_state = tuple(jnp.where(goes_on, new, old) for new, old in zip(new_state, state, strict=True))
+            return new_state, new_state[0]
 
         last, outputs = lax.scan(body, state, (gates, jnp.arange(len(steps))), reverse=is_reversed)
         return outputs, last
@@ -119,21 +117,21 @@ _STEPS: dict[Any, _Step] = {
 }
 
 
-def recurrent(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`, as `torch.nn`'s layers call them."""
+def recurrent(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
+    """Implements `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu`, as `torch.nn` calls them."""
     is_packed = isinstance(args[1], torch.Tensor) and isinstance(args[3], (tuple, list))
     if is_packed:
         steps, batch_sizes, states, weights, has_biases, num_layers, dropout, is_training, is_bidirectional = args
         is_batch_first = False
-        lengths = _lengths(tracing, batch_sizes)
-        rows, columns = _places(lengths)
-        steps = _padded(steps, rows, columns)
+        lengths = _lengths(state, batch_sizes)
+        rows, columns = _packed_positions(lengths)
+        steps = _pad_packed(steps, rows, columns)
     else:
         steps, states, weights, has_biases, num_layers, dropout, is_training, is_bidirectional, is_batch_first = args
         lengths = rows = columns = None
     states = [*states] if isinstance(states, (tuple, list)) else [states]
     units = num_layers * (1 + is_bidirectional)
-    layers = _Layers(
+    layers = _RecurrentLayers(
         _STEPS[func],
         len(states),
         len(weights) // units,
@@ -145,17 +143,17 @@ def recurrent(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
     )
     if is_batch_first:
         steps = steps.transpose(0, 1)
-    num_states, num_operands = len(states), len(states) + len(weights)  # all that the graph keeps of them
+    num_states, num_operands = len(states), len(states) + len(weights)  # The graph references only these.
 
     def function(steps: Array, *others: Array) -> list[Array]:
-        key = as_key(others[-1]) if layers.is_dropping else None
+        key = wrap_key(others[-1]) if layers.is_dropping else None
         ends = None if lengths is None else jnp.asarray(lengths)
         return layers.run(steps, ends, others[:num_states], others[num_states:num_operands], key)
 
     features = states[0].shape[-1] * (1 + is_bidirectional)
     shapes = [((*steps.shape[:2], features), steps.dtype), *((tuple(x.shape), x.dtype) for x in states)]
-    keys = [new_key(tracing)] if layers.is_dropping else []
-    outputs, *last = CalledFunction(tracing, function, func.__name__, shapes)(steps, *states, *weights, *keys)
+    keys = [draw_key(state)] if layers.is_dropping else []
+    outputs, *last = JaxFunctionNode(state, function, func.__name__, shapes)(steps, *states, *weights, *keys)
     if is_packed:
         outputs = outputs[rows, columns]
     if is_batch_first:
@@ -166,54 +164,59 @@ def recurrent(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- packed
 
 
-def _known(tracing: Tracing, tensor: torch.Tensor, what: str) -> list[int]:
-    """A tensor's values, which decide on shapes."""
-    if tracing.is_traced(tensor):
+def _concrete_values(state: TraceState, tensor: torch.Tensor, what: str) -> list[int]:
+    """Returns a tensor's concrete values, which determine shapes. Raises if it is traced."""
+    if state.is_traced(tensor):
         raise TranslationError(
-            f"{tracing.owner}: {what} depend on the arguments, and they decide on the shapes of packed sequences, "
-            f"which JAX has to know. Pass them as Python numbers{source_line()}"
+            f"{state.name}: {what} depend on the arguments, but they determine the shapes of packed sequences, which "
+            f"are static on JAX. Pass them as Python numbers{source_line()}"
         )
     return tensor.tolist()
 
 
-def _lengths(tracing: Tracing, batch_sizes: torch.Tensor) -> list[int]:
-    sizes = _known(tracing, batch_sizes, "batch sizes")
+def _lengths(state: TraceState, batch_sizes: torch.Tensor) -> list[int]:
+    sizes = _concrete_values(state, batch_sizes, "batch sizes")
     return [sum(size > i for size in sizes) for i in range(sizes[0])]
 
 
-def _places(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The time and the sequence of each packed step."""
-    places = [(time, i) for time in range(lengths[0]) for i, length in enumerate(lengths) if time < length]
-    times, sequences = torch.tensor(places).reshape(-1, 2).unbind(1)
+def _packed_positions(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the time and the sequence index of each packed step."""
+    positions = [(time, i) for time in range(lengths[0]) for i, length in enumerate(lengths) if time < length]
+    times, sequences = torch.tensor(positions).reshape(-1, 2).unbind(1)
     return times, sequences
 
 
-def _padded(data: torch.Tensor, times: torch.Tensor, sequences: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-    """Packed steps as (time, sequence, ...)."""
+def _pad_packed(data: torch.Tensor, times: torch.Tensor, sequences: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+    """Returns packed steps as (time, sequence, ...)."""
     size = int(times.max()) + 1, int(sequences.max()) + 1
     return data.new_full((*size, *data.shape[1:]), value).index_put((times, sequences), data)
 
 
-def pack(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+def pack(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `pack_padded_sequence` for sequences that are sorted by length."""
     steps, lengths, is_batch_first = args
-    known = _known(tracing, lengths, "lengths")
+    sequence_lengths = _concrete_values(state, lengths, "lengths")
     if is_batch_first:
         steps = steps.transpose(0, 1)
-    if sorted(known, reverse=True) != known or len(known) != steps.shape[1] or known[0] > len(steps) or known[-1] < 1:
+    if (
+        sorted(sequence_lengths, reverse=True) != sequence_lengths
+        or len(sequence_lengths) != steps.shape[1]
+        or sequence_lengths[0] > len(steps)
+        or sequence_lengths[-1] < 1
+    ):
         raise TranslationError(
-            f"{tracing.owner}: the lengths {known} of packed sequences are not sorted, or do not fit the shape "
-            f"{tuple(steps.shape)}{source_line()}"
+            f"{state.name}: the lengths {sequence_lengths} of packed sequences are not sorted, or do not match the "
+            f"shape {tuple(steps.shape)}{source_line()}"
         )
-    sizes = [sum(length > time for length in known) for time in range(known[0])]
-    return steps[_places(known)], torch.tensor(sizes)
+    sizes = [sum(length > time for length in sequence_lengths) for time in range(sequence_lengths[0])]
+    return steps[_packed_positions(sequence_lengths)], torch.tensor(sizes)
 
 
-def pad(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
+def pad(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `pad_packed_sequence`."""
     data, batch_sizes, is_batch_first, padding, total = args
-    lengths = _lengths(tracing, batch_sizes)
-    padded = _padded(data, *_places(lengths), padding)
+    lengths = _lengths(state, batch_sizes)
+    padded = _pad_packed(data, *_packed_positions(lengths), padding)
     if total > len(padded):
         rest = padded.new_full((total - len(padded), *padded.shape[1:]), padding)
         padded = torch.cat([padded, rest])

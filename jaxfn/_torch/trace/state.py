@@ -1,4 +1,4 @@
-"""One trace of torch code: what it records, how tensors get in and out, and which trace a thread is making."""
+"""The state of one trace of torch code: what it records, how tensors enter and leave it, and which trace is active."""
 
 from __future__ import annotations
 
@@ -17,23 +17,17 @@ from jaxfn._torch._compat import (
     plain_torch,
     without_functions,
 )
-from jaxfn._torch.graph.recorder import NONE_STOOD_IN, Recorder, StandIns
-from jaxfn._torch.graph.targets import name_of, named_operations
-from jaxfn._torch.trace.leftovers import note
-from jaxfn._torch.trace.selection import Selection, refuse
-from jaxfn._torch.trace.silent import DETACHED, stop_detached
+from jaxfn._torch.graph.recorder import NO_EXTERNALS, ExternalTensors, Recorder
+from jaxfn._torch.graph.targets import key_by_name, operation_name
+from jaxfn._torch.trace.detach import DETACHED, stop_detached
+from jaxfn._torch.trace.leaks import track
+from jaxfn._torch.trace.selection import Selection, raise_unsupported
 
-LEAF = "jaxfn_leaf"  # the attribute of an argument with the leaf of autograd's that it is a copy of
+LEAF = "jaxfn_leaf"  # The attribute of an argument with the leaf tensor of which it is a copy.
 
 
 class Replacements(NamedTuple):
-    """The operations and functions that JAX functions replace.
-
-    Attributes:
-      all: everything, as the user gave it.
-      operations: of torch's, given as overloads, packets, `torch.library` definitions or names, by name.
-      functions: of Python's.
-    """
+    """The operations (by name) and Python functions that JAX functions replace; `all` is the user's `ops`."""
 
     all: Mapping[Any, Callable[..., Any]]
     operations: Mapping[str, Callable[..., Any]]
@@ -41,181 +35,183 @@ class Replacements(NamedTuple):
 
     @classmethod
     def of(cls, ops: Mapping[Any, Callable[..., Any]]) -> Replacements:
-        """Sorts them; refuses operations that no trace ever sees."""
+        """Sorts the `ops` argument. Raises for operations that never reach a trace."""
         for op in filter(is_composite, ops):
-            name = name_of(op)
+            name = operation_name(op)
             raise ValueError(
-                f"ops={{{name}: ...}}: torch makes {name} of other operations before jaxfn sees it, so the replacement "
-                "would never be called. Name the Python function that the code calls (as torch.matmul, or "
+                f"ops={{{name}: ...}}: torch decomposes {name} into other operations before jaxfn sees it, so the "
+                "replacement would never be called. Name the Python function that the code calls (torch.matmul, or "
                 "torch.nn.functional.linear), or the operations that explain() shows."
             )
-        ops = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}  # jaxfn Functions
-        operations = {op: replacement for op, replacement in ops.items() if _is_operation(op)}
-        functions = {op: replacement for op, replacement in ops.items() if op not in operations}
-        return cls(ops, named_operations(operations), functions)
+        callables = {op: getattr(f, "apply", f) if isinstance(f, type) else f for op, f in ops.items()}
+        operations = {op: replacement for op, replacement in callables.items() if _is_operation(op)}
+        functions = {op: replacement for op, replacement in callables.items() if op not in operations}
+        return cls(ops, key_by_name(operations), functions)
 
 
 def _is_operation(op: object) -> bool:
     return isinstance(op, (str, *OPERATION_TYPES)) or hasattr(op, "_opoverload")
 
 
-class Nested(NamedTuple):
-    """The handlers of a Function that the code applies; they take the trace, the Function, and `apply`'s arguments.
+class NestedApply(NamedTuple):
+    """The handlers of Functions that traced code applies. They take the trace, the Function, and `apply`'s arguments.
 
     Attributes:
-      apply: records it as one node, which keeps its own rule at every order, and returns what it returns.
-      can_be_repeated: whether the same call once more gives the same again.
+      apply: Records the call as one node, which keeps the Function's rule, and returns its outputs.
+      can_repeat: Whether a second call would return equal values.
     """
 
-    apply: Callable[[Tracing, Any, Sequence[Any], Mapping[str, Any]], Any]
-    can_be_repeated: Callable[[Tracing, Any, Sequence[Any], Mapping[str, Any]], bool]
+    apply: Callable[[TraceState, Any, Sequence[Any], Mapping[str, Any]], Any]
+    can_repeat: Callable[[TraceState, Any, Sequence[Any], Mapping[str, Any]], bool]
 
 
-# A context in which a module holds other tensors, by the names of its parameters and buffers.
-Holding = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
-
-
-class HeldTensors(NamedTuple):
-    """The tensors that a module holds while it is traced.
+class TraceConfig(NamedTuple):
+    """The options that torch code is traced with.
 
     Attributes:
-      tensors: parameters and buffers, by name.
-      holding: has it hold other ones.
+      nested: The handlers of Functions that the code applies.
+      externals: The graph inputs for external tensors.
+      is_nested: Whether the code is a Function that other torch code applies.
     """
+
+    replacements: Replacements
+    nested: NestedApply
+    externals: ExternalTensors = NO_EXTERNALS
+    is_nested: bool = False
+
+
+# A context that puts tensors, by the names of parameters and buffers, into a module.
+TensorSwap = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
+
+
+class ModuleTensors(NamedTuple):
+    """The tensors that a module contains while it is traced, and a context that replaces them."""
 
     tensors: Mapping[str, torch.Tensor]
-    holding: Holding
+    swap: TensorSwap
 
 
-class Tracing:
-    """One trace.
+class TraceState:
+    """The state of one trace.
 
     Args:
-      owner: whose code it is, for messages.
-      replacements: see there.
-      nested: see there.
-      stood_in: what stands for things made outside.
-      is_differentiated: whether what the code computes may be differentiated again, as in `backward`.
-      says_compiling: what the code hears when it asks whether it is being compiled.
+      name: The name of the code in messages.
+      config: How the code is traced.
+      is_differentiated: Whether the results may be differentiated again, as those of `backward`.
+      is_compiling: What `torch.compiler.is_compiling()` returns to the code.
 
     Attributes:
-      asks_compiling: whether it has asked.
-      asks_requires_grad: whether it has asked that of a tensor whose derivative autograd does not know of.
-      first_gradient: which of its inputs is the first gradient; of those before, in `backward`, some require none.
-      arguments_require_grad: whether arguments of a module or function require a gradient, for autograd to say.
-      held: what a module holds, where one is traced.
-      written: the parameters among that which have other values when it returns.
-      read_in_backward: what a `backward` reads of what it holds: the `backward`, the name, and the value then.
-      kept: what Functions keep that they were applied to: the tensor, its value then, and what to call where that is
-        another one in the end.
-      part_names: the names of its parts, by identity.
-      first_access: whether code first "read" or "set" an attribute, by the module's identity and name.
-      hooked_where_used: the line, if any, that registers a hook on a tensor that its own derivative may use.
-      functions: the Functions that it applied, one after the other, each with what is known of the call.
+      reads_needs_input_grad: Whether the code read which inputs need a gradient.
+      reads_is_compiling: Whether the code called `torch.compiler.is_compiling()`.
+      reads_requires_grad: Whether the code read `requires_grad` of a tensor whose derivative autograd does not track.
+      first_gradient_input: In `backward`, the index of the first input that is a gradient. Some inputs before it may
+        not be differentiated.
+      arguments_require_grad: Whether autograd tracks the arguments of a module or function.
+      module_tensors: The tensors of the module that is traced, if any.
+      mutated_parameters: The module's parameters whose value has changed at the end of the call.
+      backward_reads: The reads of the module's tensors in `backward` methods: the method, the tensor's name, and its
+        node at that time.
+      saved_arguments: The arguments that nested Functions saved: the tensor, its node at that time, and what to call if
+        the tensor is mutated later.
+      module_names: The names of the module's submodules, by identity.
+      first_access: Whether the code first "read" or "set" an attribute, by the module's identity and the attribute's
+        name.
+      hook_on_used_output: The line that registers a hook on a tensor that its own derivative may use, if any.
+      functions: The traces of the Functions that the code applied, in order.
     """
 
     def __init__(
         self,
-        owner: str,
-        replacements: Replacements,
-        nested: Nested,
-        stood_in: StandIns = NONE_STOOD_IN,
+        name: str,
+        config: TraceConfig,
         *,
         is_differentiated: bool = False,
-        says_compiling: bool = True,
+        is_compiling: bool = True,
     ) -> None:
-        self.owner = owner
-        self.replacements = replacements
-        self.nested = nested
+        self.name = name
+        self.config = config
         self.is_differentiated = is_differentiated
-        self.recorder = Recorder(owner, replacements.operations, stood_in)
-        self.reads_flags = False
-        self.asks_compiling = False
-        self.asks_requires_grad = False
+        self.recorder = Recorder(name, config.replacements.operations, config.externals)
+        self.reads_needs_input_grad = False
+        self.reads_is_compiling = False
+        self.reads_requires_grad = False
         self.arguments_require_grad = False
-        self.first_gradient = 0
-        self._says_compiling = says_compiling
-        self.held: HeldTensors | None = None
-        self.written: Sequence[str] = ()
-        self.read_in_backward: list[tuple[str, str, torch.fx.Node]] = []
-        self.kept: list[tuple[torch.Tensor, torch.fx.Node, Callable[[], None]]] = []
-        self.part_names: Mapping[int, str] = {}
+        self.first_gradient_input = 0
+        self._is_compiling = is_compiling
+        self.module_tensors: ModuleTensors | None = None
+        self.mutated_parameters: Sequence[str] = ()
+        self.backward_reads: list[tuple[str, str, torch.fx.Node]] = []
+        self.saved_arguments: list[tuple[torch.Tensor, torch.fx.Node, Callable[[], None]]] = []
+        self.module_names: Mapping[int, str] = {}
         self.first_access: dict[tuple[int, str], str] = {}
-        self.hooked_where_used: str | None = None
+        self.hook_on_used_output: str | None = None
         self.functions: list[Any] = []
         self._requires_grad: dict[int, bool] = {}
         self._inputs: list[torch.Tensor] = []
 
-    def input(
+    def add_input(
         self,
         shape: Sequence[int],
         dtype: torch.dtype,
-        permuted: str | None = None,
+        strides_source: str | None = None,
         requires_grad: bool | None = None,
     ) -> torch.Tensor:
-        """A new input of the trace.
-
-        Args:
-          shape: its shape.
-          dtype: its type.
-          permuted: what it has the order of its elements in memory from, where that may be another than its axes say.
-          requires_grad: what it says when asked, if it is one of the Function's.
-        """
+        """Adds an input to the trace; `requires_grad` is the value that the code reads, for inputs of a Function."""
         with without_functions():
-            tensor = self.lift(self.recorder.input(shape, dtype, permuted))
+            tensor = self.lift(self.recorder.add_input(shape, dtype, strides_source))
             if requires_grad is not None:
                 if dtype.is_floating_point or dtype.is_complex:
-                    tensor.requires_grad_()  # whatever it says, so that autograd inside works for any input
+                    tensor.requires_grad_()  # Whatever the code reads, so that autograd works inside.
                 self._requires_grad[id(tensor)] = requires_grad
         self._inputs.append(tensor)
         return tensor
 
-    def written_inputs(self) -> set[int]:
-        """The inputs that have another value than in the beginning."""
+    def mutated_inputs(self) -> set[int]:
+        """Returns the inputs whose value has changed."""
         return {i for i, x in enumerate(self._inputs) if self.recorder.input_index(self.lower(x)) != i}
 
-    def refuse_written_afterwards(self) -> None:
-        """Has Functions refuse to be differentiated that keep what was written to after them."""
-        for tensor, node, refuse_derivative in self.kept:
-            if not self.recorder.has_values_of(self.recorder.node(self.lower(tensor)), node):
-                refuse_derivative()
-        self.kept.clear()
+    def check_saved_arguments(self) -> None:
+        """Makes differentiation of nested Functions raise if the code later mutated what they saved."""
+        for tensor, node, reject_derivative in self.saved_arguments:
+            if not self.recorder.has_same_values(self.recorder.node(self.lower(tensor)), node):
+                reject_derivative()
+        self.saved_arguments.clear()
 
-    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor made in another trace that depended on no input."""
-        self.recorder.own(tensor)
+    def add_constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of this trace for a constant of another trace."""
+        self.recorder.add_local_constant(tensor)
         return self.lift(tensor)
 
-    def read_flags(self) -> None:
-        """Notes that the code looks at which inputs need a gradient."""
-        self.reads_flags = True
+    def note_flags_read(self) -> None:
+        """Records that the code read which inputs need a gradient."""
+        self.reads_needs_input_grad = True
 
-    def ask_whether_compiling(self) -> bool:
-        """Answers the code's question whether it is being compiled."""
-        self.asks_compiling = True
-        return self._says_compiling
+    def is_compiling(self) -> bool:
+        """Records that the code called `torch.compiler.is_compiling()`, and returns its result."""
+        self.reads_is_compiling = True
+        return self._is_compiling
 
     def requires_grad(self, tensor: torch.Tensor) -> bool | None:
-        """Returns whether an input requires a gradient; `None` for a tensor that is no input."""
-        self.reads_flags |= id(tensor) in self._requires_grad
+        """Returns whether an input requires a gradient; `None` for a tensor that is not an input."""
+        self.reads_needs_input_grad |= id(tensor) in self._requires_grad
         return self._requires_grad.get(id(tensor))
 
     def may_require_grad(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a derivative that autograd does not know of, as gradients are off in `backward`.
+        """Whether a tensor has a derivative that autograd does not track, since gradients are off in `backward`.
 
-        Elsewhere arguments of a module or function have such ones, of which `as_argument` lets autograd know.
+        Autograd does not track the arguments of a module or function either, before `make_argument`.
         """
         is_unknown = self.is_differentiated or (self.recorder.follows_grad_mode and not self.arguments_require_grad)
         if DETACHED in vars(tensor) or not is_unknown:
             return False
         value = self.lower(tensor)
-        reached = self.recorder.reaches(value) if self.recorder.varies(value) else ()
-        may_be = any(i >= self.first_gradient or self._requires_grad.get(id(self._inputs[i])) for i in reached)
-        self.asks_requires_grad |= may_be
+        reached = self.recorder.differentiable_inputs(value) if self.recorder.is_differentiable(value) else ()
+        may_be = any(i >= self.first_gradient_input or self._requires_grad.get(id(self._inputs[i])) for i in reached)
+        self.reads_requires_grad |= may_be
         return may_be
 
-    def as_argument(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An input that requires a gradient, and is no leaf, so that code may write to it."""
+    def make_argument(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor that requires a gradient for an input. It is not a leaf, so the code may mutate it."""
         if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
             return tensor
         with without_functions(), torch.enable_grad():
@@ -223,19 +219,19 @@ class Tracing:
         vars(argument)[LEAF] = tensor
         return argument
 
-    def part_name(self, module: torch.nn.Module) -> str:
-        """Returns a module's name in messages."""
-        return f"{self.part_names.get(id(module)) or 'the module'} ({type(module).__name__})"
+    def describe_module(self, module: torch.nn.Module) -> str:
+        """Returns the name of a submodule for messages."""
+        return f"{self.module_names.get(id(module)) or 'the module'} ({type(module).__name__})"
 
     def lift(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor from below functionalization as the code sees it."""
+        """Wraps a tensor from below functionalization for the user's code."""
         with without_functions():
-            return note(FunctionalTensor.to_functional(tensor))
+            return track(FunctionalTensor.to_functional(tensor))
 
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The present value of a tensor of the code's, as it is below functionalization."""
+        """Returns the current value, below functionalization, of a tensor of the user's code."""
         if isinstance(tensor, Selection):
-            refuse("keeping or returning")
+            raise_unsupported("storing or returning")
         if not isinstance(tensor, FunctionalTensor):
             return tensor
         with without_functions():
@@ -247,41 +243,36 @@ class Tracing:
         """Whether a value is a tensor that depends on the inputs."""
         return isinstance(value, FunctionalTensor) and self.recorder.is_traced(self.lower(value))
 
-    def is_same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether two tensors have the same values, as far as it can be seen from how they were computed."""
-        return self.recorder.is_same(self.recorder.node(self.lower(a)), self.recorder.node(self.lower(b)))
+    def is_same_computation(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether two tensors have equal values, as far as the graph shows."""
+        return self.recorder.is_same_computation(self.recorder.node(self.lower(a)), self.recorder.node(self.lower(b)))
 
-    def call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
-        """Records a call of a function of JAX arrays, which gives `value` (of `Recorder.fake` tensors)."""
+    def record_call(self, target: Callable[..., Any], tensors: Sequence[torch.Tensor], value: Any) -> Any:
+        """Records a call of a function of JAX arrays that returns `value` (tensors from `Recorder.make_fake`)."""
         with without_functions():
             lowered = [self.lower(tensor) for tensor in tensors]
-            value = self.recorder.call(target, tuple(lowered), {}, value)
+            value = self.recorder.record_call(target, tuple(lowered), {}, value)
             return torch_tree.tree_map_only(torch.Tensor, self.lift, value)
 
     def finish(self, outputs: Iterable[torch.Tensor]) -> torch.fx.GraphModule:
-        """The graph of everything that these outputs need. Nothing of the code's is held any more."""
+        """Returns the graph that computes these outputs, and drops all references to the code's tensors."""
         self._inputs.clear()
-        self.held = None
+        self.module_tensors = None
         with plain_torch():
             return self.recorder.finish(outputs)
 
 
-class _Thread(threading.local):
-    """The tracing state of a thread.
+class _ActiveTrace(threading.local):
+    """The innermost active trace of a thread, and the torch Functions whose `backward` is being traced in advance."""
 
-    Attributes:
-      tracing: the innermost trace that it is making.
-      in_whole_backward: the torch Functions whose whole `backward` it is tracing, in advance.
-    """
-
-    tracing: Tracing | None = None
-    in_whole_backward: tuple[Any, ...] = ()
+    state: TraceState | None = None
+    traced_backwards: tuple[Any, ...] = ()
 
 
-THREAD = _Thread()
+ACTIVE = _ActiveTrace()
 
 
-def current() -> Tracing:
-    """The innermost trace that this thread is making, for code that runs in traces alone."""
-    assert THREAD.tracing is not None
-    return THREAD.tracing
+def active_trace() -> TraceState:
+    """Returns the innermost active trace of this thread, for code that runs only inside of traces."""
+    assert ACTIVE.state is not None
+    return ACTIVE.state

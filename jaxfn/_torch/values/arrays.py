@@ -1,4 +1,4 @@
-"""Tensors and their dtypes to JAX, and back. torch is imported only where a tensor or a torch dtype is made."""
+"""Conversion of tensors and their dtypes to JAX, and back. torch is only imported when a function needs it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _DTYPES = frozenset(_NAMES.split())
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The JAX dtype of a torch dtype; with x64 off, the 32-bit one for a 64-bit one, as JAX does.
+    """Returns the JAX dtype of a torch dtype. With x64 off, 64-bit dtypes become 32-bit ones, as everywhere in JAX.
 
     Args:
-      dtype: the torch dtype.
+      dtype: The torch dtype.
 
     Returns:
-      The dtype that JAX arrays get under the x64 setting now in force.
+      The dtype that JAX arrays get under the current x64 setting.
 
     Raises:
       TranslationError: JAX has no such dtype (quantized and packed ones).
@@ -41,7 +41,7 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """The torch dtype of a JAX or NumPy dtype.
+    """Returns the torch dtype of a JAX or NumPy dtype.
 
     Raises:
       TranslationError: torch has no such dtype (random keys, 4-bit integers).
@@ -55,10 +55,10 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """A tensor's values as a JAX array, with 64-bit types as the x64 setting has them.
+    """Returns a tensor's values as a new JAX array, with 64-bit dtypes under the x64 setting.
 
     Raises:
-      TranslationError: the tensor is sparse or quantized, or has no values (a fake one).
+      TranslationError: The tensor is sparse or quantized, or has no values (a fake tensor).
     """
     import torch
 
@@ -70,13 +70,13 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         bits = torch.int16 if dense.dtype == torch.bfloat16 else torch.uint8
         values = dense.view(bits).numpy(force=True).view(jnp.dtype(str(dense.dtype).removeprefix("torch.")))
     else:
-        values = dense.numpy(force=True)  # also one of autograd's zeros, which have no memory
-    # A copy, for the tensor may be written in place later.
+        values = dense.numpy(force=True)  # Forced, since autograd's zero tensors have no storage.
+    # A copy, since the tensor may be mutated later.
     return jnp.asarray(np.array(values, dtype))
 
 
 def to_torch(array: Any) -> torch.Tensor:
-    """A JAX or NumPy array's values as a new CPU tensor.
+    """Returns the values of a JAX or NumPy array as a new CPU tensor.
 
     Raises:
       TranslationError: torch has no such dtype.

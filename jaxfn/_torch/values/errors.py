@@ -1,18 +1,18 @@
-"""The error of everything that cannot be taken over from torch."""
+"""Errors of code that cannot be translated from torch."""
 
 from __future__ import annotations
 
 
 class TranslationError(RuntimeError):
-    """A torch Function, or an operation in it, that cannot run on JAX as it is.
+    """A torch Function, module or operation that cannot run on JAX unchanged.
 
-    The message says which operation, where in the torch code, and what to do about it.
+    The message names the operation, the line of torch code, and a fix.
     """
 
 
-class NeededValueError(TranslationError):
-    """Python code asks for the value of a tensor, and while JAX traces there is none."""
+class DataDependentError(TranslationError):
+    """Python code reads the concrete value of a traced tensor, which has none."""
 
 
-class OtherTraceError(TranslationError):
+class EscapedTensorError(TranslationError):
     """A tensor of one trace is used in another one."""

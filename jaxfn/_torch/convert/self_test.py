@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from jaxfn._compat import eval_context
-from jaxfn._torch.adopt.adopted import adopt
-from jaxfn._torch.adopt.function import adopted_function
-from jaxfn._torch.adopt.nested import NESTED
-from jaxfn._torch.trace.state import Replacements
+from jaxfn._torch.convert.function_class import convert_function_class
+from jaxfn._torch.convert.nested import NESTED_APPLY
+from jaxfn._torch.convert.torch_callable import convert_callable
+from jaxfn._torch.trace.state import Replacements, TraceConfig
 from jaxfn._torch.values.errors import TranslationError
 
 # The minor versions that `.ci/run` tests, in order.
@@ -28,6 +28,8 @@ TESTED = ((2, 8), (2, 13), (2, 15))
 
 X = np.array([1.3, -2.6, 0.4], np.float32)
 TIES = np.array([1.0, 1.0, 0.0, -1.0, 2.0, 2.0], np.float32)
+
+_CONFIG = TraceConfig(Replacements.of({}), NESTED_APPLY)
 
 # A function of one tensor, to be run inside a Function.
 CodeSnippet = Callable[[Any], Any]
@@ -44,7 +46,7 @@ class KnownAnswer(NamedTuple):
 def _function(forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """Returns the `apply` of a translated Function with these methods."""
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return adopt(type("SelfTest", (torch.autograd.Function,), body), {}, __name__, NESTED).apply
+    return convert_function_class(type("SelfTest", (torch.autograd.Function,), body), __name__, _CONFIG).apply
 
 
 def _output(code: CodeSnippet, at: Any, expected: Any) -> KnownAnswer:
@@ -121,7 +123,7 @@ def _call_autograd(x: Any) -> Any:
         return torch.autograd.grad((z**3).sum(), z, create_graph=True)[0]
 
 
-def _write_in_place(x: Any) -> Any:
+def _update_in_place(x: Any) -> Any:
     y = x.clone()
     y.mul_(2)
     y[0] = 7
@@ -129,7 +131,7 @@ def _write_in_place(x: Any) -> Any:
     return y
 
 
-def _write_by_mask(x: Any) -> Any:
+def _update_by_mask(x: Any) -> Any:
     y = x.clone()
     y[x < 0] = 5
     y[x > 1] *= 2
@@ -174,7 +176,7 @@ def _ties(x: Any) -> Any:
 
 
 def _gradient_of_callable(code: Callable[[Any], Any], at: Any) -> Any:
-    return jax.grad(adopted_function(code, Replacements.of({}), NESTED))(jnp.array(at))
+    return jax.grad(convert_callable(code, _CONFIG))(jnp.array(at))
 
 
 def _apply_by_name_in_module(at: Any) -> Any:
@@ -187,20 +189,22 @@ def _torch_gradient_at_ties() -> Any:
 
 
 def known_answers() -> dict[str, KnownAnswer]:
-    """Returns what is tested, by its name in the message."""
+    """Returns the known answers by their names in messages."""
     three = np.full(3, 3)
     return {
         "a Function applied inside forward": _slope_of_saved(_apply_round, X, three),
         "a Function applied inside backward": _slope(_apply_round, X, three),
         "a Function applied by super().apply": _slope(_apply_round_by_super, X, three),
-        "a Function applied by a name taken before": _slope(_round_by_name, X, three),
-        "a write in place": _output(_write_in_place, X, [7, -4.2, 1.8]),
-        "a write by a mask": _output(_write_by_mask, X, [2.6, 5, 0.4]),
-        "autograd inside": _slope(_call_autograd, X, 6 * X),
+        "a Function applied by an `apply` looked up before": _slope(_round_by_name, X, three),
+        "an in-place update": _output(_update_in_place, X, [7, -4.2, 1.8]),
+        "an update by a mask": _output(_update_by_mask, X, [2.6, 5, 0.4]),
+        "autograd inside a Function": _slope(_call_autograd, X, 6 * X),
         "a detached tensor": _slope(lambda x: x * x.detach(), X, X),
         "a draw": KnownAnswer(_draw_three_times, X, [True, True, True]),
         "ctx.needs_input_grad": KnownAnswer(_read_flags, X, [3 * X, 2 * X]),
-        "in a module, a Function applied by a name taken before": KnownAnswer(_apply_by_name_in_module, X, three),
+        "in a module, a Function applied by an `apply` looked up before": KnownAnswer(
+            _apply_by_name_in_module, X, three
+        ),
         "derivatives at ties": _slope(lambda x: _ties(x).expand(6) / 6, TIES, _torch_gradient_at_ties()),
         "a derivative of a derivative": _slope(lambda x: x.sin(), X, np.cos(X)),
     }

@@ -1,4 +1,4 @@
-"""Keys of traces: everything that a trace depends on besides shapes and dtypes."""
+"""The cache of traces, and its keys: everything except shapes and dtypes that a trace depends on."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from jaxfn._torch._compat import global_backward_hooks, global_forward_hooks
-from jaxfn._torch.values.flat import Slot
+from jaxfn._torch.values.flatten import Slot
 from jaxfn._tree import leaf_key
 
 _T = TypeVar("_T")
 
 
-class Same:
-    """Equal for one and the same object, which it does not keep alive where that can be.
+class IdentityKey:
+    """A key that equals only keys of the same object, and does not keep it alive if possible.
 
-    A number such as `id` would be that of another object once this one is gone.
+    In contrast to `id`, it is never equal to the key of a later object at the same address.
     """
 
     __slots__ = ("_hash", "_object")
@@ -31,19 +31,19 @@ class Same:
         self._hash = id(value)
         try:
             self._object: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # not every object allows it
+        except TypeError:  # Not every object supports weak references.
             self._object = lambda: value
 
     def __eq__(self, other: object) -> bool:
         mine = self._object()
-        return isinstance(other, Same) and mine is not None and mine is other._object()
+        return isinstance(other, IdentityKey) and mine is not None and mine is other._object()
 
     def __hash__(self) -> int:
         return self._hash
 
 
 _BY_VALUE = (
-    Same,
+    IdentityKey,
     Slot,
     torch.dtype,
     torch.device,
@@ -55,22 +55,22 @@ _BY_VALUE = (
 
 
 def static_key(value: Any) -> Hashable:
-    """A hashable value that is equal for values that a trace cannot tell apart.
+    """Returns a hashable value that is equal for values which a trace cannot distinguish.
 
     Raises:
-      TypeError: there is none, for a mutable object (a module, a tensor) may be another one at the next call.
+      TypeError: There is none: a mutable object (a module, a tensor) may have changed at the next call.
     """
     try:
         return _key(value)
-    except (RecursionError, ValueError) as error:  # a closure over itself, or over a name that has no value yet
+    except (RecursionError, ValueError) as error:  # A recursive closure, or a variable without a value yet.
         raise TypeError(f"{type(value).__name__} is not compared by value") from error
 
 
-def ambient_key() -> Hashable:
-    """torch's settings that decide what its code computes."""
+def torch_settings_key() -> Hashable:
+    """Returns the torch settings that a trace depends on."""
     devices = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
-    hooks = tuple(map(Same, [*global_forward_hooks(), *global_backward_hooks()]))
+    hooks = tuple(map(IdentityKey, [*global_forward_hooks(), *global_backward_hooks()]))
     return torch.get_default_dtype(), hooks, *autocast
 
 
@@ -94,8 +94,8 @@ def _key(value: Any) -> Hashable:
     return key
 
 
-class Recent(Generic[_T]):
-    """The values looked up most recently, up to a number of them; safe from several threads."""
+class LRUCache(Generic[_T]):
+    """A thread-safe cache of the most recently used values."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -103,7 +103,7 @@ class Recent(Generic[_T]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, fits: Callable[[_T], bool]) -> _T | None:
-        """The value entered for a key that fits, if it is still there."""
+        """Returns a cached value for a key that fits, if there is one."""
         with self._lock:
             if key not in self._values:
                 return None
@@ -111,7 +111,7 @@ class Recent(Generic[_T]):
             return next((value for value in self._values[key] if fits(value)), None)
 
     def put(self, key: Hashable, value: _T) -> None:
-        """Enters a value."""
+        """Adds a value."""
         with self._lock:
             self._values.setdefault(key, []).append(value)
             while len(self._values) > self._size:

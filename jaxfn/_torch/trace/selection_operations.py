@@ -1,4 +1,4 @@
-"""Operations on `x[mask]`."""
+"""Operations on `x[mask]` with a traced mask."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as torch_tree
 
-from jaxfn._torch.trace.selection import Selection, refuse
-from jaxfn._torch.trace.state import Tracing
+from jaxfn._torch.trace.selection import Selection, raise_unsupported
+from jaxfn._torch.trace.state import TraceState
 
-# Functions of each element alone. (A trailing underscore, for the in-place form, is left off.)
+# Elementwise functions. (In-place forms are listed without their trailing underscore.)
 _ELEMENTWISE = """
     abs absolute acos acosh add addcdiv addcmul and angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin
     asinh atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
@@ -26,55 +26,57 @@ _ELEMENTWISE = """
     sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh
     tanhshrink threshold to true_divide truediv trunc type type_as where xlog1py xlogy xor zero zeros_like
 """
-# What a selection knows of itself: all but its length.
+# Attributes of a selection that do not depend on its length.
 _METADATA = "dtype device is_cuda is_floating_point is_complex is_sparse requires_grad layout"
 
 
 def select(tensor: torch.Tensor, mask: torch.Tensor) -> Selection:
-    """`tensor[mask]`."""
-    return Selection.of(torch.where(_widened(mask, tensor), tensor, torch.ones_like(tensor)), mask)
+    """Returns `tensor[mask]`."""
+    return Selection.from_parts(torch.where(_expand_mask(mask, tensor), tensor, torch.ones_like(tensor)), mask)
 
 
-def assign(tracing: Tracing, tensor: torch.Tensor, mask: torch.Tensor, selection: Selection) -> None:
-    """`tensor[mask] = selection`."""
-    if not tracing.is_same(mask, selection.mask):
-        refuse("an assignment to another mask")
-    tensor.copy_(torch.where(_widened(mask, tensor), selection.full, tensor))
+def assign(state: TraceState, tensor: torch.Tensor, mask: torch.Tensor, selection: Selection) -> None:
+    """Implements `tensor[mask] = selection`."""
+    if not state.is_same_computation(mask, selection.mask):
+        raise_unsupported("an assignment to another mask")
+    tensor.copy_(torch.where(_expand_mask(mask, tensor), selection.full, tensor))
 
 
-def call(tracing: Tracing, func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of torch's with selections among its arguments."""
-    name = _name(func)
+def call_with_selections(state: TraceState, func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a torch function that has selections among its arguments."""
+    name = _function_name(func)
     if name in _METADATA.split():
         return func(*[x.full if isinstance(x, Selection) else x for x in args], **kwargs)
     if name not in _ELEMENTWISE.split():
-        refuse(f"`{name}`")
+        raise_unsupported(f"`{name}`")
     operands = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     first = next(x for x in operands if isinstance(x, Selection))
     rest = first.full.dim() - first.mask.dim()
     for operand in operands:
         if isinstance(operand, Selection):
-            if not tracing.is_same(operand.mask, first.mask):
-                refuse(f"`{name}` with a selection by another mask")
+            if not state.is_same_computation(operand.mask, first.mask):
+                raise_unsupported(f"`{name}` with a selection by another mask")
         elif operand.dim() > rest:
-            refuse(f"`{name}` with a tensor of shape {tuple(operand.shape)}, one entry for each selected element")
+            raise_unsupported(
+                f"`{name}` with a tensor of shape {tuple(operand.shape)}, one entry for each selected element"
+            )
     full = func(*torch_tree.tree_map(_full, args), **torch_tree.tree_map(_full, kwargs))
-    if isinstance(args[0], Selection) and full is args[0].full:  # in place
+    if isinstance(args[0], Selection) and full is args[0].full:  # In place
         return args[0]
-    return Selection.of(full, first.mask) if isinstance(full, torch.Tensor) else full
+    return Selection.from_parts(full, first.mask) if isinstance(full, torch.Tensor) else full
 
 
 def _full(value: Any) -> Any:
     return value.full if isinstance(value, Selection) else value
 
 
-def _name(func: Any) -> str:
+def _function_name(func: Any) -> str:
     if getattr(func, "__name__", "") == "__get__":  # of a property
         return func.__self__.__name__
     name: str = func.__name__
     return name[2:-2] if name.startswith("__") else name.removesuffix("_")
 
 
-def _widened(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A mask with the dimensions that it does not speak of."""
+def _expand_mask(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Appends axes of length 1 to a mask, up to the dimensions of `tensor`."""
     return mask.to(torch.bool).reshape(tuple(mask.shape) + (1,) * (tensor.dim() - mask.dim()))

@@ -1,0 +1,137 @@
+"""The result of `from_torch(F).explain(*args)`."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxfn._torch.convert.definition import Definition
+from jaxfn._torch.convert.lifting import ORIGINAL
+from jaxfn._torch.convert.traced_code import TracedCode, TracedForward
+from jaxfn._torch.graph.jax_code import format_jax_code
+from jaxfn._torch.graph.recorder import AssumedValue
+from jaxfn._torch.graph.targets import operation_name
+from jaxfn._torch.values.errors import TranslationError
+
+
+class Part:
+    """One traced method (`forward` or `backward`), explained.
+
+    Attributes:
+      name: The method's name.
+      error: The error that tracing raised, or `None`.
+      graph: The graph that torch traced, as text.
+      operations: The operations in the graph, without duplicates, as torch prints them.
+      unsupported: The operations without a translation, each with the source line that called it.
+      code: The translation as JAX code, for reading. jaxfn does not run this text.
+      draws: Whether the method draws random numbers.
+      functions: The Functions that it applies, without duplicates.
+    """
+
+    def __init__(self, name: str, traced: TracedCode | None, error: TranslationError | None = None) -> None:
+        self.name = name
+        self.error = error
+        self.graph, self.operations, self.unsupported, self.code, self.draws = "", [], [], "", False
+        self.functions: list[AppliedFunction] = []
+        if traced is not None:
+            self.functions = _count_applied_functions(traced.functions)
+            nodes = traced.graph_module.graph.nodes
+            self.graph = str(traced.graph_module.graph).strip()
+            self.operations = sorted({operation_name(node.target) for node in nodes if node.op == "call_function"})
+            self.unsupported = traced.unsupported
+            self.code = format_jax_code(traced.graph_module, traced.code.config.replacements.operations)
+            self.draws = traced.draws
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"{self.name} cannot be traced:\n{_indent(str(self.error))}" + self._functions_and_unsupported()
+        return (
+            f"{self.name}, as torch traced it:\n{_indent(self.graph)}\n"
+            f"{self.name}, operations: {', '.join(self.operations) or 'none'}"
+            + self._functions_and_unsupported()
+            + (f"\n{self.name} draws random numbers: it needs a key" if self.draws else "")
+            + f"\n{self.name}, in JAX:\n{_indent(self.code.strip())}"
+        )
+
+    def _functions_and_unsupported(self) -> str:
+        applied = "".join(f"\n    {function}" for function in self.functions)
+        missing = "".join(
+            f"\n    {entry.operation}, {entry.line or 'line unknown'}"
+            f"{f', in {entry.callable}' if entry.callable else ''}{f': {entry.reason}' if entry.reason else ''}"
+            for entry in self.unsupported
+        )
+        return (f"\n{self.name}, Functions in it:{applied}" if applied else "") + (
+            f"\n{self.name}, without a translation:{missing or ' none'}" if self.graph else ""
+        )
+
+
+class AppliedFunction(NamedTuple):
+    """A torch Function that traced code applies, with the location of its definition (`file:line`).
+
+    Attributes:
+      times: The number of times that it is applied, including inside other Functions.
+      rules: Which of "backward" and "jvp" it defines; JAX uses those. Without any it is not differentiable.
+    """
+
+    name: str
+    location: str
+    times: int
+    rules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rules = f"by its own {' and '.join(self.rules)}" if self.rules else "not differentiable"
+        return f"{self.name} ({self.location}), {self.times} x, {rules}"
+
+
+def _count_applied_functions(traces: Sequence[TracedForward]) -> list[AppliedFunction]:
+    times: Counter[Any] = Counter()
+    definitions: dict[Any, Definition] = {}
+    pending = list(traces)
+    while pending:
+        traced = pending.pop(0)
+        function = getattr(traced.definition.function, ORIGINAL, traced.definition.function)
+        times[function] += 1
+        definitions[function] = traced.definition
+        pending += traced.functions
+    return [_describe_function(function, definitions[function], number) for function, number in times.items()]
+
+
+def _describe_function(function: Any, definition: Definition, times: int) -> AppliedFunction:
+    code = getattr(inspect.unwrap(function.forward), "__code__", None)
+    location = f"{code.co_filename}:{code.co_firstlineno}" if code else "location unknown"
+    rules = [*["backward"] * (definition.backward is not None), *["jvp"] * definition.has_jvp]
+    return AppliedFunction(definition.name, location, times, tuple(rules))
+
+
+class Explanation:
+    """An explanation of how torch code is translated for certain arguments. Prints as text.
+
+    Attributes:
+      name: The name of the code.
+      parts: `forward` and, if the code has one and forward could be traced, `backward`.
+      values_needed: Where Python code reads a concrete value of a tensor, as far as can be seen: tracing went on with
+        assumed values. Their `line.callable` is a function that `ops=` can name.
+    """
+
+    def __init__(self, name: str, parts: Sequence[Part], values_needed: Sequence[AssumedValue] = ()) -> None:
+        self.name = name
+        self.parts = list(parts)
+        self.values_needed = list(values_needed)
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether all of the code can run on JAX."""
+        return not any(part.error or part.unsupported for part in self.parts)
+
+    def __str__(self) -> str:
+        reads = "".join(map(str, self.values_needed))
+        needed = [f"concrete values of tensors that Python code reads:{reads}"] if reads else []
+        return "\n\n".join([self.name, *map(str, self.parts), *needed])
+
+    __repr__ = __str__
+
+
+def _indent(text: Any) -> str:
+    return "\n".join(f"    {line}" for line in str(text).splitlines())

@@ -1,0 +1,387 @@
+"""Conversion of a torch Function class to a jaxfn Function."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._context import FunctionCtx, ctx_state
+from jaxfn._function import Function
+from jaxfn._methods import UserMethods
+from jaxfn._once_differentiable import once_differentiable
+from jaxfn._torch.convert.definition import Definition
+from jaxfn._torch.convert.explain import Explanation, Part
+from jaxfn._torch.convert.traced_code import TensorSpec, TracedForward, TracedVmap, get_or_trace, tensor_spec
+from jaxfn._torch.graph.recorder import NO_EXTERNALS
+from jaxfn._torch.trace.state import TraceConfig
+from jaxfn._torch.values.arrays import torch_dtype
+from jaxfn._torch.values.errors import EscapedTensorError, TranslationError
+from jaxfn._torch.values.flatten import FlatTensors, Slot, flatten_tensors, slots, unflatten_tensors
+from jaxfn._torch.values.trace_cache import LRUCache
+from jaxfn._tree import as_array, is_array_leaf, is_none
+
+# The number of traces of `forward`, and of `vmap`, that are cached for each Function.
+_MAX_TRACES = 256
+
+
+class ConvertedFunction(Function):
+    """A Function whose methods are those of a torch Function, `torch_function`."""
+
+    torch_function: ClassVar[Any]
+    adapter: ClassVar[FunctionAdapter]
+    _jaxfn_takes_torch_tensors = True  # They are constants.
+
+    @classmethod
+    def explain(cls, *args: Any, **kwargs: Any) -> Explanation:
+        """Explains how `apply` with these arguments, and its derivative, are translated.
+
+        Args:
+          *args: Arguments of `apply`. Of arrays, only shapes and dtypes matter.
+          **kwargs: Keyword arguments of `apply`.
+
+        Returns:
+          An object that prints the graphs that torch traced, their operations, the operations without a translation,
+          and the JAX code of the translation.
+
+        Examples:
+          >>> import torch, jax.numpy as jnp, jaxfn
+          >>> class Square(torch.autograd.Function):
+          ...     @staticmethod
+          ...     def forward(ctx, x):
+          ...         ctx.save_for_backward(x)
+          ...         return x * x
+          ...     @staticmethod
+          ...     def backward(ctx, grad_output):
+          ...         return 2 * ctx.saved_tensors[0] * grad_output
+          >>> explanation = jaxfn.from_torch(Square).explain(jnp.ones(3))
+          >>> explanation.is_supported
+          True
+          >>> print(explanation.parts[1].operations)
+          ['aten.mul.Tensor']
+
+        Torch counterpart: none.
+        """
+        form, values = UserMethods(cls).signature.bind(args, kwargs)
+        return form.call(lambda *args, **kwargs: cls.adapter.explain(args, kwargs), (), values)
+
+
+class _TracedCall(NamedTuple):
+    """A call's trace, arrays and random key."""
+
+    traced: TracedForward
+    arrays: list[Any]
+    key: Any
+
+
+class FunctionAdapter:
+    """The methods of a torch Function, with the signatures of a jaxfn Function."""
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+        self._traced_forwards = LRUCache[TracedForward](_MAX_TRACES)
+        self._traced_vmaps = LRUCache[TracedVmap](_MAX_TRACES)
+        # Errors of `backward` for calls whose traces cannot be cached, by the identities of their static arguments.
+        self._backward_errors: dict[tuple[int, ...], TranslationError] = {}
+        self._warned: set[str] = set()
+
+    def forward(self, ctx: FunctionCtx, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs `forward` and, if the class has one, `setup_context`, as a combined-style `forward`."""
+        call = self._find_trace(args, kwargs, ctx_state(ctx))
+        self._warn_about_trace(call.traced)
+        values = call.traced.run(call.arrays, call.key)
+        self._fill_ctx(ctx, call, values)
+        return unflatten_tensors(call.traced.output, values)
+
+    def forward_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs `forward` for a class that keeps its `setup_context`."""
+        call = self._find_trace(args, kwargs, None)
+        self._warn_about_trace(call.traced)
+        return unflatten_tensors(call.traced.output, call.traced.run(call.arrays, call.key))
+
+    def setup_context(self, ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        """Runs `setup_context`."""
+        state = ctx_state(ctx)
+        args, kwargs = state.names.call(lambda *args, **kwargs: (args, kwargs), (), inputs)
+        call = self._find_trace(args, kwargs, state)
+        values = call.traced.values_of_inputs_and_outputs(call.arrays, flatten_tensors(output, is_array_leaf).leaves)
+        if not all(slot in values for saved in call.traced.saved_slots.values() for slot in saved):
+            values = call.traced.run(call.arrays, call.key) | values
+        self._fill_ctx(ctx, call, values)
+
+    def vmap(self, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """Runs `vmap`."""
+        name = self.definition.name
+        if self.definition.takes_any_keyword:
+            raise TranslationError(f"{name} has a vmap, and its forward takes **kwargs, which torch's vmap does not")
+        (*values, key), (*dims, key_dim) = inputs, in_dims
+        arguments = flatten_tensors(tuple(values), is_array_leaf)
+        specs = [self._spec(array) for array in arguments.leaves]
+        batched = get_or_trace(
+            f"{name}.vmap",
+            self._traced_vmaps,
+            (arguments.template, dims, info.batch_size),
+            specs,
+            lambda specs: TracedVmap(self.definition, arguments.template, specs, info, tuple(dims)),
+        )
+        if batched.draws and key_dim is not None:
+            raise TranslationError(
+                f"{name}.vmap draws random numbers for the whole batch, by one key; it got a batch of keys. Pass a "
+                "single key"
+            )
+        return batched.run(arguments.leaves, key)
+
+    def _find_trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any) -> _TracedCall:
+        """Returns a call's trace and arrays; without a ctx state, every input counts as needing a gradient."""
+        key = kwargs.pop(self.definition.key_name)
+        arguments = flatten_tensors((args, kwargs), is_array_leaf)
+        specs = [self._spec(array) for array in arguments.leaves]
+        flags = (True,) * (len(args) + len(kwargs))
+        if state is not None:
+            flags = self._flags(state.names.names, state.needs_input_grad)
+        return _TracedCall(self.trace_forward(arguments.template, specs, flags), arguments.leaves, key)
+
+    def _fill_ctx(self, ctx: FunctionCtx, call: _TracedCall, values: Mapping[int, Any]) -> None:
+        """Fills jaxfn's ctx with what the torch code set on its own ctx; `values` holds the values of the slots."""
+        traced = call.traced
+        if traced.reads_needs_input_grad:
+            ctx.needs_input_grad  # noqa: B018 - jaxfn runs forward again where more inputs need a gradient
+        vars(ctx).update(traced=traced, key=call.key)
+        non_differentiable = [values[slot] for slot in slots(traced.output) if slot in traced.non_differentiable]
+        # In a nested Function `nested.py` copies the new values into the caller's tensors, so there is nothing to mark.
+        dirty = [] if self.definition.config.is_nested else [call.arrays[i] for i in traced.dirty]
+        ctx.save_for_backward(*traced.arrays_to_save("backward", call.arrays, values))
+        if self.definition.has_jvp:
+            ctx.save_for_forward(*traced.arrays_to_save("jvp", call.arrays, values))
+        ctx.set_materialize_grads(traced.materialize_grads)
+        ctx.mark_non_differentiable(*non_differentiable)
+        ctx.mark_dirty(*dirty)
+
+    def backward(self, ctx: Any, grad_outputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Runs `backward`."""
+        traced: TracedForward = ctx.traced
+        names = ctx_state(ctx).names.names
+        outputs = traced.output if isinstance(traced.output, tuple) else (traced.output,)
+        template, arrays, specs = _match_template(outputs, _sum_per_tensor(traced, outputs, grad_outputs), traced.specs)
+        rule = traced.trace_rule("backward", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        if rule.differentiates_externals:
+            self._warn_once(
+                f"{self.definition.name}.backward gives gradients to tensors that are not inputs (the parameters of a "
+                "module, for example). They are constants on JAX and get none. Pass what you train as arguments."
+            )
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
+        gradients = list(rule.run(ctx.saved_tensors, arrays, key))
+        return tuple(self._gradients_of_inputs(gradients, traced, names))
+
+    def jvp(self, ctx: Any, tangents: Sequence[Any]) -> Any:
+        """Runs `jvp`."""
+        traced: TracedForward = ctx.traced
+        names = ctx_state(ctx).names.names
+        args, kwargs = traced.arguments
+        index = names.index(self.definition.key_name)
+        values = [*tangents[:index], *tangents[index + 1 :]]
+        template, arrays, specs = _match_template((*args, *kwargs.values()), values, traced.input_specs)
+        rule = traced.trace_rule("jvp", template, specs, self._flags(names, tuple(ctx.needs_input_grad)))
+        key = None if ctx.key is None else jax.random.fold_in(ctx.key, _BACKWARD_KEY_DATA)
+        return rule.run(ctx.saved_tensors, arrays, key)
+
+    def trace_forward(self, arguments: Any, specs: Sequence[TensorSpec], flags: tuple[bool, ...]) -> TracedForward:
+        """Returns the trace of `forward` for these arguments, from the cache if possible."""
+        traced = get_or_trace(
+            f"{self.definition.name}.forward",
+            self._traced_forwards,
+            arguments,
+            specs,
+            lambda specs: TracedForward(self.definition, arguments, specs, flags),
+            flags,
+        )
+        traced.backward_error = traced.backward_error or self._backward_errors.get(_static_identities(arguments))
+        return traced
+
+    def preview(self, arguments: FlatTensors) -> tuple[TracedForward, bool]:
+        """Traces `forward` for torch tensors; also returns whether it or its backward draws random numbers."""
+        args, kwargs = arguments.template
+        specs = [tensor_spec(x, self.definition.config.externals.strides_source) for x in arguments.leaves]
+        traced = self.trace_forward(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
+        return traced, traced.draws or self._draws_in_backward(traced)
+
+    def _draws_in_backward(self, traced: TracedForward) -> bool:
+        """Whether backward draws random numbers; False if it cannot be traced, since it may never be called."""
+        if traced.is_in_own_backward:
+            return False
+        try:
+            backward = traced.full_backward()
+        except EscapedTensorError as error:  # At a later trace, other tensors would be in scope.
+            self.set_backward_error(traced, error)
+            return False
+        except Exception:
+            return False
+        return backward is not None and backward.draws
+
+    def set_backward_error(self, traced: TracedForward, error: TranslationError) -> None:
+        """Makes differentiation of the traced call raise this error."""
+        traced.backward_error = type(error)(str(error))  # Without the frames of the trace.
+        if self.definition.config.externals is not NO_EXTERNALS:  # The error applies to one trace only.
+            self._backward_errors[_static_identities(traced.arguments)] = traced.backward_error
+
+    def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+        """Explains how a call with these arguments is translated if everything in it is differentiated."""
+        kwargs = {name: value for name, value in kwargs.items() if name != self.definition.key_name}
+        arguments = flatten_tensors((args, kwargs), is_array_leaf)
+        specs = [self._spec(as_array(leaf)) for leaf in arguments.leaves]
+        try:
+            traced = self.trace_forward(arguments.template, specs, (True,) * (len(args) + len(kwargs)))
+        except TranslationError as error:
+            return Explanation(self.definition.name, [Part("forward", None, error)])
+        parts = [Part("forward", traced)]
+        try:
+            backward = traced.full_backward()
+        except TranslationError as error:
+            parts.append(Part("backward", None, error))
+        else:
+            parts += [] if backward is None else [Part("backward", backward)]
+        return Explanation(self.definition.name, parts)
+
+    def _flags(self, names: Sequence[str], flags: Sequence[bool]) -> tuple[bool, ...]:
+        """Returns the flags of all inputs except the random key."""
+        return tuple(flag for name, flag in zip(names, flags, strict=True) if name != self.definition.key_name)
+
+    def _gradients_of_inputs(self, gradients: list[Any], traced: TracedForward, names: Sequence[str]) -> list[Any]:
+        """Returns the gradients of backward with an entry for the key, and `None` for tensors that are constants."""
+        args, kwargs = traced.arguments
+        for i, value in enumerate((*args, *kwargs.values())):
+            if isinstance(value, torch.Tensor) and i < len(gradients):
+                gradients[i] = None
+        index = names.index(self.definition.key_name)
+        return [*gradients[:index], None, *gradients[index:]] if len(gradients) >= index else gradients
+
+    def _spec(self, array: Any) -> TensorSpec:
+        if not all(isinstance(length, int) for length in array.shape):
+            raise TranslationError(
+                f"{self.definition.name}: an argument has the shape {array.shape}, and torch code is traced for one "
+                "shape at a time. Export with fixed shapes"
+            )
+        return TensorSpec(tuple(array.shape), torch_dtype(array.dtype), self.definition.config.externals.strides_source)
+
+    def _warn_about_trace(self, traced: TracedForward) -> None:
+        name = self.definition.name
+        if not set(traced.mutated) <= {*traced.dirty, *traced.implicit_outputs}:
+            self._warn_once(
+                f"{name} mutates one of its inputs. JAX arrays are immutable: the caller's array does not change, "
+                "and only what forward returns is new."
+            )
+        if traced.uses_double and jax.dtypes.canonicalize_dtype(np.float64) == np.float32:
+            self._warn_once(
+                f"{name} computes in float64, which JAX supports only with jax.config.update('jax_enable_x64', True). "
+                "It runs in float32."
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
+
+def _static_identities(template: Any) -> tuple[int, ...]:
+    """Returns the identities of the arguments that are not arrays."""
+    return tuple(id(leaf) for leaf in torch_tree.tree_leaves(template) if not isinstance(leaf, Slot))
+
+
+def _sum_per_tensor(traced: TracedForward, outputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
+    """Sums the gradients of a tensor that is returned more than once into its last position, as torch does."""
+    gradients, last = [*grad_outputs], {slot: i for i, slot in enumerate(outputs) if isinstance(slot, Slot)}
+    for i, slot in enumerate(outputs):
+        if isinstance(slot, Slot) and last[slot] != i and gradients[i] is not None:
+            others = gradients[last[slot]]
+            gradients[last[slot]] = gradients[i] if others is None else gradients[i] + others
+            gradients[i] = jnp.zeros_like(gradients[i]) if traced.materialize_grads else None
+    return gradients
+
+
+def _match_template(
+    templates: Sequence[Any], values: Sequence[Any], specs: Sequence[TensorSpec]
+) -> tuple[Any, list[Any], list[TensorSpec]]:
+    """Flattens gradients or tangents, some of which are `None`, to a template, the arrays in it, and their specs.
+
+    `templates` has the template of each output or input, and `specs` the specs of the tensors in their slots.
+    """
+    arrays: list[Any] = []
+    found: list[TensorSpec] = []
+
+    def new_slot(old: Any, value: Any) -> Slot | None:
+        if value is None or not isinstance(old, Slot):
+            return None
+        arrays.append(value)
+        found.append(specs[old.index])
+        return Slot(len(arrays) - 1)
+
+    template = tuple(
+        None if value is None else jax.tree_util.tree_map(new_slot, template, value, is_leaf=is_none)
+        for template, value in zip(templates, values, strict=True)
+    )
+    return template, arrays, found
+
+
+# Folded into the key of a call to make the key of its backward and jvp.
+_BACKWARD_KEY_DATA = 0x6261636B
+
+
+def convert_function_class(function: Any, module: str, config: TraceConfig) -> type[ConvertedFunction]:
+    """Returns the jaxfn Function of a torch Function class, with `__module__` set; cached by class and replacements."""
+    ops = config.replacements.all
+    replaced = frozenset((id(op), id(replacement)) for op, replacement in ops.items())
+    key = id(function), id(config.externals), config.is_nested, replaced
+    found = _CLASSES.get(key)
+    if found is None:
+        found = _CLASSES[key] = _make_class(function, module, config)
+    return found
+
+
+# A converted class keeps the torch class and the replacements alive, so their identities stay unique meanwhile.
+_CLASSES: weakref.WeakValueDictionary[Any, type[ConvertedFunction]] = weakref.WeakValueDictionary()
+
+
+def _make_class(function: Any, module: str, config: TraceConfig) -> type[ConvertedFunction]:
+    definition = Definition(function, config)
+    adapter = FunctionAdapter(definition)
+
+    def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
+        return adapter.forward(ctx, args, kwargs)
+
+    def backward(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
+        return adapter.backward(ctx, grad_outputs)
+
+    def jvp(ctx: FunctionCtx, *tangents: Any) -> Any:
+        return adapter.jvp(ctx, tangents)
+
+    def forward_alone(*args: Any, **kwargs: Any) -> Any:
+        return adapter.forward_alone(args, kwargs)
+
+    method = forward_alone if definition.keeps_setup_context else forward
+    method.__signature__ = definition.signature  # pyright: ignore[reportFunctionMemberAccess]
+    body: dict[str, Any] = {
+        "__module__": module,
+        "__qualname__": function.__name__,
+        "__doc__": function.__doc__,
+        "torch_function": function,
+        "adapter": adapter,
+        "forward": staticmethod(method),
+        "generate_vmap_rule": function.generate_vmap_rule,
+    }
+    if definition.keeps_setup_context:
+        body["setup_context"] = staticmethod(adapter.setup_context)
+    if definition.has_vmap:
+        body["vmap"] = staticmethod(adapter.vmap)
+    if definition.backward is not None:
+        backward.__qualname__ = f"{function.__qualname__}.backward"
+        body["backward"] = staticmethod(once_differentiable(backward) if definition.once_differentiable else backward)
+    if definition.has_jvp:
+        body["jvp"] = staticmethod(jvp)
+    return type(function.__name__, (ConvertedFunction,), body)

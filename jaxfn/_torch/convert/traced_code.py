@@ -1,0 +1,593 @@
+"""Traces of the methods of a torch Function for arguments shapes, and their execution on JAX arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._compat import staging_traces, under_tracers
+from jaxfn._jaxpr import ArrayIdentity
+from jaxfn._torch._compat import takes_boxed_gradients, without_functions
+from jaxfn._torch.convert.definition import Definition, TorchCode
+from jaxfn._torch.graph.interpreter import TranslatedGraph, Unsupported, unsupported_message
+from jaxfn._torch.graph.targets import draws_random_numbers
+from jaxfn._torch.trace.leaks import checking_leaks, may_overlap
+from jaxfn._torch.trace.scope import trace_scope
+from jaxfn._torch.trace.state import ACTIVE, TraceState
+from jaxfn._torch.values.errors import TranslationError
+from jaxfn._torch.values.flatten import Slot, flatten_tensors, slots, unflatten_tensors
+from jaxfn._torch.values.trace_cache import LRUCache, static_key, torch_settings_key
+from jaxfn._tree import Opaque
+
+# The number of traces of `backward` and `jvp` that are cached for each trace of `forward`: one for each pattern of
+# gradients that are None, and of flags.
+_MAX_RULES = 32
+
+
+class TensorSpec(NamedTuple):
+    """The type of a traced tensor, and where its strides may come from if they may not be contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides_source: str | None = None
+
+
+def tensor_spec(tensor: torch.Tensor, strides_source: str | None = None) -> TensorSpec:
+    """Returns the spec of a tensor."""
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, strides_source)
+
+
+class TracedCode(Opaque):
+    """Code that was traced for some arguments: the graph of its operations, and how JAX runs that.
+
+    Args:
+      code: The code.
+      method: "forward", "backward", "jvp" or "vmap".
+      state: The finished trace.
+      results: The tensors that the graph returns.
+
+    Attributes:
+      uses_double: Whether it computes in float64 or complex128.
+      reads_external_values: Whether the code read values of external tensors, which may change.
+      differentiates_externals: Whether the code computed gradients of external tensors.
+      functions: The Functions that the code applies, each as it was traced there.
+      needs_input_grad: One flag for each input of `forward`, of a Function.
+      reads_needs_input_grad: Whether the code read those flags.
+    """
+
+    needs_input_grad: tuple[bool, ...] = ()
+    reads_needs_input_grad = False
+
+    def __init__(self, code: TorchCode, method: str, state: TraceState, results: Sequence[torch.Tensor]) -> None:
+        self.code = code
+        self.method = method
+        self.graph_module = state.finish(results)
+        nodes = [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
+        self.draws = any(draws_random_numbers(node.target) for node in nodes)
+        self.uses_double = any(_is_double(node.meta.get("val")) for node in nodes)
+        self.reads_external_values = state.recorder.reads_external_values
+        self.differentiates_externals = state.recorder.differentiates_externals
+        self.functions: list[TracedForward] = list(state.functions)
+        translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
+        self._unsupported = translation.unsupported
+        self._constants = translation.constants
+        # Outside of `jax.jit` the graph is one compiled executable. Inside, its operations are inlined into the caller.
+        self._run = jax.jit(translation.run, inline=True)
+        self._indices = translation.indices
+        self._run_with_extremes = jax.jit(functools.partial(translation.run, returns_extremes=True))
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether JAX can run the code and the Functions that it applies."""
+        return not self.unsupported
+
+    @property
+    def unsupported(self) -> list[Unsupported]:
+        """The operations that have no translation, also those in the Functions that the code applies."""
+        inside = [entry for function in self.functions for entry in function.unsupported]
+        return list(dict.fromkeys([*self._unsupported, *inside]))
+
+    def fits(self, needs_input_grad: tuple[bool, ...]) -> bool:
+        """Whether the trace is valid for these flags."""
+        return not self.reads_needs_input_grad or self.needs_input_grad == needs_input_grad
+
+    def run_graph(self, arrays: Sequence[Any], key: Any) -> Sequence[Any]:
+        """Computes the graph's results for JAX arrays.
+
+        Raises:
+          TranslationError: An operation has no translation; or the graph draws random numbers, and `key` is `None`.
+          IndexError: A concrete index is out of range, outside of `jax.jit`.
+        """
+        where = f"{self.code.name}.{self.method}"
+        if self._unsupported:
+            raise TranslationError(f"{where}: {unsupported_message(self.unsupported)}")
+        if self.draws and key is None:
+            raise TranslationError(
+                f"{where} draws random numbers, and on JAX those come from an explicit key: "
+                f"{self.code.call}(..., {self.code.key_name}=jax.random.key(0)), another key for each call"
+            )
+        try:
+            if not self._indices or staging_traces():
+                return self._run(arrays, key, self._constants())
+            results, extremes = self._run_with_extremes(arrays, key, self._constants())
+            for i, (smallest, largest) in extremes.items():
+                indices = self._indices[i]
+                for index in (under_tracers(smallest).min(), under_tracers(largest).max()):
+                    if not indices.low <= index < indices.size:
+                        raise IndexError(
+                            f"{where}: index {index} is out of range for a dimension of size {indices.size}, at "
+                            f"{indices.line}"
+                        )
+            return results
+        except TranslationError as error:
+            raise error if self.code.name in str(error) else TranslationError(f"{where}: {error}") from error
+
+
+def _is_double(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128)
+
+
+class TorchContext(torch.autograd.function.FunctionCtx):
+    """The ctx that torch code sees while one method is traced; `on_read` is called when it reads `needs_input_grad`.
+
+    The base class stores what its methods receive in attributes, as in torch: `to_save`, `saved_for_forward`,
+    `non_differentiable`, `dirty_tensors` and `materialize_grads`.
+    """
+
+    def __init__(
+        self,
+        needs_input_grad: Sequence[bool],
+        saved: Sequence[torch.Tensor | None] = (),
+        on_read: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.jaxfn = _CtxState(tuple(needs_input_grad), tuple(saved), on_read)
+        self.to_save: tuple[torch.Tensor | None, ...] = ()
+        self.saved_for_forward: tuple[torch.Tensor | None, ...] | None = None
+        self.dirty_tensors: tuple[torch.Tensor, ...] = ()
+        self.non_differentiable: tuple[torch.Tensor, ...] = ()
+        self.materialize_grads = True
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        self.jaxfn.on_read()
+        return self.jaxfn.needs_input_grad
+
+    @needs_input_grad.setter
+    def needs_input_grad(self, flags: tuple[bool, ...]) -> None:
+        """Replaces the flags, as the Function that torch makes of a custom operation does."""
+        self.jaxfn.needs_input_grad = flags
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.jaxfn.saved
+
+    @property
+    def saved_variables(self) -> tuple[torch.Tensor | None, ...]:
+        """The saved tensors, by a deprecated name."""
+        return self.jaxfn.saved
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that the user's code assigned."""
+        return {name: value for name, value in vars(self).items() if name not in _CTX_ATTRIBUTES}
+
+    def after_forward(self, method: str) -> TorchContext:
+        """Returns the ctx as `backward` or `jvp` sees it, with everything that `forward` stored."""
+        self.jaxfn.saved = self.to_save
+        if method == "jvp" and self.saved_for_forward is not None:
+            self.jaxfn.saved = self.saved_for_forward
+        return self
+
+    def mark_shared_storage(self, *pairs: Any) -> None:
+        """Does nothing, as in torch, which deprecated it."""
+
+
+@dataclasses.dataclass
+class _CtxState:
+    """jaxfn's part of a ctx, apart from the attributes that the user's code assigns."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved: tuple[torch.Tensor | None, ...]
+    on_read: Callable[[], None]
+
+
+_CTX_ATTRIBUTES = ("jaxfn", "to_save", "saved_for_forward", "dirty_tensors", "non_differentiable", "materialize_grads")
+
+
+class SlotSource(NamedTuple):
+    """The source of a slot's value after `forward` ran: "input" or "result" with an index, or "constant"."""
+
+    kind: str
+    position: int
+
+
+class StorageAlias(NamedTuple):
+    """A slot whose tensor may share storage with an "input", by index, or with an "output", by slot."""
+
+    slot: int
+    kind: str
+    position: int
+
+
+class TracedForward(TracedCode):
+    """`forward`, traced.
+
+    Attributes:
+      output: The template of the output of `forward`.
+      saved_slots: The slots that `forward` saved for "backward" and for "jvp", in the order of those methods' inputs.
+      non_differentiable: The output slots that were marked non-differentiable.
+      dirty: The inputs that were marked dirty, and the slot of each one that was returned.
+      mutated: The inputs that `forward` mutated.
+      implicit_outputs: Mutated inputs that were not marked dirty, in nested Functions. Their new values are appended to
+        the outputs; the user's code does not see them.
+      aliases: Which slots share storage with inputs and outputs, in nested Functions.
+      has_single_output: Whether the user's code returned a single output, and not a tuple.
+      reruns_forward: Whether `backward` and `jvp` run `forward` again, on its inputs, because it stored tensors with
+        autograd's graph on ctx, which `backward` may differentiate.
+      backward_error: The error that differentiation raises, if any.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        arguments: Any,
+        specs: Sequence[TensorSpec],
+        needs_input_grad: tuple[bool, ...],
+    ) -> None:
+        self.definition = definition
+        self.needs_input_grad = needs_input_grad
+        self.arguments = arguments
+        # For each tensor, the index of the input of `forward` that contains it.
+        args, kwargs = arguments
+        self._input_indices = [i for i, value in enumerate((*args, *kwargs.values())) for _ in slots(value)]
+        self.input_specs = specs
+        self._rules = LRUCache["TracedRule"](_MAX_RULES)
+        state = TraceState(definition.name, definition.config)
+        ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
+        with trace_scope(state):
+            inputs = self._new_inputs(state, needs_input_grad)
+            output = self._run_code(ctx, inputs)
+            self.mutated = sorted(state.mutated_inputs())
+            dirty = [i for i, x in enumerate(inputs) if _is_among(x, ctx.dirty_tensors)]
+            self.implicit_outputs = [i for i in self.mutated if definition.config.is_nested and i not in dirty]
+            self.has_single_output = not isinstance(output, tuple)
+            new_values = [inputs[i].clone() for i in self.implicit_outputs]
+            ctx.non_differentiable = (*ctx.non_differentiable, *new_values)
+            unmarked = [x for i, x in enumerate(inputs) if i not in dirty]
+            if not self.has_single_output and any(
+                _is_among(x, output[:i]) for i, x in enumerate(output) if _is_among(x, unmarked)
+            ):
+                # torch returns a separate view for each occurrence.
+                output = tuple(x.view_as(x) if _is_among(x, unmarked) else x for x in output)
+            if new_values:
+                output = (*((output,) if self.has_single_output else output), *new_values)
+            for_forward = ctx.to_save if ctx.saved_for_forward is None else ctx.saved_for_forward
+            flat = flatten_tensors((output, ctx.to_save, for_forward, ctx.attributes), deduplicate=True)
+            with without_functions():
+                self.reruns_forward = not all(flat.leaves[slot].is_leaf for slot in slots(flat.template[1:]))
+            # An input is identified by its tensor, which stays the same object when it is mutated.
+            indices = {id(x): i for i, x in enumerate(inputs)}
+            self._input_of = {slot: indices[id(x)] for slot, x in enumerate(flat.leaves) if id(x) in indices}
+            values = [state.lower(tensor) for tensor in flat.leaves]
+            state.check_saved_arguments()
+            output_slots = sorted(set(slots(flat.template[0])))
+            tensors = [("input", i, x) for i, x in enumerate(inputs)]
+            tensors += [("output", i, flat.leaves[i]) for i in output_slots]
+            self.aliases = [
+                StorageAlias(slot, kind, i)
+                for slot, x in enumerate(flat.leaves)
+                for kind, i, other in tensors
+                if definition.config.is_nested and may_overlap(x, other)
+            ]
+        self.backward_error: TranslationError | None = None
+        self.output, to_save, for_forward, self._attributes = flat.template
+        self._saved = {"backward": to_save, "jvp": for_forward}
+        source = f"a tensor that {definition.name}.forward saves or returns"
+        self.specs = [tensor_spec(value, state.recorder.strides_source_of(value, source)) for value in values]
+        self.reads_needs_input_grad = state.reads_needs_input_grad
+        self.materialize_grads = ctx.materialize_grads
+        self.non_differentiable = [i for i, x in enumerate(flat.leaves) if _is_among(x, ctx.non_differentiable)]
+        returned = {id(x): i for i, x in enumerate(flat.leaves)}
+        self.dirty = {i: returned.get(id(inputs[i])) for i in dirty}
+
+        in_output = set(slots(self.output))
+        self._constant_slots: dict[int, torch.Tensor] = {}
+        self.sources: list[SlotSource] = []
+        results: list[torch.Tensor] = []
+        for slot, value in enumerate(values):
+            index = state.recorder.input_index(value)
+            if index is not None:
+                self.sources.append(SlotSource("input", index))
+                self._input_of[slot] = index
+            elif slot not in in_output and state.recorder.is_constant(value):
+                self.sources.append(SlotSource("constant", slot))
+                self._constant_slots[slot] = value
+            else:
+                self.sources.append(SlotSource("result", len(results)))
+                results.append(value)
+        self.saved_slots = {
+            method: [slot for slot in sorted(set(slots((saved, self._attributes)))) if slot not in self._constant_slots]
+            for method, saved in self._saved.items()
+        }
+        self._outputs = in_output
+        super().__init__(definition, "forward", state, results)
+        if self.reruns_forward and self.draws:
+            raise TranslationError(
+                f"{definition.name}.forward draws random numbers and stores tensors with autograd's graph on ctx, so "
+                "it would have to run again in backward. Draw the numbers outside, and pass them as an argument"
+            )
+
+    def _new_inputs(self, state: TraceState, needs_input_grad: Sequence[bool]) -> list[torch.Tensor]:
+        return [
+            state.add_input(*spec, requires_grad=needs_input_grad[i])
+            for spec, i in zip(self.input_specs, self._input_indices, strict=True)
+        ]
+
+    def _run_code(self, ctx: TorchContext, inputs: Sequence[torch.Tensor]) -> Any:
+        """Runs the user's code on traced tensors, and returns its output."""
+        function = self.definition.function
+        args, kwargs = unflatten_tensors(self.arguments, inputs)
+        if not self.definition.has_setup_context:
+            return function.forward(ctx, *args, **kwargs)
+        output = function.forward(*args, **kwargs)
+        function.setup_context(ctx, (*args, *kwargs.values()), output)
+        return output
+
+    def run(self, inputs: Sequence[Any], key: Any) -> dict[int, Any]:
+        """Runs the translation, and returns the value of each slot that is not a constant."""
+        # A translated `clone` returns the array itself. A result is copied if it is the same array as an input, since
+        # saving it would save the input, or as an output, since marking or differentiating it would affect that one.
+        results = self.run_graph(inputs, key)
+        identity = ArrayIdentity(inputs)
+        others = set(map(identity.key, inputs))
+        values: dict[int, Any] = {}
+        for slot, source in enumerate(self.sources):  # The slots of outputs come first.
+            if source.kind == "input":
+                values[slot] = inputs[source.position]
+            elif source.kind == "result":
+                value = results[source.position]
+                values[slot] = jnp.array(value, copy=True) if identity.key(value) in others else value
+                others |= {identity.key(values[slot])} if slot in self._outputs else set()
+        return values
+
+    def arrays_to_save(self, method: str, inputs: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
+        """Returns the arrays that "backward" or "jvp" needs, from the inputs and the slots' values."""
+        return list(inputs) if self.reruns_forward else [values[slot] for slot in self.saved_slots[method]]
+
+    def values_of_inputs_and_outputs(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
+        """Returns the value of each slot that is an input or an output."""
+        of_inputs = {i: inputs[source.position] for i, source in enumerate(self.sources) if source.kind == "input"}
+        return of_inputs | dict(zip(slots(self.output), outputs, strict=True))
+
+    def trace_rule(
+        self, method: str, arguments: Any, specs: Sequence[TensorSpec], needs_input_grad: tuple[bool, ...]
+    ) -> TracedRule:
+        """Returns the trace of `backward` or `jvp` for a template of gradients or tangents."""
+        if self.backward_error is not None and method == "backward":
+            raise self.backward_error
+        return get_or_trace(
+            f"{self.definition.name}.{method}",
+            self._rules,
+            (method, arguments),
+            specs,
+            lambda specs: TracedRule(self, method, arguments, specs, needs_input_grad),
+            needs_input_grad,
+        )
+
+    @property
+    def is_in_own_backward(self) -> bool:
+        """Whether `full_backward` is tracing the `backward` of the same Function, which applies the Function again.
+
+        The `backward` of this call is not traced in advance then, since that would recurse without end.
+        """
+        return self.definition.original in ACTIVE.traced_backwards
+
+    def full_backward(self) -> TracedRule | None:
+        """Traces `backward` for gradients of all outputs; returns `None` if there is no `backward`."""
+        if self.definition.backward is None:
+            return None
+        outputs = self.output if isinstance(self.output, tuple) else (self.output,)
+        arguments = flatten_tensors(torch_tree.tree_map(_slot_or_none, outputs), lambda leaf: isinstance(leaf, Slot))
+        specs = [self.specs[slot.index] for slot in arguments.leaves]
+        before = ACTIVE.traced_backwards
+        ACTIVE.traced_backwards = (*before, self.definition.original)
+        try:
+            return self.trace_rule("backward", arguments.template, specs, (True,) * len(self.needs_input_grad))
+        finally:
+            ACTIVE.traced_backwards = before
+
+    def used_inputs(self) -> set[int]:
+        """Returns the inputs that `forward` or `backward` uses, mutates, or returns a gradient for.
+
+        Returns all of them if `is_in_own_backward`.
+        """
+        if self.is_in_own_backward:
+            return set(range(len(self.input_specs)))
+        placeholders = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+        used = (
+            {i for i, node in enumerate(placeholders) if node.users}
+            | set(self.mutated)
+            | self.inputs_read_by_backward()
+        )
+        backward = self.full_backward()
+        if backward is not None:
+            with_gradient = {i for i, gradient in enumerate(backward.returned) if slots(gradient)}
+            used |= {tensor for tensor, i in enumerate(self._input_indices) if i in with_gradient}
+        return used
+
+    def inputs_read_by_backward(self) -> set[int]:
+        """Returns the inputs whose value at the time of the call `backward` uses."""
+        read = self._slots_read_by_backward()
+        return read if self.reruns_forward else {self._input_of[slot] for slot in read if slot in self._input_of}
+
+    def aliases_read_by_backward(self) -> list[StorageAlias]:
+        """Returns the entries of `aliases` whose tensor `backward` uses."""
+        read = self._slots_read_by_backward()
+        return [x for x in self.aliases if (x.slot in read if not self.reruns_forward else x.kind == "input")]
+
+    def _slots_read_by_backward(self) -> set[int]:
+        """Returns the slots that `backward` uses; the inputs, if `reruns_forward`.
+
+        Returns all that `forward` saved if `is_in_own_backward`.
+        """
+        saved = range(len(self.input_specs)) if self.reruns_forward else self.saved_slots["backward"]
+        if self.is_in_own_backward:
+            return set(saved)
+        backward = self.full_backward()
+        if backward is None:
+            return set()
+        of_backward = [node for node in backward.graph_module.graph.nodes if node.op == "placeholder"]
+        return {i for i, node in zip(saved, of_backward, strict=False) if node.users}
+
+    def mutated_inputs_of(self, method: str, state: TraceState) -> set[int]:
+        """Returns the inputs of `forward` that `backward` or `jvp` got from `ctx` and mutated in this trace."""
+        mutated = state.mutated_inputs()
+        saved = (
+            range(len(self.input_specs))
+            if self.reruns_forward
+            else [self._input_of.get(i) for i in self.saved_slots[method]]
+        )
+        return {position for i, position in enumerate(saved) if position is not None and i in mutated}
+
+    def make_ctx(self, method: str, state: TraceState, needs_input_grad: tuple[bool, ...]) -> TorchContext:
+        """Makes the ctx of `backward` or `jvp` in a new trace, whose first inputs are the saved arrays."""
+        if self.reruns_forward:
+            ctx = TorchContext(needs_input_grad, on_read=state.note_flags_read)
+            self._run_code(ctx, self._new_inputs(state, needs_input_grad))
+            return ctx.after_forward(method)
+        tensors = {slot: state.add_constant(value) for slot, value in self._constant_slots.items()}
+        for slot in self.saved_slots[method]:
+            # Detached intermediates, and those computed without autograd, require no gradient.
+            requires_grad = any(needs_input_grad) if slot in self._outputs else None
+            if slot in self._input_of:
+                requires_grad = needs_input_grad[self._input_indices[self._input_of[slot]]]
+            tensors[slot] = state.add_input(*self.specs[slot], requires_grad=requires_grad)
+        saved = unflatten_tensors(self._saved[method], tensors)
+        ctx = TorchContext(needs_input_grad, saved, on_read=state.note_flags_read)
+        vars(ctx).update(unflatten_tensors(self._attributes, tensors))
+        return ctx
+
+
+class TracedRule(TracedCode):
+    """`backward` or `jvp`, traced for a template of gradients or tangents.
+
+    Attributes:
+      returned: The template of the result: tangents, or gradients, one for each input and perhaps more.
+      mutated: The saved inputs of `forward` that it mutated.
+    """
+
+    def __init__(
+        self,
+        forward: TracedForward,
+        method: str,
+        template: Any,
+        specs: Sequence[TensorSpec],
+        needs_input_grad: tuple[bool, ...],
+    ) -> None:
+        definition = forward.definition
+        function = definition.function.jvp if method == "jvp" else definition.backward
+        assert function is not None
+        self.needs_input_grad = needs_input_grad
+        state = TraceState(definition.name, definition.config, is_differentiated=True)
+        with trace_scope(state):
+            ctx = forward.make_ctx(method, state, needs_input_grad)
+            saved = forward.input_specs if forward.reruns_forward else forward.saved_slots[method]
+            state.first_gradient_input = len(saved)
+            source = definition.config.externals.gradient_strides_source
+            inputs = [state.add_input(x.shape, x.dtype, x.strides_source or source) for x in specs]
+            arguments = unflatten_tensors(template, inputs)
+            num_added = len(forward.implicit_outputs)
+            if method == "backward":
+                arguments = arguments[: len(arguments) - num_added]
+            with definition.config.externals.backward_guard(f"{definition.name}.{method}"):
+                if method == "backward" and takes_boxed_gradients(definition.function):
+                    returned = function(ctx, list(arguments))
+                else:
+                    returned = function(ctx, *arguments)
+            returned = returned if isinstance(returned, tuple) else (returned,)
+            flat = flatten_tensors((*returned, *[None] * num_added) if method == "jvp" else returned)
+            values = [state.lower(tensor) for tensor in flat.leaves]
+            self.mutated = forward.mutated_inputs_of(method, state)
+            state.check_saved_arguments()
+        self.returned: Any = flat.template
+        self.reads_needs_input_grad = state.reads_needs_input_grad
+        super().__init__(definition, method, state, values)
+
+    def run(self, saved: Sequence[Any], arguments: Sequence[Any], key: Any) -> tuple[Any, ...]:
+        """Runs the translation on JAX arrays."""
+        return unflatten_tensors(self.returned, self.run_graph([*saved, *arguments], key))
+
+
+class TracedVmap(TracedCode):
+    """`vmap`, traced for inputs with their batch axes."""
+
+    def __init__(
+        self, definition: Definition, arguments: Any, specs: Sequence[TensorSpec], info: Any, in_dims: tuple[Any, ...]
+    ) -> None:
+        state = TraceState(definition.name, definition.config)
+        with trace_scope(state):
+            inputs = unflatten_tensors(arguments, [state.add_input(*spec, requires_grad=True) for spec in specs])
+            flat = flatten_tensors(definition.function.vmap(info, in_dims, *inputs))
+            values = [state.lower(tensor) for tensor in flat.leaves]
+            state.check_saved_arguments()
+        self._returned: Any = flat.template
+        super().__init__(definition, "vmap", state, values)
+
+    def run(self, inputs: Sequence[Any], key: Any) -> Any:
+        """Runs the batching rule on JAX arrays; returns outputs and out_dims."""
+        return unflatten_tensors(self._returned, self.run_graph(inputs, key))
+
+
+_T = TypeVar("_T", bound=TracedCode)
+
+
+def get_or_trace(
+    name: str,
+    cache: LRUCache[_T],
+    template: Any,
+    specs: Sequence[TensorSpec],
+    trace: Callable[[Sequence[TensorSpec]], _T],
+    needs_input_grad: tuple[bool, ...] = (),
+) -> _T:
+    """Returns a cached trace for these arguments, or makes a new one; caches it, if the arguments have a key.
+
+    JAX's integers have 32 bits by default. If torch requires int64, int32 inputs are traced as int64.
+    """
+    try:
+        key = static_key(template), tuple(specs), torch_settings_key()
+    except TypeError:
+        key = None
+    found = None if key is None else cache.get(key, lambda trace: trace.fits(needs_input_grad))
+    if found is None:
+        try:
+            with checking_leaks(name):
+                found = trace(specs)
+        except (TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
+            int64_specs = [x._replace(dtype=torch.int64) if x.dtype == torch.int32 else x for x in specs]
+            if (
+                isinstance(error, TranslationError)
+                or int64_specs == specs
+                or not re.search("(?i)int64|long", str(error))
+            ):
+                raise
+            with checking_leaks(name):
+                found = trace(int64_specs)
+        if key is not None and not found.reads_external_values:
+            cache.put(key, found)
+    return found
+
+
+def _slot_or_none(leaf: Any) -> Slot | None:
+    return leaf if isinstance(leaf, Slot) else None
+
+
+def _is_among(value: object, values: Sequence[object]) -> bool:
+    return any(value is other for other in values)

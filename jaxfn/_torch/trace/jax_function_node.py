@@ -1,0 +1,144 @@
+"""Calls of JAX functions in torch code: each is one node of the graph, which torch's autograd can differentiate.
+
+Such nodes implement nested torch Functions (which keep their own rules at every order), and for Python functions that
+JAX functions replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jaxfn._torch._compat import original_apply
+from jaxfn._torch.graph.targets import JaxCall
+from jaxfn._torch.trace.state import TraceState
+from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors
+from jaxfn._tree import is_array_leaf
+
+_JaxFunction = Callable[..., Sequence[Any]]
+
+
+class JaxFunctionNode:
+    """A JAX function that traced torch code calls. It takes arrays and returns a sequence of arrays.
+
+    Args:
+      state: The trace.
+      function: The function.
+      name: The node's name in the graph.
+      outputs: The shape and dtype of each output.
+      non_differentiable: The indices of the outputs that have no derivative, whatever their dtype.
+    """
+
+    def __init__(
+        self,
+        state: TraceState,
+        function: _JaxFunction,
+        name: str,
+        outputs: Sequence[tuple[Sequence[int], torch.dtype]],
+        non_differentiable: Sequence[int] = (),
+    ) -> None:
+        self.state = state
+        self.function = function
+        self.name = name
+        self.outputs = outputs
+        self.non_differentiable = non_differentiable
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Records the call."""
+        return original_apply(NodeAutograd)(self, torch.is_grad_enabled(), *tensors)
+
+    def record(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Records the node, without autograd."""
+        fakes = tuple(self.state.recorder.make_fake(shape, dtype) for shape, dtype in self.outputs)
+        return self.state.record_call(JaxCall(self.function, self.name), tensors, fakes)
+
+    def backward(self, tensors: Sequence[torch.Tensor], outputs: Sequence[int]) -> JaxFunctionNode:
+        """Returns the derivative: a function of these tensors and of the gradients of these outputs."""
+        inputs = [i for i, x in enumerate(tensors) if _is_differentiable(x.dtype)]
+        num_tensors, function = len(tensors), self.function  # The graph references these only, and not `self`.
+
+        def gradients(*operands: Any) -> Sequence[Any]:
+            arrays, cotangents = operands[:num_tensors], operands[num_tensors:]
+
+            def apply_to_inputs(*values: Any) -> list[Any]:
+                filled = list(arrays)
+                for index, value in zip(inputs, values, strict=True):
+                    filled[index] = value
+                results = function(*filled)
+                return [results[i] for i in outputs]
+
+            _, pullback = jax.vjp(apply_to_inputs, *(arrays[i] for i in inputs))
+            # torch's gradients of complex numbers are the conjugates of JAX's.
+            return [jnp.conj(g) for g in pullback([jnp.conj(ct) for ct in cotangents])]
+
+        shapes = [(tuple(tensors[i].shape), tensors[i].dtype) for i in inputs]
+        return JaxFunctionNode(self.state, gradients, f"{self.name}_backward", shapes)
+
+
+class NodeAutograd(torch.autograd.Function):
+    """A `JaxFunctionNode` as torch's autograd sees it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, node: JaxFunctionNode, has_gradients: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.node = node
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)  # The node's `backward` distinguishes outputs without a gradient.
+        with torch.set_grad_enabled(has_gradients):  # The mode of the caller; inside `forward` gradients are off.
+            outputs = node.record(tensors)
+        marked = node.non_differentiable
+        ctx.mark_non_differentiable(
+            *(x for i, x in enumerate(outputs) if i in marked or not _is_differentiable(x.dtype))
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        cotangents = {i: g for i, g in enumerate(grad_outputs) if g is not None}
+        gradients = iter(ctx.node.backward(tensors, [*cotangents])(*tensors, *cotangents.values()))
+        return None, None, *(next(gradients) if _is_differentiable(x.dtype) else None for x in tensors)
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def draw_key(state: TraceState) -> torch.Tensor:
+    """Records a node that draws a separate random key, which a call and its derivative share."""
+    return state.record_call(
+        JaxCall(_draw_key, "random_key", draws=True), (), state.recorder.make_fake((2,), torch.uint32)
+    )
+
+
+def _draw_key(key: Any) -> jax.Array:
+    return jax.random.bits(key, (2,), np.uint32)
+
+
+def wrap_key(data: Any) -> Any:
+    """Returns the JAX key that a tensor of `draw_key` contains."""
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
+
+
+def call_replacement(
+    state: TraceState, function: Any, replacement: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls the JAX function that replaces a Python function."""
+    arguments = flatten_tensors((tuple(args), dict(kwargs)))
+    template = arguments.template  # The graph references the template only, and not the arguments.
+    lowered = unflatten_tensors(template, [state.lower(tensor) for tensor in arguments.leaves])
+    outputs = flatten_tensors(state.recorder.infer_jax_outputs(replacement, *lowered))
+
+    def apply_to_arrays(*arrays: Any) -> list[Any]:
+        args, kwargs = unflatten_tensors(template, arrays)
+        return flatten_tensors(replacement(*args, **kwargs), is_array_leaf).leaves
+
+    shapes = [(tuple(x.shape), x.dtype) for x in outputs.leaves]
+    node = JaxFunctionNode(state, apply_to_arrays, function.__name__, shapes)
+    return unflatten_tensors(outputs.template, node(*arguments.leaves))

@@ -1,0 +1,206 @@
+"""Leaked tensors: those that user code keeps after a trace, in a global, a cache, or an attribute.
+
+While torch traces, all tensors are `FunctionalTensor`s, which plain torch cannot use afterwards. A leaked tensor that
+depends on no input becomes the tensor that it wraps. One that depends on the inputs has no value, so whatever uses it
+later would compute nonsense: the trace raises, and the tensor becomes a meta tensor, so that plain torch raises too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import types
+import weakref
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as torch_tree
+
+from jaxfn._torch._compat import FakeTensor, FunctionalTensor, storage_id, without_functions, without_modes
+from jaxfn._torch.values.errors import TranslationError
+
+_THREAD = threading.local()
+
+
+def track(value: Any) -> Any:
+    """Registers new tensors of a trace, and returns them."""
+    tracked: list[weakref.ref[Any]] | None = getattr(_THREAD, "tracked", None)
+    if tracked is not None:
+        if isinstance(value, FunctionalTensor):
+            tracked.append(weakref.ref(value))
+        elif isinstance(value, (tuple, list)):
+            tracked += [weakref.ref(x) for x in torch_tree.tree_leaves(value) if isinstance(x, FunctionalTensor)]
+    return value
+
+
+def swap(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Swaps two tensors of a trace. (`torch.utils.swap_tensors` rejects tensors with weak references.)"""
+    tracked: list[weakref.ref[Any]] = getattr(_THREAD, "tracked", None) or []
+    tracked[:] = [reference for reference in tracked if reference() is not a and reference() is not b]
+    torch.utils.swap_tensors(a, b)
+    track([a, b])
+
+
+def live_tensors() -> list[FunctionalTensor]:
+    """Returns the tensors of the trace that are still referenced."""
+    return _live(getattr(_THREAD, "tracked", None) or [])
+
+
+def tensors_with_storage(elem: torch.Tensor) -> list[FunctionalTensor]:
+    """Returns the tensors of the trace that share the storage of `elem`, the inner tensor of one of them."""
+    location = storage_id(elem)
+    return [x for x in live_tensors() if storage_id(x.elem) == location]
+
+
+def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a mutation of one tensor may change another: they share storage, and their ranges overlap."""
+    if not isinstance(a, FunctionalTensor) or not isinstance(b, FunctionalTensor):
+        return a is b
+    with without_functions():
+        ranges = [(x.storage_offset(), x.storage_offset() + storage_extent(x)) for x in (a, b)]
+        return storage_id(a.elem) == storage_id(b.elem) and max(ranges)[0] < min(end for _, end in ranges)
+
+
+def storage_extent(tensor: torch.Tensor) -> int:
+    """Returns the number of storage elements that a tensor spans."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((length - 1) * step for length, step in steps) + 1 if tensor.numel() else 0
+
+
+@contextlib.contextmanager
+def checking_leaks(name: str) -> Generator[None]:
+    """Converts the tensors that traces inside leave behind. When it exits, jaxfn must not reference any of them.
+
+    Raises:
+      TranslationError: User code keeps a tensor that depends on the inputs.
+    """
+    before = getattr(_THREAD, "tracked", None)
+    tracked: list[weakref.ref[Any]] = []
+    _THREAD.tracked = tracked
+    try:
+        yield
+    except BaseException:
+        _THREAD.tracked = before
+        _release(tracked, is_named=False)
+        raise
+    _THREAD.tracked = before
+    location = _release(tracked, is_named=True)
+    if location is not None:
+        raise TranslationError(
+            f"{name} keeps a tensor that depends on its inputs{location}. While JAX traces it has no value, so later "
+            "uses would not see the value of this call. Pass it on by ctx.save_for_backward(tensor) or as an "
+            "attribute ctx.name = tensor, or return it as an output. (For gradients, in backward and in hooks: have "
+            "jax.grad return them)"
+        )
+
+
+def _release(tracked: list[weakref.ref[Any]], *, is_named: bool) -> str | None:
+    """Makes plain tensors of those that are still referenced; returns the location of one that depends on the inputs.
+
+    The location is only found if `is_named`, since that takes time proportional to the number of Python objects.
+    """
+    tensors = _live(tracked)
+    if is_named and any(map(_is_traced, tensors)):
+        del tensors
+        gc.collect()  # Reference cycles of autograd and of exception frames keep tensors for a while.
+        tensors = _live(tracked)
+    tracked.clear()  # Tensors with weak references cannot be swapped.
+    location: str | None = None
+    kept_by_torch: list[FunctionalTensor] = []
+    while tensors:
+        tensor = tensors.pop()
+        if is_named and location is None and _is_traced(tensor):
+            location = _describe_holder(tensor, tensors)
+        if not _make_plain(tensor):
+            kept_by_torch.append(tensor)
+    if kept_by_torch and not is_named:  # Perhaps by a reference cycle.
+        gc.collect()
+        for tensor in kept_by_torch:
+            if type(tensor) is FunctionalTensor:  # torch 2.8 may change the class before it raises.
+                _make_plain(tensor)
+    return location
+
+
+def _live(tracked: list[weakref.ref[Any]]) -> list[FunctionalTensor]:
+    """Returns the tensors that are still referenced, without duplicates."""
+    tensors = (reference() for reference in tracked)
+    return list({id(tensor): tensor for tensor in tensors if type(tensor) is FunctionalTensor}.values())
+
+
+def _below(tensor: Any) -> torch.Tensor:
+    with without_modes(), without_functions():
+        return tensor.from_functional()
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    return isinstance(_below(tensor), FakeTensor)
+
+
+def _make_plain(tensor: torch.Tensor) -> bool:
+    """Makes a plain tensor of a traced one, the same object. Returns False if torch itself references it.
+
+    User code cannot find such tensors, which are in a cache or in autograd's graph.
+    """
+    value = _below(tensor)
+    with without_modes(), without_functions(), torch.no_grad():
+        requires_grad = tensor.requires_grad
+        if isinstance(value, FakeTensor):
+            plain = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        else:
+            plain = value.detach().clone()
+        plain.requires_grad_(requires_grad)
+        try:
+            torch.utils.swap_tensors(tensor, plain)
+        except RuntimeError:
+            return False
+        return True
+
+
+def _describe_holder(tensor: torch.Tensor, ours: list[FunctionalTensor]) -> str:
+    """Describes where a tensor is referenced, as part of a message."""
+    for holder in gc.get_referrers(tensor):
+        if holder is ours or isinstance(holder, types.FrameType):
+            continue
+        name = _describe_entry(holder, tensor)
+        if name:
+            return f" in {name}"
+    return ""
+
+
+def _describe_entry(holder: Any, value: object) -> str:
+    if isinstance(holder, dict):
+        keys = [key for key, item in holder.items() if item is value]
+        name = _describe_namespace(holder)
+        return f"{name}.{keys[0]}" if keys and name else f"a dict, by {keys[0]!r}" if keys else ""
+    if isinstance(holder, (list, tuple, set)):
+        for namespace in gc.get_referrers(holder):
+            if isinstance(namespace, dict) and _describe_namespace(namespace):
+                return _describe_entry(namespace, holder)
+        return f"a {type(holder).__name__}"
+    if isinstance(holder, types.CellType):
+        functions = [
+            f for c in gc.get_referrers(holder) for f in gc.get_referrers(c) if isinstance(f, types.FunctionType)
+        ]
+        return f"the closure of {functions[0].__qualname__}" if functions else "a closure"
+    keys = [key for key, item in getattr(holder, "__dict__", {}).items() if item is value]
+    return f"{_describe_object(holder)}.{keys[0]}" if keys else f"a {type(holder).__name__}"
+
+
+def _describe_namespace(namespace: dict[Any, Any]) -> str:
+    """Describes the object whose attributes a dict contains; "" if there is none."""
+    if "__name__" in namespace and "__builtins__" in namespace:
+        return str(namespace["__name__"])
+    for holder in gc.get_referrers(namespace):
+        if getattr(holder, "__dict__", None) is namespace or (isinstance(holder, type) and _defines(holder, namespace)):
+            return _describe_object(holder)
+    return ""
+
+
+def _defines(kind: type, namespace: dict[Any, Any]) -> bool:
+    return any(vars(kind).get(name) is value for name, value in namespace.items())
+
+
+def _describe_object(holder: object) -> str:
+    return holder.__name__ if isinstance(holder, type) else f"a {type(holder).__name__}"

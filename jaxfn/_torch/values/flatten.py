@@ -1,0 +1,72 @@
+"""Nested Python values, flattened to their tensors or arrays and a template."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as torch_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A leaf's position in a template."""
+
+    index: int
+
+
+class FlatTensors(NamedTuple):
+    """A flattened value: its tensors or arrays, and a template with a `Slot` for each of them."""
+
+    leaves: list[Any]
+    template: Any
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is a torch tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+def flatten_tensors(
+    value: Any, is_leaf: Callable[[Any], bool] = is_tensor, *, deduplicate: bool = False
+) -> FlatTensors:
+    """Flattens lists, tuples and dicts, at any depth, to their tensors and a template.
+
+    Args:
+      value: The value.
+      is_leaf: Which values are leaves. Default: tensors. Containers must not be.
+      deduplicate: Whether an object that occurs more than once gets a single slot.
+    """
+    leaves: list[Any] = []
+    slots_by_id: dict[int, Slot] = {}
+
+    def slot(leaf: Any) -> Any:
+        if not is_leaf(leaf):
+            return leaf
+        if deduplicate and id(leaf) in slots_by_id:
+            return slots_by_id[id(leaf)]
+        leaves.append(leaf)
+        return slots_by_id.setdefault(id(leaf), Slot(len(leaves) - 1)) if deduplicate else Slot(len(leaves) - 1)
+
+    return FlatTensors(leaves, torch_tree.tree_map(slot, value, is_leaf=_is_size))
+
+
+def unflatten_tensors(template: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
+    """Fills a template with leaves."""
+
+    def fill(leaf: Any) -> Any:
+        return leaves[leaf.index] if isinstance(leaf, Slot) else leaf
+
+    return torch_tree.tree_map(fill, template, is_leaf=_is_size)
+
+
+def _is_size(value: object) -> bool:
+    """Whether a value is a `torch.Size`, which torch's pytree functions would convert to a tuple."""
+    return isinstance(value, torch.Size)
+
+
+def slots(template: Any) -> list[int]:
+    """Returns the slots in a template."""
+    return [leaf.index for leaf in torch_tree.tree_leaves(template) if isinstance(leaf, Slot)]
