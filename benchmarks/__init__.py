@@ -1,1 +1,1 @@
-"""What jaxfn costs, beside rules by hand, equinox and torch, and torch's gradcheck: `python -m benchmarks`."""
+"""What jaxfn costs, beside hand-written rules, equinox and torch, and torch's gradcheck: `python -m benchmarks`."""

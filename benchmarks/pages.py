@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import saved
-from benchmarks.functions import BY_HAND, TORCH
+from benchmarks.functions import HAND_WRITTEN, TORCH
 from benchmarks.table import shown
 
 _ROOT = Path(__file__).parents[1]
@@ -38,11 +38,11 @@ def with_figures(page: str, figures: str) -> str:
 
 
 def ratios(kept: Sequence[Mapping[str, Any]]) -> str:
-    """README's table: the median over all Functions of the ratio to the rule by hand, on the first machine."""
+    """README's table: the median over all Functions of the ratio to the hand-written rule, on the first machine."""
     content = next(content for content in kept if saved.FUNCTIONS in content)
     rows: list[list[str]] = []
     for measurement in _MEASUREMENTS:
-        found = [row["ratios_to_by_hand"] for row in content[saved.FUNCTIONS] if row["measurement"] == measurement]
+        found = [row["ratios_to_hand_written"] for row in content[saved.FUNCTIONS] if row["measurement"] == measurement]
         medians = [[ratio[form] for ratio in found if ratio.get(form) is not None] for form in _FORMS]
         rows.append([measurement, *(f"{statistics.median(values):.2f}" if values else "" for values in medians)])
     return f"On {_machine(content)}:\n\n" + _table(["", *_FORMS], rows)
@@ -72,15 +72,15 @@ def _functions(rows: Iterable[Mapping[str, Any]]) -> str:
     cells: list[list[str]] = []
     for row in rows:
         medians, unit = row["medians"], row["unit"]
-        ratios = [row["ratios_to_by_hand"].get(form) for form in _FORMS]
+        ratios = [row["ratios_to_hand_written"].get(form) for form in _FORMS]
         cells.append(
             [
                 f"{row['function']}, {row['network']}: {row['measurement']}",
-                "" if medians[BY_HAND] is None else shown(medians[BY_HAND], unit),
+                "" if medians[HAND_WRITTEN] is None else shown(medians[HAND_WRITTEN], unit),
                 *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
             ]
         )
-    return _table(["measurement", BY_HAND, *_FORMS], cells)
+    return _table(["measurement", HAND_WRITTEN, *_FORMS], cells)
 
 
 def _checking(results: Iterable[Mapping[str, Any]]) -> str:

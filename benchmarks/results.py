@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.functions import BY_HAND
+from benchmarks.functions import HAND_WRITTEN
 from benchmarks.measure import quartiles
 
-# jaxfn's time over that of the form by hand, at most.
+# jaxfn's time over that of the hand-written form, at most.
 TARGETS = {"eager call": 0.35, "eager value-and-grad": 1.15, "trace": 1.10, "hessian": 1.10}
-# jaxfn's time over that of the form by hand is to be 1.00 within noise.
-SAME_AS_BY_HAND = "compiled step"
+# jaxfn's time over that of the hand-written form is to be 1.00 within noise.
+SAME_AS_HAND_WRITTEN = "compiled step"
 BYTES = ("saved bytes", "peak memory")
 
 
@@ -40,17 +40,17 @@ class Row:
 
     @property
     def ratios(self) -> dict[str, float | None]:
-        """Each form's median over that of the form by hand."""
+        """Each form's median over that of the hand-written form."""
         medians = self.medians
-        base = medians[BY_HAND]
+        base = medians[HAND_WRITTEN]
         return {form: value / base if value is not None and base else None for form, value in medians.items()}
 
     @property
     def target(self) -> float | None:
-        """What jaxfn's ratio is to be at most; for the compiled step, the upper quartile by hand over its median."""
-        if self.measurement != SAME_AS_BY_HAND:
+        """What jaxfn's ratio is to be at most; for the compiled step, the upper hand-written quartile over its median."""
+        if self.measurement != SAME_AS_HAND_WRITTEN:
             return TARGETS.get(self.measurement)
-        _, median, upper = quartiles(self.samples[BY_HAND])
+        _, median, upper = quartiles(self.samples[HAND_WRITTEN])
         return upper / median
 
     @property
@@ -68,7 +68,7 @@ class Row:
             "unit": "bytes" if self.measurement in BYTES else "seconds",
             "medians": self.medians,
             "quartiles": {form: quartiles(values) for form, values in self.samples.items()},
-            "ratios_to_by_hand": self.ratios,
+            "ratios_to_hand_written": self.ratios,
             "num_samples": {form: len(values) for form, values in self.samples.items()},
             "target_ratio": self.target,
             "target_met": self.is_met,

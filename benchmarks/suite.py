@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import calls, networks, steps
-from benchmarks.functions import BY_HAND, FORWARD_ALONE, TORCH
+from benchmarks.functions import FORWARD_ALONE, HAND_WRITTEN, TORCH
 from benchmarks.measure import interleaved
 from benchmarks.results import Row
 
@@ -133,11 +133,11 @@ def _hessian(forms: Forms, effort: Effort) -> Row:
 
 
 def check_same(computations: Mapping[str, Callable[[], Any]]) -> None:
-    """Fails where a form computes something else than the one by hand: its time would mean nothing.
+    """Fails where a form computes something else than the hand-written one: its time would mean nothing.
 
     Loosely, since matrix products on an accelerator may be of low precision, and a wrong rule is off by more.
     """
-    expected = _leaves(computations[BY_HAND]())
+    expected = _leaves(computations[HAND_WRITTEN]())
     for form, compute in computations.items():
         for a, b in zip(_leaves(compute()), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02, err_msg=form)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from benchmarks.functions import BY_HAND
-from benchmarks.results import BYTES, SAME_AS_BY_HAND, TARGETS, Row
+from benchmarks.functions import HAND_WRITTEN
+from benchmarks.results import BYTES, SAME_AS_HAND_WRITTEN, TARGETS, Row
 
 _LABEL, _CELL = 22, 18
 
@@ -33,7 +33,7 @@ def title(row: Row) -> str:
 
 
 def line(row: Row, forms: Sequence[str]) -> str:
-    """One measurement, in every form, with its ratio to the form by hand."""
+    """One measurement, in every form, with its ratio to the hand-written form."""
     cells = "".join(_cell(row, form).rjust(_CELL) for form in forms)
     return f"  {row.measurement.ljust(_LABEL - 2)}{cells}   {_verdict(row)}".rstrip()
 
@@ -42,7 +42,7 @@ def summary(rows: Iterable[Row]) -> list[str]:
     """How often each target was met, and where it was furthest off."""
     rows = list(rows)
     lines: list[str] = []
-    for measurement in (*TARGETS, SAME_AS_BY_HAND):
+    for measurement in (*TARGETS, SAME_AS_HAND_WRITTEN):
         judged = [row for row in rows if row.measurement == measurement and row.is_met is not None]
         if judged:
             lines.append(_summary_line(measurement, judged))
@@ -55,7 +55,7 @@ def _summary_line(measurement: str, judged: Sequence[Row]) -> str:
     worst = max(judged, key=lambda row: row.ratios["jaxfn"] or 0)
     verdict = "met" if met == len(judged) else "NOT MET"
     return (
-        f"{measurement} {wanted} x by hand: {verdict}, in {met} of {len(judged)}; "
+        f"{measurement} {wanted} x hand-written: {verdict}, in {met} of {len(judged)}; "
         f"highest {worst.ratios['jaxfn']:.3f} ({title(worst)})"
     )
 
@@ -66,7 +66,7 @@ def _cell(row: Row, form: str) -> str:
         return "-"
     text = shown(value, "bytes" if row.measurement in BYTES else "seconds")
     ratio = row.ratios[form]
-    return text + " " * 7 if form == BY_HAND or ratio is None else f"{text} {ratio:5.2f}x"
+    return text + " " * 7 if form == HAND_WRITTEN or ratio is None else f"{text} {ratio:5.2f}x"
 
 
 def shown(value: float, unit: str) -> str:
@@ -82,5 +82,5 @@ def shown(value: float, unit: str) -> str:
 def _verdict(row: Row) -> str:
     if row.is_met is None:
         return ""
-    noise = " (noise)" if row.measurement == SAME_AS_BY_HAND else ""
+    noise = " (noise)" if row.measurement == SAME_AS_HAND_WRITTEN else ""
     return f"<= {row.target:.2f}{noise}: {'met' if row.is_met else 'NOT MET'}"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jaxfn
 from benchmarks import networks
 from benchmarks.environment import environment
-from benchmarks.functions import BY_HAND, in_jaxfn, in_torch
+from benchmarks.functions import HAND_WRITTEN, in_jaxfn, in_torch
 from benchmarks.measure import interleaved, settle
 from benchmarks.suite import check_same
 
@@ -42,11 +42,11 @@ def main() -> None:
         args = make_args()
         adopted = jaxfn.from_torch(getattr(in_torch, attribute))
         first = _first_call(adopted.apply, network, args)
-        forms = {"translated": adopted.apply, BY_HAND: getattr(in_jaxfn, attribute).apply}
+        forms = {"translated": adopted.apply, HAND_WRITTEN: getattr(in_jaxfn, attribute).apply}
         steps = {form: _compiled(f, network, args) for form, f in forms.items()}
         check_same(steps)
         samples = interleaved(steps, _ROUNDS)
-        translated, native = (statistics.median(samples[form]) for form in ("translated", BY_HAND))
+        translated, native = (statistics.median(samples[form]) for form in ("translated", HAND_WRITTEN))
         ratio = translated / native
         met += ratio <= _TARGET
         print(

@@ -11,14 +11,14 @@ from types import ModuleType
 
 import jax
 
-BY_HAND = "by hand"
+HAND_WRITTEN = "hand-written"
 FORWARD_ALONE = "forward alone"
 TORCH = "torch"
 
 # What each form needs besides JAX.
 _FORMS = {
     "jaxfn": ("in_jaxfn", None),
-    BY_HAND: ("by_hand", None),
+    HAND_WRITTEN: ("hand_written", None),
     FORWARD_ALONE: ("forward_alone", None),
     "equinox": ("in_equinox", "equinox"),
     TORCH: ("in_torch", "torch"),

@@ -119,7 +119,7 @@ def interpret_script(script: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def script_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns the attributes that a TorchScript module stores outside of Python; nothing for other modules (2.13)."""
+    """Returns the attributes that a TorchScript module stores outside Python; nothing for other modules (2.13)."""
     if not isinstance(module, torch.jit.ScriptModule):
         return {}
     script_module: Any = module._c

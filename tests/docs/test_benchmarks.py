@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import pages, saved, suite
 from benchmarks.environment import environment, processor
-from benchmarks.functions import by_hand, in_jaxfn
+from benchmarks.functions import hand_written, in_jaxfn
 from benchmarks.products import flops_of_products
 from tests.support.marks import slow
 
@@ -30,7 +30,7 @@ def test_pages_have_the_figures_that_are_kept(path):
 def test_the_ratios_of_README_are_those_of_the_medians():
     """Computed here from the medians of each form, and not from the ratios that were saved."""
     rows = [row for row in saved.kept()[0]["functions"] if row["measurement"] == "eager value-and-grad"]
-    found = sorted(row["medians"]["jaxfn"] / row["medians"]["by hand"] for row in rows)
+    found = sorted(row["medians"]["jaxfn"] / row["medians"]["hand-written"] for row in rows)
     middle = (found[(len(found) - 1) // 2] + found[len(found) // 2]) / 2
     assert f"| eager value-and-grad | {middle:.2f} |" in (ROOT / "README.md").read_text()
 
@@ -66,9 +66,9 @@ def test_the_accelerator_suite_says_that_there_is_none():
 def test_traces_are_measured_in_each_form(monkeypatch):
     monkeypatch.setattr(suite, "WORKLOADS", suite.WORKLOADS[-1:])
     effort = suite.Effort(calls=0, builds=2, compiles=0, steps=0)
-    rows = list(suite.traces({"jaxfn": in_jaxfn, "by hand": by_hand}, effort))
+    rows = list(suite.traces({"jaxfn": in_jaxfn, "hand-written": hand_written}, effort))
     assert [row.measurement for row in rows] == ["trace", "lower", "compile"]
-    assert rows[0].samples.keys() == {"jaxfn", "by hand"} and all(len(s) == 2 for s in rows[0].samples.values())
+    assert rows[0].samples.keys() == {"jaxfn", "hand-written"} and all(len(s) == 2 for s in rows[0].samples.values())
     assert all(value > 0 for value in rows[0].medians.values())
 
 

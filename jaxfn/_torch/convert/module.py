@@ -153,7 +153,7 @@ class ConvertedModule(Opaque):
     ) -> tuple[TracedCallable, Sequence[Any], Any]:
         """Returns the trace of a call, the arrays in its arguments, and the random key."""
         key = kwargs.pop(self._callable.code.key_name, None)
-        # Sorted by name, as JAX flattens dicts, so that calls inside and outside of `jax.jit` share a trace.
+        # Sorted by name, as JAX flattens dicts, so that calls inside and outside `jax.jit` share a trace.
         with _LOCK:
             self._check_mode()
             self._check(parameters, buffers)
@@ -209,7 +209,7 @@ class ConvertedModule(Opaque):
             return self._callable.explain((self.parameters, self.buffers, args, kwargs), 1)
 
     def _call_module(self, parameters: _Tensors, buffers: _Tensors, args: Any, kwargs: Any) -> tuple[Any, _Tensors]:
-        """Calls the module with these tensors instead of its own; also returns its buffers afterwards."""
+        """Calls the module with these tensors; also returns its buffers afterwards."""
         module, state = self.torch_module, active_trace()
         _check_hooks(module)
         tensors = {**parameters, **buffers}
@@ -422,7 +422,7 @@ def _check_parameters_unchanged(code: str, mutated: Sequence[str]) -> None:
             f"{code} mutates {names} in forward, and net.apply returns no parameters, so the update "
             "would be lost. Pass it to net.apply among the buffers, which are returned (parameters with "
             f"`requires_grad_(False)` are among them already): net.apply({{...}}, {{**buffers, {first!r}: array}}, "
-            "...). Or update the arrays outside of the module, for example after the optimizer's step"
+            "...). Or update the arrays outside the module, for example after the optimizer's step"
         )
 
 

@@ -79,7 +79,7 @@ class TracedCode(Opaque):
         translation = TranslatedGraph(self.graph_module, code.config.replacements.operations)
         self._unsupported = translation.unsupported
         self._constants = translation.constants
-        # Outside of `jax.jit` the graph is one compiled executable. Inside, its operations are inlined into the caller.
+        # Outside `jax.jit` the graph is one compiled executable. Inside, its operations are inlined into the caller.
         self._run = jax.jit(translation.run, inline=True)
         self._indices = translation.indices
         self._run_with_extremes = jax.jit(functools.partial(translation.run, returns_extremes=True))
@@ -104,7 +104,7 @@ class TracedCode(Opaque):
 
         Raises:
           TranslationError: An operation has no translation; or the graph draws random numbers, and `key` is `None`.
-          IndexError: A concrete index is out of range, outside of `jax.jit`.
+          IndexError: A concrete index is out of range, outside `jax.jit`.
         """
         where = f"{self.code.name}.{self.method}"
         if self._unsupported:

@@ -383,7 +383,7 @@ def _unsupported(node: Node, reason: str | None) -> Unsupported:
 
 
 _READS_AROUND = (
-    "it reads storage outside of its argument, which is a slice of another tensor: take the view of that tensor"
+    "it reads storage outside its argument, which is a slice of another tensor: take the view of that tensor"
 )
 
 

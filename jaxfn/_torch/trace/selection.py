@@ -3,7 +3,7 @@
 JAX's shapes are static, but most code that selects elements computes something elementwise and writes it back, as in
 `y[mask] = torch.log(x[mask])`. So a selection contains all elements of `x`, with ones where the mask is false.
 Elementwise functions compute all of them, and an assignment to the same mask writes the selected ones. The ones ensure
-that no function is evaluated at a value outside of the mask, where its derivative could be a NaN, which would spread:
+that no function is evaluated at a value outside the mask, where its derivative could be a NaN, which would spread:
 zero times NaN is NaN.
 """
 

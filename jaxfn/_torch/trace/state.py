@@ -273,6 +273,6 @@ ACTIVE = _ActiveTrace()
 
 
 def active_trace() -> TraceState:
-    """Returns the innermost active trace of this thread, for code that runs only inside of traces."""
+    """Returns the innermost active trace of this thread, for code that runs only inside traces."""
     assert ACTIVE.state is not None
     return ACTIVE.state
