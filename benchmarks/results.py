@@ -47,7 +47,7 @@ class Row:
 
     @property
     def target(self) -> float | None:
-        """What jaxfn's ratio is to be at most; for the compiled step, the upper hand-written quartile over its median."""
+        """The largest allowed ratio; for the compiled step, upper quartile over median of the hand-written form."""
         if self.measurement != SAME_AS_HAND_WRITTEN:
             return TARGETS.get(self.measurement)
         _, median, upper = quartiles(self.samples[HAND_WRITTEN])

@@ -40,7 +40,7 @@ HOME_MADE = {
     r"floors|the ground": "layers",
     r"lanes?": "test tier",
     r"likewise": "name the object again",
-    r"(?<!there )(?<!There )(?:is|are) no (?!longer|more\b)": "is not a",
+    r"(?<!there )(?<!There )\b(?:is|are) no (?!longer|more\b)": "is not a",
     r"inside of|outside of": "inside, outside",
 }
 # Quotations of torch, names of APIs, and numbers of bits in a format.
