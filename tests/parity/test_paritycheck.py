@@ -35,7 +35,7 @@ def verdicts(report):
 @row("H6")
 @pytest.mark.parametrize("port", [Linear, Linear.apply, jaxfn.from_torch(TorchLinear)], ids=["class", "apply", "from"])
 def test_a_right_port(port):
-    report = jaxfn.paritycheck(port, TorchLinear, LINEAR)
+    report = jaxfn.paritycheck(port, TorchLinear, LINEAR, raise_exception=False)
     assert report, report
     gradients = [row.what for row in report.rows if row.what.startswith("gradient")]
     assert len(gradients) == 3 + 2 * 3 + 3  # every subset of three inputs
@@ -77,7 +77,7 @@ def test_a_wrong_gradient_is_a_wrong_formula():
             grad_input, grad_weight, grad_bias = Linear.backward(ctx, grad_output)
             return grad_input, None if grad_weight is None else 1.001 * grad_weight, grad_bias
 
-    report = jaxfn.paritycheck(Wrong, TorchLinear, LINEAR)
+    report = jaxfn.paritycheck(Wrong, TorchLinear, LINEAR, raise_exception=False)
     assert not report
     wrong = {what for what, verdict in verdicts(report).items() if verdict == "formula"}
     assert wrong >= {"gradient of input 1 (alone)", "gradient of input 1 (with 0, 1)"}
@@ -91,7 +91,7 @@ def test_only_the_second_derivative_is_wrong():
         def backward(ctx, grad_output):
             return 2 * jax.lax.stop_gradient(ctx.saved_tensors[0]) * grad_output
 
-    report = jaxfn.paritycheck(Stopped, in_library(Square, Torch), random((3,)))
+    report = jaxfn.paritycheck(Stopped, in_library(Square, Torch), random((3,)), raise_exception=False)
     assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {"second derivative, input 0"}
 
 
@@ -100,7 +100,7 @@ def test_rounding_is_told_from_a_wrong_formula():
     def unstable(x):
         return x + 1e4 - 1e4
 
-    report = jaxfn.paritycheck(unstable, lambda x: x * 1.0, random((5,)))
+    report = jaxfn.paritycheck(unstable, lambda x: x * 1.0, random((5,)), raise_exception=False)
     assert verdicts(report)["output 0"] == "rounding"
     (row,) = [row for row in report.rows if row.what == "output 0"]
     assert row.double_error < 1e-9 < row.relative_error
@@ -119,7 +119,9 @@ def test_a_kink_is_named():
         def backward(ctx, grad_output):
             return grad_output * torch.sign(ctx.saved_tensors[0])
 
-    report = jaxfn.paritycheck(lambda x: jnp.abs(x), TorchAbs, [np.array([0.0, 1.0, -2.0], np.float32)])
+    report = jaxfn.paritycheck(
+        lambda x: jnp.abs(x), TorchAbs, [np.array([0.0, 1.0, -2.0], np.float32)], raise_exception=False
+    )
     assert verdicts(report)["gradient of input 0"] == "kink"
     assert "clamp, abs" in str(report)
 
@@ -158,9 +160,9 @@ def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
     inputs = random((4,))
     if is_recorded:
         jaxfn.record_oracle(TorchGelu, inputs, tmp_path / "gelu.npz")
-        report = jaxfn.paritycheck(port, tmp_path / "gelu.npz")
+        report = jaxfn.paritycheck(port, tmp_path / "gelu.npz", raise_exception=False)
     else:
-        report = jaxfn.paritycheck(port, TorchGelu, inputs)
+        report = jaxfn.paritycheck(port, TorchGelu, inputs, raise_exception=False)
     assert report, report
     assert {what for what, verdict in verdicts(report).items() if verdict != "equal"} == {SECOND}
     assert verdicts(report)[SECOND] == "intermediate"
@@ -184,7 +186,7 @@ def test_a_saved_intermediate_is_a_note(port, is_recorded, tmp_path):
     ids=["gradient", "second", "output", "without"],
 )
 def test_a_saved_intermediate_excuses_nothing_else(port, wrong):
-    report = jaxfn.paritycheck(port, TorchGelu, random((4,)))
+    report = jaxfn.paritycheck(port, TorchGelu, random((4,)), raise_exception=False)
     assert not report
     assert verdicts(report)[wrong] == "formula"
 
@@ -194,7 +196,8 @@ def test_complex_in_torchs_convention():
     torch_square = in_library(ComplexSquare, Torch)
     z = (np.array([1.0, -2.0]) + 1j * np.array([0.5, 3.0])).astype(np.complex64)
     assert jaxfn.paritycheck(lambda z: z * z, torch_square, [z])
-    wrong = jaxfn.paritycheck(jaxfn.autograd_function(lambda ctx, z: z * z, lambda ctx, g: 2 * g), torch_square, [z])
+    port = jaxfn.autograd_function(lambda ctx, z: z * z, lambda ctx, g: 2 * g)
+    wrong = jaxfn.paritycheck(port, torch_square, [z], raise_exception=False)
     assert verdicts(wrong)["gradient of input 0"] == "formula"
 
 
@@ -206,20 +209,24 @@ def test_shapes_dtypes_and_missing_outputs():
     def port(x):
         return x[None] * 2, x.sum().astype(jnp.float16)
 
-    found = verdicts(jaxfn.paritycheck(port, three, random((3,)), second_order=False))
+    found = verdicts(jaxfn.paritycheck(port, three, random((3,)), second_order=False, raise_exception=False))
     assert found["output 0"] == "shape (1, 3)"
     assert found["output 1"] == "dtype float16"
     assert found["output 2"] == "missing"
-    extra = jaxfn.paritycheck(lambda x: (x * 2, x), lambda x: x * 2, random((3,)), second_order=False)
+    extra = jaxfn.paritycheck(
+        lambda x: (x * 2, x), lambda x: x * 2, random((3,)), second_order=False, raise_exception=False
+    )
     assert not extra
-    assert "output 1, which torch does not" in str(extra)
+    assert verdicts(extra)["output 1"] == "extra"
 
 
 @row("H6")
 def test_64_bit_follows_the_setting():
     assert jaxfn.paritycheck(lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64))
     with jax.enable_x64(True):
-        report = jaxfn.paritycheck(lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64))
+        report = jaxfn.paritycheck(
+            lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64), raise_exception=False
+        )
     assert report
     assert report.rows[0].relative_error < 1e-12
 
@@ -237,14 +244,14 @@ def test_no_second_derivative_in_torch_is_a_note():
         def backward(ctx, grad_output):
             return 2 * ctx.saved_tensors[0] * grad_output
 
-    report = jaxfn.paritycheck(lambda x: x**2, TorchOnce, random((3,)))
+    report = jaxfn.paritycheck(lambda x: x**2, TorchOnce, random((3,)), raise_exception=False)
     assert report
-    assert "torch gives no second derivatives" in str(report)
+    assert "torch has no second derivatives" in str(report)
 
 
 @row("H6")
 def test_the_report_is_a_table_and_json():
-    report = jaxfn.paritycheck(Linear, TorchLinear, LINEAR)
+    report = jaxfn.paritycheck(Linear, TorchLinear, LINEAR, raise_exception=False)
     content = json.loads(report.to_json())
     assert content["passed"] is True
     assert content["versions"]["torch"] == torch.__version__
@@ -265,7 +272,7 @@ def test_recorded_and_checked_without_torch(tmp_path):
         import jaxfn
         right = lambda x, w, b: x @ w.T + b
         wrong = lambda x, w, b: x @ w.T + 2 * b
-        print(bool(jaxfn.paritycheck(right, {str(path)!r})), bool(jaxfn.paritycheck(wrong, {str(path)!r})))
+        print(bool(jaxfn.paritycheck(right, {str(path)!r})), bool(jaxfn.paritycheck(wrong, {str(path)!r}, raise_exception=False)))
         try:
             jaxfn.paritycheck(right, right, [1.0])
         except ImportError as error:
@@ -282,7 +289,7 @@ def test_python_values_and_bfloat16(tmp_path):
     (x,) = random((3, 2))
     args = [x.astype(jnp.bfloat16), {"by": [2.0, None]}, 3, "name"]
     jaxfn.record_oracle(lambda x, how, power, name: x**power * how["by"][0], args, path)
-    report = jaxfn.paritycheck(lambda x, how, power, name: x**power * how["by"][0], path)
+    report = jaxfn.paritycheck(lambda x, how, power, name: x**power * how["by"][0], path, raise_exception=False)
     assert report.rows[0].dtype == "bfloat16"
     assert report.rows[0].verdict == "equal"
 
@@ -291,5 +298,5 @@ def test_python_values_and_bfloat16(tmp_path):
 def test_what_cannot_be_written(tmp_path):
     with pytest.raises(TypeError, match="cannot write argument 1, a function"):
         jaxfn.record_oracle(lambda x, f: f(x), [np.ones(2, np.float32), lambda x: x], tmp_path / "f.npz")
-    with pytest.raises(TypeError, match="leave `inputs` out"):
+    with pytest.raises(TypeError, match="Omit `inputs`"):
         jaxfn.paritycheck(lambda x: x, tmp_path / "f.npz", [1.0])

@@ -93,6 +93,22 @@ class MulConstant(Function):
         return grad_output * ctx.constant, None
 
 
+@case(normal(3), 2.5)
+class MulConstantWithoutZeros(Function):
+    @staticmethod
+    def forward(ctx, tensor, constant):
+        ctx.set_materialize_grads(False)
+        ctx.constant = constant
+        return tensor * constant
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if grad_output is None:
+            return None, None
+        return grad_output * ctx.constant, None
+
+
+@case(normal(3))
 @case(normal(3))
 class Exp(Function):
     @staticmethod
@@ -525,3 +541,19 @@ class ListOfTensors(Function):
     @staticmethod
     def forward(ctx, tensors):
         return torch.stack(tensors).prod(0)
+
+
+@case(normal(4, 3))
+class WritesItsGradient(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return functional.hardtanh(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        grad_input = grad_output.clone()
+        grad_input[x.gt(1)] = 0
+        grad_input.masked_fill_(x.lt(-1), 0.0)
+        return grad_input
