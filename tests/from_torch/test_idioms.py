@@ -72,7 +72,7 @@ def test_second_derivative_through_a_kept_graph():
 @row("H5")
 def test_a_kept_graph_with_random_numbers_is_refused():
     noisy = keeping_graph(lambda x: x * torch.rand_like(x))
-    with pytest.raises(jaxfn.TranslationError, match="KeepsGraph.forward draws random .* keeps .* graph on ctx"):
+    with pytest.raises(jaxfn.TranslationError, match="KeepsGraph.forward draws random .* stores .* graph on ctx"):
         jaxfn.from_torch(noisy).apply(X, key=jax.random.key(0))
 
 
@@ -564,7 +564,7 @@ def test_a_replacement_for_what_is_in_no_module():
         (lambda x: torch._sparse_semi_structured_tile(x)[0], "Runs calls .*tile.*only compiled code"),
         (
             lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
-            r"(?s)Runs hands torch a part of its program.*torch\.cond\(x",
+            r"(?s)Runs passes a function to a higher-order operation.*torch\.cond\(x",
         ),
     ],
     ids=["storage", "CUDA array", "only on a GPU", "cond"],

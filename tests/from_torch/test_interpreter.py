@@ -189,7 +189,7 @@ def test_arrays_go_to_torch_and_back(name: str) -> None:
 @row("H1")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize(
-    "code, dtype, message",
+    "program, dtype, message",
     [
         (lambda x: x + 1, "int4", "int4"),
         (lambda x: x.to(torch.complex32), "float32", "complex64"),

@@ -25,7 +25,7 @@ from jaxfn._torch.graph.interpreter import TranslatedGraph, operation_name  # no
 from jaxfn._torch.operations import entry_name  # noqa: E402
 from jaxfn._torch.trace.leaks import checking_leaks  # noqa: E402
 from jaxfn._torch.trace.scope import trace_scope  # noqa: E402
-from jaxfn._torch.trace.state import Replacements, TraceState  # noqa: E402
+from jaxfn._torch.trace.state import Replacements, TraceConfig, TraceState  # noqa: E402
 from jaxfn._torch.values.arrays import to_jax  # noqa: E402
 from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors  # noqa: E402
 from tests.support.torch_internals import torch_internal  # noqa: E402
@@ -186,10 +186,10 @@ def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
 
 
 def _traced(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    tracing = TraceState("Recorded", Replacements.of({}), NESTED_APPLY)
+    tracing = TraceState("Recorded", TraceConfig(Replacements.of({}), NESTED_APPLY))
     with trace_scope(tracing):
         outputs = flatten_tensors(
-            function(*(tracing.input(*tensor_spec(tensor)) for tensor in tensors)), torch.is_tensor
+            function(*(tracing.add_input(*tensor_spec(tensor)) for tensor in tensors)), torch.is_tensor
         )
         values = [tracing.lower(tensor) for tensor in outputs.leaves]
     graph_module = tracing.finish(values)
