@@ -438,8 +438,8 @@ masked_taken = Masked.apply
 NOT_REPEATABLE = {
     "draws": (lambda x: Masked.apply(x), lambda x: 1 / x),
     "draws, taken before": (masked_taken, lambda x: 1 / x),
-    "writes": (lambda x: InPlace.apply(x.clone()), lambda x: 5.0),
-    "writes, taken before": (lambda x: in_place_taken(x.clone()), lambda x: 5.0),
+    "mutates": (lambda x: InPlace.apply(x.clone()), lambda x: 5.0),
+    "mutates, taken before": (lambda x: in_place_taken(x.clone()), lambda x: 5.0),
 }
 
 
