@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
     from jaxfn._parity.report import ParitycheckError, ParityReport
-    from jaxfn._torch import TranslationError, from_torch
+    from jaxfn._torch import TranslationError, from_torch, register_translation
     from jaxfn._torch.convert.explain import Explanation as Explanation
+    from jaxfn._torch.convert.function_class import ConvertedFunction as ConvertedFunction
+    from jaxfn._torch.convert.module import ConvertedModule as ConvertedModule
 
-__all__ = [  # and Explanation, which needs torch
+__all__ = [  # and ConvertedFunction, ConvertedModule and Explanation, which need torch
     "CallableFunction",
     "CheckError",
     "CheckReport",
@@ -62,6 +64,7 @@ __all__ = [  # and Explanation, which needs torch
     "once_differentiable",
     "paritycheck",
     "record_oracle",
+    "register_translation",
     "residuals",
     "save_on_host",
     "saved_tensors_hooks",
@@ -89,8 +92,10 @@ _TOOLS = {
     "jaxfn._kernelcheck": ("KernelReport", "KernelcheckError", "kernelcheck"),
     "jaxfn._parity.paritycheck": ("paritycheck", "record_oracle"),
     "jaxfn._parity.report": ("ParitycheckError", "ParityReport"),
-    "jaxfn._torch": ("TranslationError", "from_torch"),
+    "jaxfn._torch": ("TranslationError", "from_torch", "register_translation"),
     "jaxfn._torch.convert.explain": ("Explanation",),
+    "jaxfn._torch.convert.function_class": ("ConvertedFunction",),
+    "jaxfn._torch.convert.module": ("ConvertedModule",),
 }
 _MODULES = {name: module for module, names in _TOOLS.items() for name in names}
 

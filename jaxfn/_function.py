@@ -167,7 +167,7 @@ def _make_apply(function: type[Function], dispatcher: _Dispatcher) -> Callable[.
     return apply
 
 
-def describe_rules(function: type[Function]) -> str:
+def describe_rules(function: Any) -> str:
     """Lists the derivative and batching rules that a Function class defines, for its `repr`."""
     rules = ("backward", "vjp", "jvp", "vmap")
     defined = [name for name in rules if not getattr(getattr(function, name), "_jaxfn_undefined", False)]

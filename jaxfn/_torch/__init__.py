@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxfn._torch.convert.module import ConvertedModule
 
 _Ops = Mapping[Any, Callable[..., Any]]
+_registered: dict[Any, Callable[..., Any]] = {}
 
 
 @overload
@@ -103,10 +104,30 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
     from jaxfn._torch.trace.state import Replacements, TraceConfig
 
     check_torch()
-    config = TraceConfig(Replacements.of(ops or {}), NESTED_APPLY)
+    config = TraceConfig(Replacements.of(_registered | dict(ops or {})), NESTED_APPLY)
     if isinstance(torch_function, torch.nn.Module):
         return ConvertedModule(torch_function, config)
     if not is_function_class:
         return convert_callable(torch_function, config)
     caller = sys._getframe(1).f_globals.get("__name__", __name__)  # pyright: ignore[reportPrivateUsage]
     return convert_function_class(torch_function, caller, config)
+
+
+def register_translation(operation: Any, function: Callable[..., Any]) -> None:
+    """Registers a JAX function as the translation of a torch operation, for every later call of `from_torch`.
+
+    It is the same as passing `ops={operation: function}` each time; `ops` takes precedence.
+
+    Args:
+      operation: A torch operation or a Python function; see `ops` of `from_torch`.
+      function: The JAX function, which takes arrays in place of tensors.
+
+    Examples:
+      >>> import jax, torch, jax.numpy as jnp, jaxfn
+      >>> jaxfn.register_translation(torch.special.zeta, jax.scipy.special.zeta)
+      >>> print(jaxfn.from_torch(lambda x: torch.special.zeta(x, torch.ones_like(x)))(jnp.array([2.0])))
+      [1.644934]
+
+    Torch counterpart: none.
+    """
+    _registered[operation] = function

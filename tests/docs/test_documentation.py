@@ -96,7 +96,7 @@ def test_links_of_the_files_beside_README_lead_somewhere():
 def test_every_public_name_is_on_the_page_of_the_API():
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     names = re.findall(r"^::: jaxfn\.(\w+)$", pages, re.MULTILINE)
-    assert sorted(names) == sorted([*jaxfn.__all__, "Explanation"])
+    assert sorted(names) == sorted([*jaxfn.__all__, "ConvertedFunction", "ConvertedModule", "Explanation"])
 
 
 @row("L2")

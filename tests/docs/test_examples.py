@@ -268,3 +268,23 @@ def test_a_layer_of_nnx():
 def test_a_layer_of_equinox():
     results = load("equinox_layer").main()
     assert results.kept == 192 and results.difference < 1e-6 and results.last_loss < 1e-6
+
+
+@slow
+@pytest.mark.parametrize("name", ["train", "port", "kernel", "wrong_gradient", "memory"])
+def test_journeys(name):
+    if name == "port":
+        pytest.importorskip("torch")
+    module = importlib.import_module(f"examples.journeys.{name}")
+    results = module.main()
+    if name == "train":
+        assert results.accuracies[-1] > 0.9 and results.restored_accuracy == results.accuracies[-1]
+    elif name == "port":
+        assert results.parity and results.losses[-1] < 0.5 * results.losses[0] and results.difference < 1e-4
+    elif name == "kernel":
+        assert results[0] and "scales" in results[1].failed_checks
+    elif name == "wrong_gradient":
+        assert results[0].mismatches[0].kind.startswith("off-diagonal") and results[1].function == "norm"
+    else:
+        before, after = results.values()
+        assert after.total_bytes < 0.4 * before.total_bytes

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("double_precision")
 
 from tests.support.libraries import Jax, JittedJax, assert_same, torch_library  # noqa: E402
 from tests.support.torch_code import function_of  # noqa: E402
-from tests.support.torch_functions import CASES  # noqa: E402
+from tests.support.torch_functions import CASES, Exp  # noqa: E402
 
 
 def of_arrays(function: Any, args: tuple[Any, ...]) -> tuple[Any, list[np.ndarray]]:
@@ -734,3 +734,25 @@ def test_the_type_of_a_tensor():
     x = np.ones(2, np.float32)
     output, pull = jax.vjp(lambda x: jaxfn.from_torch(function).apply(x, "torch.HalfTensor"), x)
     assert output.dtype == "float16" and pull(jnp.ones(2, "float16"))[0].dtype == "float32"
+
+
+@row("H9")
+def test_a_registered_translation_is_used_unless_ops_names_another():
+    def zeta(x):
+        return torch.special.zeta(x, torch.ones_like(x))
+
+    before = dict(jaxfn._torch._registered)
+    try:
+        jaxfn.register_translation(torch.special.zeta, lambda x, q: x + q)
+        assert float(jaxfn.from_torch(zeta)(jnp.float32(2))) == 3
+        assert float(jaxfn.from_torch(zeta, ops={torch.special.zeta: lambda x, q: x - q})(jnp.float32(2))) == 1
+    finally:
+        jaxfn._torch._registered.clear()
+        jaxfn._torch._registered.update(before)
+
+
+def test_what_is_converted_says_what_it_is():
+    assert repr(jaxfn.from_torch(Exp)) == "<jaxfn Function Exp, converted from torch: backward>"
+    net = jaxfn.from_torch(torch.nn.Linear(2, 3))
+    assert repr(net.eval()).startswith("<jaxfn module in eval mode, converted from Linear(")
+    assert isinstance(net, jaxfn.ConvertedModule) and issubclass(jaxfn.from_torch(Exp), jaxfn.ConvertedFunction)

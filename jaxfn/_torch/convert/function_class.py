@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as torch_tree
 
 from jaxfn._context import FunctionCtx, ctx_state
-from jaxfn._function import Function
+from jaxfn._function import Function, describe_rules
 from jaxfn._methods import UserMethods
 from jaxfn._once_differentiable import once_differentiable
 from jaxfn._torch.convert.definition import Definition
@@ -32,7 +32,14 @@ from jaxfn._tree import as_array, is_array_leaf, is_none
 _MAX_TRACES = 256
 
 
-class ConvertedFunction(Function):
+class _ConvertedFunctionType(type):
+    """The type of converted Functions, for their `repr`."""
+
+    def __repr__(cls) -> str:
+        return f"<jaxfn Function {cls.__qualname__}, converted from torch: {describe_rules(cls)}>"
+
+
+class ConvertedFunction(Function, metaclass=_ConvertedFunctionType):
     """A Function whose methods are those of a torch Function, `torch_function`."""
 
     torch_function: ClassVar[Any]

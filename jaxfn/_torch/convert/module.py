@@ -76,7 +76,8 @@ class ConvertedModule(Opaque):
         raise AttributeError(f"a converted module is immutable: cannot set {name}. Use load, or torch_module")
 
     def __repr__(self) -> str:
-        return f"from_torch({self.torch_module!r})"
+        mode = "train" if self._modes[""] else "eval"
+        return f"<jaxfn module in {mode} mode, converted from {self.torch_module!r}>"
 
     @property
     def parameters(self) -> Arrays:

@@ -1,0 +1,96 @@
+"""`python -m jaxfn`: each command as a process, with right and wrong arguments."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import jaxfn
+from tests.support.marks import row
+
+FUNCTIONS = """
+    import jax.numpy as jnp, numpy as np, jaxfn
+
+    def saved(slope):
+        def backward(ctx, g):
+            return slope * g * ctx.saved_tensors[0]
+
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        return jaxfn.autograd_function(forward, backward)
+
+    square, wrong = saved(2), saved(3)
+    number = 3.0
+
+    class Square(square.Function):
+        pass
+
+    def inputs():
+        return (np.linspace(-1, 1, 5),)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("commands")
+    (path / "functions.py").write_text(textwrap.dedent(FUNCTIONS))
+    return path
+
+
+def run(folder, *arguments):
+    command = [sys.executable, "-m", "jaxfn", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@row("L5")
+def test_check_says_what_is_wrong_by_its_exit_code_and_as_json(folder):
+    right = run(folder, "check", "functions:Square", "--shape", "2,3")
+    assert right.returncode == 0 and right.stdout.startswith("check of Square.apply: passed"), right.stderr
+    wrong = run(folder, "check", "functions:wrong", "--inputs", "functions:inputs", "--json")
+    report = json.loads(wrong.stdout)
+    assert wrong.returncode == 1 and not report["passed"]
+    assert report["reports"][0]["mismatches"][0]["kind"].startswith("a constant factor: 1.5")
+
+
+WRONG = {
+    ("check", "functions:missing", "--shape", "3"): "functions has no missing",
+    ("check", "nowhere:square", "--shape", "3"): "cannot import nowhere",
+    ("check", "functions", "--shape", "3"): "not of the form module:name",
+    ("check", "functions:number", "--shape", "3"): "number is a float, expected a function",
+    ("check", "functions:square"): "arguments are missing",
+    ("check", "functions:square", "--shape", "a"): "--shape takes sizes",
+    ("check", "functions:square", "--shape", "3", "--dtype", "int32"): "at least one floating or complex array",
+    ("parity", "functions:square", "--shape", "3"): "either a reference or --oracle",
+    ("parity", "functions:square", "--oracle", "missing.npz"): "no file missing.npz",
+    (): "required: command",
+    ("dance",): "invalid choice",
+}
+
+
+@row("L5")
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_wrong_arguments_are_one_line(folder, arguments):
+    result = run(folder, *arguments)
+    assert result.returncode == 2 and result.stdout == ""
+    assert WRONG[arguments] in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@row("L5")
+def test_doctor_and_help(folder):
+    found = json.loads(run(folder, "doctor", "--json").stdout)
+    assert found["versions"]["jaxfn"] == jaxfn.__version__ and found["devices"]
+    assert "python -m jaxfn check" in run(folder, "--help").stdout
+
+
+@row("L5")
+def test_parity_and_explain(folder):
+    pytest.importorskip("torch")
+    right = run(folder, "parity", "functions:square", "torch:square", "--shape", "3")
+    assert right.returncode == 0 and "paritycheck" in right.stdout, right.stderr
+    assert run(folder, "parity", "functions:wrong", "torch:square", "--shape", "3").returncode == 1
+    refused = run(folder, "explain", "torch:square", "--shape", "3")
+    assert refused.returncode == 2 and "explain takes a torch Function" in refused.stderr

@@ -1,0 +1,141 @@
+"""`check`: every check of a Function in one call; and what `gradcheck` checks on request."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfn
+from tests.support.cases import Square
+from tests.support.checking import failure, normal, rule
+from tests.support.marks import row
+
+
+class WithVmap(jaxfn.Function):
+    """sin(x) * w, with a `vmap` method that multiplies by `factor`, and along `axis` alone."""
+
+    factor, axes = 1.0, (0, 1, 2, None)
+
+    @staticmethod
+    def forward(x, w):
+        return jnp.sin(x) * w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w * jnp.cos(x), g * jnp.sin(x)
+
+    @classmethod
+    def vmap(cls, info, in_dims, x, w):
+        x, w = (a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip((x, w), in_dims, strict=True))
+        factor = cls.factor if set(in_dims) <= set(cls.axes) else 2.0
+        return factor * jnp.sin(x) * w, 0
+
+
+class WrongVmap(WithVmap):
+    factor = 2.0
+
+
+class WrongForAnUnbatchedArgument(WithVmap):
+    axes = (0, 1, 2)
+
+
+INPUTS = normal(2, 3), normal(2, 3, seed=1)
+
+
+@row("G6")
+def test_a_right_function_passes_every_check():
+    report = jaxfn.check(WithVmap.apply, INPUTS)
+    assert report and [r.check for r in report.reports] == ["gradcheck", "gradgradcheck"] and not report.failures
+    assert report.notes == ["forward mode is not defined, so it was not checked"]
+    assert jaxfn.check(jnp.sin, normal(3)).notes == []
+
+
+@row("G6")
+@pytest.mark.parametrize("function", [WrongVmap, WrongForAnUnbatchedArgument])
+def test_a_wrong_vmap_method_is_found(function):
+    assert jaxfn.gradcheck(function.apply, INPUTS)
+    with pytest.raises(jaxfn.GradcheckError, match=r"output 0 is wrong under jax\.vmap") as caught:
+        jaxfn.check(function.apply, INPUTS)
+    assert isinstance(caught.value.report, jaxfn.FunctionReport)
+    if function is WrongForAnUnbatchedArgument:
+        (first, second) = caught.value.report.reports[0].problems
+        assert "input 0 ('x') unbatched" in first and "input 1 ('w') unbatched" in second
+
+
+@row("G6")
+def test_a_function_without_second_derivatives():
+    @jaxfn.function
+    def once(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @once.backward
+    @jaxfn.once_differentiable
+    def _(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+
+    report = jaxfn.check(once, normal(3))
+    assert report and len(report.reports) == 1 and any("once_differentiable" in note for note in report.notes)
+
+
+@row("G2")
+def test_autodiff_of_a_surrogate_that_stops_a_gradient_decides():
+    rounded = rule(lambda ctx, x: jnp.round(x), lambda ctx, g: g)
+
+    def surrogate(x):
+        return x + jax.lax.stop_gradient(jnp.round(x) - x)
+
+    report = jaxfn.gradcheck(rounded, np.linspace(-2, 2, 9), surrogate=surrogate, return_report=True)
+    assert report and any("autodiff decided" in note for note in report.notes)
+    wrong = rule(lambda ctx, x: jnp.round(x), lambda ctx, g: 2 * g)
+    failure(wrong, np.linspace(-2, 2, 9), surrogate=surrogate)
+
+
+@row("G4")
+def test_swapped_gradients_are_named():
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b * b
+
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return 2 * g * a * b, g * b * b
+
+    first, second = failure(rule(forward, backward), (normal(3), normal(3, seed=1))).mismatches
+    assert first.kind == "swapped with the gradient of input 1 ('b')"
+    assert second.kind == "swapped with the gradient of input 0 ('a')"
+
+
+def test_reports_have_one_base_and_a_form_for_notebooks():
+    wrong = rule(lambda ctx, x: jnp.sin(x), lambda ctx, g: g)
+    found = jaxfn.gradcheck(wrong, normal(3), return_report=True)
+    kernel = jaxfn.kernelcheck(wrong, jnp.sin, normal(3), raise_exception=False)
+    whole = jaxfn.check(wrong, normal(3), raise_exception=False)
+    for report in (found, kernel, whole):
+        assert isinstance(report, jaxfn.CheckReport) and not report and report.failures
+        with pytest.raises(jaxfn.CheckError) as caught:
+            report.raise_if_failed()
+        assert caught.value.report is report and type(report).__name__ != "CheckReport"
+        assert '"passed": false' in report.to_json() and report._repr_html_().startswith("<pre>")
+    assert "<svg" in found._repr_html_() and "<table>" in kernel._repr_html_()
+    assert "<td>Square</td>" in jaxfn.residuals(Square.apply, 2.0)._repr_html_()
+    assert jaxfn.gradcheck(jnp.sin, normal(3), return_report=True).raise_if_failed() is None
+
+
+@row("K1")
+def test_kernelcheck_runs_checks_of_the_caller():
+    def is_positive(func, reference, inputs):
+        return None if (func(*inputs) > 0).all() else "is not positive"
+
+    assert jaxfn.kernelcheck(jnp.exp, jnp.exp, normal(5), checks={"positive": is_positive}).checks[-1] == "positive"
+    report = jaxfn.kernelcheck(
+        jnp.sin, jnp.sin, -abs(normal(5)), checks={"positive": is_positive}, raise_exception=False
+    )
+    assert report.failed_checks == ["positive"]
+    with pytest.raises(ValueError, match="a check that exists already"):
+        jaxfn.kernelcheck(jnp.sin, jnp.sin, normal(5), checks={"vmap": is_positive})
