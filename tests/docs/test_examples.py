@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -275,7 +276,7 @@ def test_a_layer_of_equinox():
 def test_journeys(name):
     if name == "port":
         pytest.importorskip("torch")
-    module = importlib.import_module(f"examples.journeys.{name}")
+    module = import_module(f"examples.journeys.{name}")
     results = module.main()
     if name == "train":
         assert results.accuracies[-1] > 0.9 and results.restored_accuracy == results.accuracies[-1]
