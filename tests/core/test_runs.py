@@ -299,6 +299,8 @@ def expect_other_draws(name, source, transform):
     """JAX_REMAT3 runs the rule of a custom_jvp in a checkpoint again, one by hand too."""
     if COMING and transform == "checkpoint" and name in ("has_jvp_too", "generates_jvp_rule") and "key" not in source:
         pytest.xfail("JAX_REMAT3 runs a custom_jvp's rule more than once")
+    if COMING and transform == "checkpoint" and name == "reads_flags" and "key" not in source:
+        pytest.xfail("JAX_REMAT3 takes the value of a checkpoint from another trace")
 
 
 def at(transform):
@@ -363,7 +365,11 @@ def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):
             check_one_draw(name, at(transform), y, slope, calls=calls)
     if outcome == "right":
         return
-    expected, expected_counts = history(by_hand, name, source, transform)
+    try:
+        expected, expected_counts = history(by_hand, name, source, transform)
+    except jax.errors.UnexpectedTracerError:
+        assert COMING  # by which a value of the staged program gets out of a hand-written rule
+        return
     if COMING:  # keeps traces, of what was made once
         for ours, by_jax in zip(counts, expected_counts, strict=True):
             assert all(ours[kind] <= by_jax[kind] for kind in ours)
