@@ -125,8 +125,8 @@ class ForwardPass:
 
     Attributes:
       spec: The call.
-      seen_flags: Which array leaves were marked as differentiated in the flags of `forward`.
-      perturbed: Which array leaves are marked as differentiated in the flags of `backward`.
+      seen_flags: The `ctx.needs_input_grad` of `forward`, for each array leaf.
+      perturbed: The `ctx.needs_input_grad` of `backward`, for each array leaf.
       reads_flags: Whether `forward` read `ctx.needs_input_grad`.
       materialize_grads: What `ctx.set_materialize_grads` was given.
       hooks: The saved-tensor hooks that were active at the call.
@@ -134,12 +134,13 @@ class ForwardPass:
       saved: What the ctx keeps.
       captures_arrays: Whether arrays are in closures or objects on ctx, where they have no derivative.
       rule_captures: The tracers that `backward` and `jvp` capture. Their present values are the first residuals.
-      program: A weak reference to what stages the program of `forward`; `None` outside `jit`.
+      program: A weak reference to the trace in which `forward` ran; `None` if it ran eagerly.
       operations: What `forward` staged there, if it may have to run again.
       outputs: The structure of the outputs.
       input_avals, output_avals: The types of the array leaves. (Arrays would leak their tracers into `backward`.)
-      stopped: The variables of the stopped inputs, in the jaxpr that `forward` was staged in.
-      watched: Concrete arrays of `forward`, where nested derivatives are taken eagerly.
+      stopped: The variables of the inputs of `forward` (after `stop`) in the jaxpr being traced.
+      watched: Weak references to arrays that `forward` created in an eager higher derivative. If `backward` uses one
+        that was not saved on ctx, a derivative raises.
     """
 
     spec: CallSpec
@@ -265,7 +266,7 @@ class ForwardPass:
         return emit_logs(spec.name, "jvp", state.logged, results) if state.logged else results
 
     def _call_rule(self, method: str, residuals: Sequence[Any], vectors: Sequence[Any]) -> list[jax.Array | None]:
-        """Calls `backward` or `jvp`; raises if it uses an array of a program that has ended."""
+        """Calls `backward` or `jvp`; raises if it uses an array of a trace that has ended."""
         rule = self._backward if method == "backward" else self._jvp
         if OBSERVATION.value in (Observation.RESIDUALS, Observation.VALUES):
             rule = partial(self._observed, method)
@@ -282,7 +283,7 @@ class ForwardPass:
         return [None if x is None else next(results) for x in shapes]
 
     def _has_ended(self) -> bool:
-        """Whether the program of `forward` has been traced to its end."""
+        """Whether the trace in which `forward` ran has ended."""
         return self.program is not None and self.program() not in staging_traces()
 
     def check_program(self, method: str, consts: Sequence[Any]) -> None:
@@ -300,7 +301,7 @@ class ForwardPass:
         )
 
     def captured_by_ctx(self) -> str:
-        """Returns the message for an array that ctx captures, needed in another program or differentiated."""
+        """Returns the message for an array that ctx captures, needed in another trace or differentiated."""
         who = f"{self.spec.name} takes a jax.Ref and" if self.spec.inputs.has_refs else f"{self.spec.name}.forward"
         return (
             f"{who} keeps a JAX array inside a closure or an object on ctx, which has no derivative. Save "
@@ -432,7 +433,9 @@ def _run_forward(
         None,
         saved,
         any(tree.captures_arrays() for tree in saved.trees),
-        [x for x in spec.methods.rule_captures() if any(x is y for y in captured_before)],  # others were kept outside
+        [
+            x for x in spec.methods.rule_captures() if any(x is y for y in captured_before)
+        ],  # others were stored outside ctx
         eqns.program,
         eqns.operations() if intermediates else NO_OPERATIONS,
         returned.spec,
@@ -533,7 +536,7 @@ def _save(
             if id(array) not in known:
                 if identity is None:
                     identity = ArrayIdentity(inputs)
-                    for kind, others in (("output", outputs), ("input", inputs)):  # the first of outputs that are one
+                    for kind, others in (("output", outputs), ("input", inputs)):  # the first of equal outputs
                         by_key.update((identity.key(x), (kind, i)) for i, x in reversed([*enumerate(others)]))
                 new = ("intermediate", len(intermediates))
                 known[id(array)] = by_key.setdefault(identity.key(array), new)

@@ -1,7 +1,9 @@
 """The derivative of a forward pass: the user's `backward` and `jvp`, at every order.
 
     inputs --stop--> the user's forward --> outputs, intermediates
-    outputs --attach(outputs, intermediates, inputs)--> what the caller gets
+    outputs --attach(outputs, intermediates, inputs, rule)--> what the caller gets
+
+`attach` gives arrays a custom derivative, as `jax.custom_jvp` does.
 
 Where something differentiates the attached outputs, `_FunctionRule` makes the residuals and one `LinearMap`, from
 tangents of the inputs to tangents of the outputs: forward mode applies it (the user's `jvp`), reverse mode transposes
@@ -13,8 +15,9 @@ it (the user's `backward`).
 
     first order     forward runs on stop(x), so that nothing differentiates `round`; attach(y) has the rule, whose
                     residual is x itself, not its stopped copy
-    second order    the outer derivative sees backward as plain operations: of g * 2 * x by x it is 2 * g. Where it
-                    meets y, which the rule attached again, it calls the same rule: 2 * x, and not the 0 of `round`
+    second order    the outer derivative differentiates backward as plain operations: that of g * 2 * x with respect to
+                    x is 2 * g. If g depends on y, it also goes through y, to which the rule is attached again: it
+                    uses 2 * x, not the 0 of `round`
 
 A residual that is an input or an output is that array, and so has its derivative. One that forward computed is attached
 as well, with the derivative of forward's own operations, which run again if that is needed.
@@ -65,7 +68,7 @@ def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -
 
 
 def call_untraced(spec: CallSpec, arrays: Sequence[Any]) -> Any:
-    """Calls `forward` on arrays of which none is traced; a derivative by what it captured raises."""
+    """Calls `forward` on arrays of which none is traced; a derivative with respect to what it captured raises."""
     _, _, returned = call_forward(spec, arrays, spec.inputs.unperturbed)
     if not any(map(is_traced, returned.arrays)):
         return returned.value
@@ -112,7 +115,7 @@ def _run_stopped(
     is_outside = is_differentiating() and not may_capture
     with outside_derivatives() if is_outside else nullcontext():
         stopped = list(map(as_array, stop(values)))
-        # What is saved is known by identity: at a higher order one array, captured or passed twice, is two.
+        # `_save` recognizes saved arrays by identity. Copy, so that every input is a different object.
         if is_higher_order or len(set(map(id, stopped))) < len(stopped):
             stopped = [x if is_traced(x) else copy_array(x) for x in stopped]
         before = LiveArrays() if is_higher_order and not any(map(is_staged, map(staged_under, stopped))) else None
@@ -135,7 +138,7 @@ def _run_stopped(
 
 
 class _RefGuard(Rule):
-    """Raises where a staged program is differentiated by what references hold, which are the inputs of the rule."""
+    """Raises if a staged call is differentiated with respect to the contents of a `jax.Ref`."""
 
     def __init__(self, spec: CallSpec) -> None:
         self._spec = spec
@@ -145,13 +148,14 @@ class _RefGuard(Rule):
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         flags = iter([t is not None for t in tangents])
         self._spec.check_no_perturbed_refs([is_ref and next(flags) for is_ref in self._spec.inputs.are_refs])
-        raise AssertionError("an attached rule is called where an input has a tangent")
+        raise AssertionError("internal error: a rule was called although no input has a tangent")
 
 
 def _run_staged(spec: CallSpec, arrays: Sequence[Any], flags: tuple[bool, ...], hooks: Hooks | None) -> ForwardResult:
     """Stages `forward` to a jaxpr and evaluates it, so that intermediates can be computed again.
 
-    Tracers that `forward` captured may have ended by then; here they are consts of the jaxpr.
+    The trace of a captured tracer may have ended when the intermediates are computed again; as consts of the jaxpr,
+    captured tracers become residuals.
     """
     passes: list[ForwardPass] = []
 
@@ -191,7 +195,7 @@ def _with_rule(result: ForwardResult, inputs: Sequence[Any]) -> list[Any]:
 
 
 def captured_error(spec: CallSpec) -> DeferredError:
-    """Returns the error for a derivative by what `forward` captured."""
+    """Returns the error for a derivative with respect to what `forward` captured."""
 
     def message() -> str:
         holder = "its closure or its defaults"
@@ -204,9 +208,9 @@ def captured_error(spec: CallSpec) -> DeferredError:
 
 
 _CAPTURED = (
-    "{name}.forward closes over a value that is being differentiated (in {holder}), and a Function has derivatives by "
-    "the arrays among its arguments only. Pass that value to {name} as an argument, and return its gradient from "
-    "backward."
+    "{name}.forward closes over a value that is being differentiated (in {holder}), and a Function has "
+    "derivatives with respect to the arrays among its arguments only. Pass that value to {name} as an argument, and "
+    "return its gradient from backward."
 )
 
 
@@ -249,7 +253,9 @@ class _FunctionRule(LinearizingRule):
     def linearize(
         self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], perturbed: Sequence[bool]
     ) -> tuple[Sequence[Any], LinearMap, Sequence[Any]]:
-        outputs, kept, inputs = (list(map(as_array, xs)) for xs in (outputs, kept, inputs))  # JAX's own numbers
+        outputs, kept, inputs = (
+            list(map(as_array, xs)) for xs in (outputs, kept, inputs)
+        )  # JAX passes its own scalar types
         result = self._result(outputs, kept)
         spec = self.forward_pass.spec
         leaves = spec.inputs.with_refs(inputs, None)
@@ -260,7 +266,7 @@ class _FunctionRule(LinearizingRule):
         outputs = [all_outputs[i] for i in self.differentiable]  # if `forward` ran again, those of that run
         is_differentiated_again = any(map(is_traced, (*inputs, *outputs)))
         if is_differentiated_again:
-            # An output that is not used may be one that forward, run with other flags, saved.
+            # A run of forward with other flags may have saved outputs that are not used here: attach those too.
             dropped = _saved_outputs(forward_pass).difference(self.differentiable)
             if dropped:
                 dropped.intersection_update(forward_pass.differentiable)
@@ -336,10 +342,10 @@ class _FunctionRule(LinearizingRule):
         return self.forward_pass.saves_inputs
 
     def saves_outputs(self, output_avals: Sequence[Any], kept_avals: Sequence[Any], input_avals: Sequence[Any]) -> bool:
-        """Whether `backward` reads an output and is not linear in its gradients.
+        """Whether `backward` reads an output and is not linear in `grad_outputs`.
 
-        An output that is computed again is a second call to an enclosing differentiation, whose `backward` then gets
-        each a part of the gradient. For a linear one the parts add up.
+        If `jax.checkpoint` computes outputs again, an enclosing derivative sees two calls, and `backward` runs once for
+        each, with a part of the cotangent. If `backward` is linear, the results add up; otherwise they do not.
         """
         forward_pass, spec = self.forward_pass, self.forward_pass.spec
         reads_output = any(s.kind == "output" and s.place in self.differentiable for s in forward_pass.saved.sources)
@@ -384,7 +390,7 @@ def _saved_outputs(forward_pass: ForwardPass) -> set[int]:
 
 
 def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[bool, ...]) -> ForwardResult:
-    """Returns the forward pass for derivatives with respect to these leaves too.
+    """Returns the forward pass for derivatives with respect to the leaves that `perturbed` marks too.
 
     A `forward` that read `ctx.needs_input_grad` may have saved less than that needs, so it runs again.
     """
@@ -395,7 +401,7 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
     if spec.inputs.has_refs:
         raise NotImplementedError(
             f"{spec.name}.forward reads ctx.needs_input_grad and would have to run again for this derivative, which "
-            "would write to its jax.Ref arguments twice. Let it save the same whatever the flags are."
+            "would write to its jax.Ref arguments twice. Make it save the same arrays for all flags."
         )
     again = _run_stopped(spec, leaves, union, forward_pass.hooks)
     passes = again.forward_pass, forward_pass
@@ -416,7 +422,8 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
 class _ForwardPassMap(LinearMap):
     """The derivative of a forward pass, from perturbed leaves of the inputs to differentiable leaves of the outputs.
 
-    The first residuals are `num_guards` inputs, with respect to which arrays that ctx captures have no derivative.
+    The first `num_guards` residuals are inputs. A derivative with respect to one of them raises if it would miss the
+    dependence through an array in an object on ctx.
     """
 
     def __init__(
@@ -469,7 +476,7 @@ class _ForwardPassMap(LinearMap):
         residuals: Sequence[Any],
         vectors: Sequence[Any],
     ) -> list[Any]:
-        """Runs a rule; makes a derivative raise that would go by an array in an object on ctx, or outside ctx."""
+        """Runs `backward` or `jvp`; if the results depend on an array that is not saved, their derivatives raise."""
         forward_pass, guards = self._forward_pass, list(residuals[: self._num_guards])
         watched = forward_pass.watched if guards else ()  # otherwise nothing differentiates what it returns
         results, is_kept = run_watched(rule, residuals[self._num_guards :], vectors, watched)
@@ -536,7 +543,7 @@ def _transposed(
     if not is_linear(function, avals):
         raise RuntimeError(f"{problem} What is not linear is {describe_nonlinearity(function, avals)}.")
     like = list(map(shape_struct, avals))
-    # JAX's partial evaluation, by which it transposes, has no eqns by which to find what was kept outside ctx.
+    # Stage first: `find_outside` needs eqns, and the partial evaluation in `jax.linear_transpose` records none.
     staged, consts = stage(lambda *arrays: (function(*arrays), ()), like)
 
     def staged_function(*arrays: Any) -> list[Any]:
@@ -670,7 +677,7 @@ class _IntermediatesMap(LinearMap):
         return function, [inputs[i] for i in self._perturbed]
 
     def _run_again(self, *arrays: Any) -> list[Any]:
-        """Returns what a second run keeps in the places of the intermediates, even if it counts as an output there."""
+        """Runs `forward` again; returns the arrays saved in place of the intermediates, even outputs."""
         forward_pass = self._forward_pass
         with forward_pass.spec.scope("forward"):
             leaves = saved_leaves(call_forward(forward_pass.spec, arrays, forward_pass.seen_flags)[1])
@@ -692,7 +699,8 @@ class _IntermediatesMap(LinearMap):
         again = self._run_again(*arrays)
         values = stop(again)
         if not all(map(_are_close, intermediates, values)):
-            # Rounding differs under a derivative, and may have much effect on small elements. It repeats itself.
+            # Under a derivative JAX may round differently, with a large effect on small elements. Such differences are
+            # deterministic, so a further run must give exactly these values.
             is_pure = all(map(_are_equal, values, stop(self._run_again(*arrays))))
             if not (is_pure and all(map(partial(_are_close, by_largest=True), intermediates, values))):
                 raise self._changed()
@@ -703,7 +711,7 @@ class _IntermediatesMap(LinearMap):
 
 
 def _are_close(a: Any, b: Any, by_largest: bool = False) -> bool:
-    """Whether arrays are the same up to rounding of each element, or of the largest, as far as they have values."""
+    """Whether arrays are equal up to rounding of each element, or of the largest; tracers count as equal."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5

@@ -71,7 +71,7 @@ def test_flash_attention_in_pallas(causal):
     assert any(
         "not supported" in r.message and "multiple of block_q" in r.message for r in report.rows if r.check == "sizes"
     )
-    assert "by the same operations on float64" in report.notes[0]
+    assert "by the same operations in float64" in report.notes[0]
 
 
 @row("K1")

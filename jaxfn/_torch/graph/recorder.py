@@ -6,9 +6,10 @@ Three layers turn an operation of the user's Python into a node:
     functionalization in-place operations and views become pure operations
     `Recorder`        each operation becomes a node
 
-Below functionalization a tensor is either *traced*, a `FakeTensor` with a shape and no values, because it depends on
-the inputs; or *constant*, a real tensor that does not. Operations on constants only are executed, so Python code may
-read their values. The graph contains only operations on traced tensors, random draws, and the constants that these use.
+Below functionalization a tensor is either *traced*, a `FakeTensor` with a shape and no values, because it is computed
+from inputs or random draws; or real: *constant*, created in this trace, or *external*, a parameter, a buffer or a
+captured tensor. Operations on real tensors are executed, so Python code may read their values. They are recorded as
+well if they depend on an external tensor, or create a large one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from jaxfn._tree import is_array_leaf
 
 aten = torch.ops.aten
 
-# Constants with more elements than this are computed in the graph if possible.
+# A constant with more elements than this is created by a node of the graph, if it has no tensor operands.
 _LARGE = 4096
 
 
@@ -66,15 +67,16 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return _with_gradient_of(*primals), tangents[1]  # The tangent itself has derivatives of higher orders.
 
 
-_WITH_GRADIENT_OF = JaxCall(_with_gradient_of, "carried")
+_WITH_GRADIENT_OF = JaxCall(_with_gradient_of, "with_gradient_of")
 
 
 class ExternalTensors(NamedTuple):
     """The external tensors (parameters and buffers) that are graph inputs, for a trace and the Functions applied in it.
 
     Attributes:
-      names: Their names, by their storage.
-      strides_source: Where the strides of inputs may come from, for messages; `gradient_...`: those of gradients.
+      names: The names of parameters and buffers, by storage.
+      strides_source: The tensor from which inputs may inherit non-contiguous strides; `None` if there is none.
+      gradient_strides_source: The same for gradients.
       backward_guard: A context in which `backward` is traced. It takes the method's name, for messages.
     """
 
@@ -116,13 +118,14 @@ class Recorder(TorchDispatchMode):
       assumed: The reads of concrete values, if tracing is to go on with assumed values.
       follows_grad_mode: Whether the results of operations under `torch.no_grad()` have no derivative.
       untraceable_kernels: Why the Python code of custom operations cannot be traced.
-      linked_storages: Pairs of tensors that share storage in torch, with the reason and a hint.
+      linked_storages: Pairs of tensors that share storage in torch but not in the graph, with the reason and a hint.
+      saved_storages: The storages of tensors that autograd saved.
       visited_nodes: The nodes of autograd's graph whose saved tensors are in `saved_storages`.
       operand_error: What torch raised for the operands of an operation, and their shapes.
       data_mutation: The line that mutated a tensor by `.data`, if any.
     """
 
-    _mode_key = BELOW_FUNCTIONALIZATION
+    _mode_key = BELOW_FUNCTIONALIZATION  # the slot of FakeTensorMode
 
     def __init__(self, name: str, replacements: Mapping[str, Callable[..., Any]], externals: ExternalTensors) -> None:
         super().__init__()
@@ -254,7 +257,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def stopping_gradients(self) -> Generator[None]:
-        """Inside, `detach` is a call of the user's code, and not of autograd."""
+        """Records `detach` as `stop_gradient` inside the block; outside it, `detach` comes from autograd itself."""
         self._stops, before = True, self._stops
         try:
             yield
@@ -287,7 +290,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def is_differentiable(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a derivative by an input."""
+        """Whether a tensor has a derivative with respect to an input."""
         node = self._nodes.get(id(tensor))
         return node is not None and node.meta["is_differentiable"]
 
@@ -342,7 +345,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def set_node(self, tensor: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        """Makes `of`'s node, which has equal values, the node of `tensor`; returns `tensor`."""
+        """Makes the node of `of`, which has equal values, the node of `tensor`; returns `tensor`."""
         before, node = self._nodes.get(id(tensor)), self.node(of)
         if before is not None and before is not node:
             self._value_sources[node] = before
@@ -357,7 +360,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recomputing(self) -> Generator[None]:
-        """Inside, what is recorded is recomputed when it is differentiated, and not saved."""
+        """Rematerializes, under a derivative, what is recorded inside the block, as `jax.checkpoint` does."""
         before = self._recomputed
         if before is None and self.follows_grad_mode:
             self._num_recomputed += 1
@@ -532,7 +535,7 @@ class Recorder(TorchDispatchMode):
         return value
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Decomposes an operation that is not in the table; returns `NotImplemented` if torch cannot."""
+        """Decomposes an operation without an entry in the table; returns `NotImplemented` if torch cannot."""
         rule = decompositions().get(func)
         with self:
             if rule is not None:
@@ -654,7 +657,7 @@ _NO_SPARSE = "sparse tensors have no counterpart on JAX; use `.to_dense()`"
 
 
 def _is_differentiable_node(node: torch.fx.Node) -> bool:
-    """Whether a node's result has a derivative by an input."""
+    """Whether a node's result has a derivative with respect to an input."""
     operands = node.all_input_nodes
     if node.target is _WITH_GRADIENT_OF:
         operands = [cast(torch.fx.Node, node.args[1])]
