@@ -42,8 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
         return options.run(options)
     except _UsageError as error:
-        print(f"jaxfn: {error}", file=sys.stderr)
+        print(f"jaxfn: {_first_line(error)}", file=sys.stderr)
         return 2
+    except Exception as error:  # of the function that is checked
+        print(f"jaxfn: {type(error).__name__}: {_first_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,13 +94,13 @@ def _add_inputs(parser: argparse.ArgumentParser, dtype: str) -> None:
 def _load(name: str) -> Any:
     """Imports `module:attribute`."""
     module_name, _, attribute = name.partition(":")
-    if not attribute:
+    if not (module_name and attribute):
         raise _UsageError(f"{name!r} is not of the form module:name")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:  # a module may raise anything
         raise _UsageError(f"cannot import {module_name}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -120,10 +127,14 @@ def _inputs(options: Any) -> tuple[Any, ...]:
         raise _UsageError("arguments are missing: pass --shape once per argument, or --inputs module:name")
     generator = np.random.default_rng(options.seed)
     try:
-        shapes = [tuple(int(size) for size in shape.split(",") if size) for shape in options.shape]
+        shapes = [tuple(int(size) for size in shape.rstrip(",").split(",") if shape) for shape in options.shape]
         dtype = np.dtype(options.dtype)
+        if dtype.kind not in "fc":
+            raise ValueError(f"{dtype} is not a floating-point or complex dtype")
     except (TypeError, ValueError) as error:
         raise _UsageError(f"--shape takes sizes as 3,4 and --dtype a NumPy dtype: {error}") from error
+    if dtype.kind == "c":
+        return tuple((generator.standard_normal((*shape, 2)) @ [1, 1j]).astype(dtype) for shape in shapes)
     return tuple(generator.standard_normal(shape).astype(dtype) for shape in shapes)
 
 
@@ -137,7 +148,7 @@ def _check(options: Any) -> int:
     surrogate = _callable(options.surrogate) if options.surrogate else None
     try:
         report = jaxfn.check(function, _inputs(options), surrogate=surrogate, raise_exception=False)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise _UsageError(str(error)) from error
     return _conclude(options, report)
 
@@ -148,12 +159,12 @@ def _parity(options: Any) -> int:
         raise _UsageError("pass either a reference or --oracle")
     try:
         if options.oracle:
-            if not Path(options.oracle).exists():
+            if not Path(options.oracle).is_file():
                 raise _UsageError(f"there is no file {options.oracle}")
             report = jaxfn.paritycheck(function, options.oracle, raise_exception=False)
         else:
             report = jaxfn.paritycheck(function, _load(options.reference), _inputs(options), raise_exception=False)
-    except (ImportError, ValueError, TypeError) as error:
+    except (ImportError, ValueError) as error:
         raise _UsageError(str(error)) from error
     return _conclude(options, report)
 

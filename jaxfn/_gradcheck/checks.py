@@ -34,6 +34,7 @@ _COMBINATION = (2.0, -3.0)
 _NUM_VECTORS = 4  # along which every rule is evaluated: two random ones, their combination, zero
 _RECOMPILED_RTOL = 1e-13  # the relative difference between two compilations of the same operations
 _NUM_SAMPLES = 4  # vectors along which autodiff is compared with finite differences
+_SHIFT = 1e-3  # added to the inputs, as some may be zero
 _SHIFT_FACTOR = 1.001  # factor of the inputs for a second point, so that the items of a batch are not equal
 
 
@@ -302,8 +303,8 @@ def problems_of_vmap(problem: Problem, derivatives: Derivatives, tolerance: Tole
     problems: list[str] = []
     for in_axes in axes:
         items = [
-            [x if axis is None else factor * x for x, axis in zip(problem.values, in_axes, strict=True)]
-            for factor in (1.0, _SHIFT_FACTOR)
+            [x if axis is None else factor * x + shift for x, axis in zip(problem.values, in_axes, strict=True)]
+            for factor, shift in ((1.0, 0.0), (_SHIFT_FACTOR, _SHIFT))
         ]
         batch = [a if axis is None else jnp.stack([a, b], axis) for a, b, axis in zip(*items, in_axes, strict=True)]
         unbatched = [leaf.name for leaf, axis in zip(problem.inputs, in_axes, strict=True) if axis is None]
@@ -315,7 +316,7 @@ def problems_of_vmap(problem: Problem, derivatives: Derivatives, tolerance: Tole
             return [*problems, f"jax.vmap {how} raised {type(error).__name__}: {error}"]
         expected = [jnp.stack(outputs) for outputs in zip(*(derivatives.call(*item) for item in items), strict=True)]
         for leaf, value, reference in zip(derivatives.outputs, batched, expected, strict=True):
-            if not tolerance.agrees(np.asarray(value), np.asarray(reference)):
+            if not tolerance.agrees(np.nan_to_num(np.asarray(value)), np.nan_to_num(np.asarray(reference))):
                 problems.append(f"{leaf.name} is wrong under jax.vmap {how}: it differs from a loop over the elements.")
     return problems
 

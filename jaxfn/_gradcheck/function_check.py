@@ -15,11 +15,11 @@ from jaxfn._gradcheck.public import gradcheck, gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
 from jaxfn._inspection.reports import CheckError, CheckReport
 
-_ROUNDING = 1e-9  # relative difference of eager and compiled results in double precision
+_ROUNDING = 1e4  # difference of eager and compiled results, in units in the last place of the largest entry
 _ONCE = "once_differentiable"
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class FunctionReport(CheckReport):
     """The report of `check`; true if every check passed.
 
@@ -101,9 +101,12 @@ def check(
     options: dict[str, Any] = {"argnums": argnums, "surrogate": surrogate, "dtype": dtype, "return_report": True}
     with jax.enable_x64(True):
         problem = make_problem(func, inputs, argnums, surrogate, dtype)
-        forward = derive(problem, reverse=False, forward=True, reference=False).forward.rule
-        has_forward_mode = not isinstance(forward, ReverseOnlyError)
-        report.problems += _problems_of_jit(problem.call, problem.values, problem.dtype)
+        derivatives = derive(problem, reverse=False, forward=True, reference=False)
+        has_forward_mode = not isinstance(derivatives.forward.rule, ReverseOnlyError)
+        if derivatives.is_traced:
+            report.problems += _problems_of_jit(problem.call, problem.values, derivatives.precision)
+        else:
+            report.notes.append("JAX cannot trace the function, so jax.jit was not checked")
     if not has_forward_mode:
         report.notes.append("forward mode is not defined, so it was not checked")
     report.reports.append(
@@ -118,8 +121,14 @@ def check(
         )
     )
     if second_order and report.passed:
-        second = gradgradcheck(func, inputs, **options)
-        if any(_ONCE in problem for problem in second.problems):
+        try:
+            second = gradgradcheck(func, inputs, **options)
+        except ValueError as error:
+            second = None
+            report.notes.append(f"second derivatives were not checked: {error}")
+        if second is None:
+            pass
+        elif any(_ONCE in problem for problem in second.problems):
             report.notes.append("backward is marked with @once_differentiable, so there are no second derivatives")
         else:
             report.reports.append(second)
@@ -128,11 +137,13 @@ def check(
     return report
 
 
-def _problems_of_jit(call: Callable[..., list[Any]], values: Sequence[Any], dtype: Any) -> list[str]:
+def _problems_of_jit(call: Callable[..., list[Any]], values: Sequence[Any], precision: float) -> list[str]:
     """Compares compiled with eager outputs."""
-    tolerance = _ROUNDING if dtype is None else float(np.sqrt(float(jax.numpy.finfo(dtype).eps)))
+    tolerance = _ROUNDING * precision
     problems: list[str] = []
     for index, (eager, compiled) in enumerate(zip(call(*values), jax.jit(call)(*values), strict=True)):
-        if not np.allclose(eager, compiled, rtol=tolerance, atol=tolerance, equal_nan=True):
-            problems.append(f"output {index} differs between an eager call and jax.jit.")
+        finite = np.abs(eager)[np.isfinite(eager)]
+        scale = float(finite.max(initial=0.0))
+        if not np.allclose(eager, compiled, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+            problems.append(f"output {index} differs between an eager call and jax.jit by more than rounding.")
     return problems

@@ -111,7 +111,8 @@ def gradcheck(
         tolerance that grows with the arrays: a mistake in a few entries of a large Jacobian may be missed.
       masked: Ignored, as there are no sparse arrays; accepted for torch's signature.
       check_vmap: Whether to compare outputs under `jax.vmap` with a loop: along the first and the last axis, and with
-        each input unbatched. Use it for a Function with a `vmap` method.
+        each input unbatched. Use it for a Function with a `vmap` method. Only floating-point and complex arrays are
+        batched and compared.
       argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: every floating-point or
         complex array in all arguments. Python numbers are static unless `argnums` names their argument.
       reference: What the rule is compared with: "both", "finite_differences" or "autodiff". Where the two disagree

@@ -27,7 +27,7 @@ class CheckError(RuntimeError):
         return type(self), (self.report,)
 
 
-@dataclass
+@dataclass(eq=False)
 class CheckReport:
     """The report of a check; true if it passed.
 

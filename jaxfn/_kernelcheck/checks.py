@@ -19,7 +19,7 @@ from jaxfn._kernelcheck.implementations import BatchedImplementation, Implementa
 from jaxfn._kernelcheck.report import Row
 
 Check = Callable[[KernelComparison, "CheckOptions"], Iterator[Row]]
-CustomCheck = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], str | None]
+CustomCheck = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...]], Any]  # a message, or None
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,14 @@ def run_checks(comparison: KernelComparison, options: CheckOptions, *, is_first:
                 yield comparison.message(name, "the kernel", str(error))
     for name, check in options.custom.items() if is_first else ():
         if name not in options.skip:
-            message = check(comparison.kernel, comparison.reference, comparison.first_inputs())
+            try:
+                message = check(comparison.kernel, comparison.reference, comparison.first_inputs())
+            except AssertionError as error:
+                message = f"AssertionError: {error}"
+            if not isinstance(message, (str, type(None))):
+                raise TypeError(
+                    f"kernelcheck: the check {name!r} returned {type(message).__name__}, expected a message or None"
+                )
             yield comparison.message(name, "the kernel", message or "")
 
 

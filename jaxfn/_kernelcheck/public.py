@@ -113,6 +113,8 @@ def kernelcheck(
     """
     checked_dtypes = [_floating_dtype(dtype) for dtype in dtypes]
     custom = dict(checks or {})
+    if not all(map(callable, custom.values())):
+        raise TypeError("kernelcheck: checks= takes functions by name")
     if repeated := sorted({*custom} & {*NAMES}):
         raise ValueError(f"kernelcheck: checks= has {repeated[0]!r}, the name of a check that exists already")
     if unknown := sorted({*skip} - {*NAMES} - {*custom}):

@@ -95,7 +95,7 @@ class Row:
         return self.worst[0].ulps if self.worst else None
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class KernelReport(CheckReport):
     """The report of `kernelcheck`; true if it passed.
 

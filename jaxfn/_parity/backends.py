@@ -26,7 +26,9 @@ class Backend(ABC):
     """A library that evaluates a function and its derivatives."""
 
     def __init__(self, function: Any) -> None:
-        self.function: Callable[..., Any] = getattr(function, "apply", function)
+        self.function: Callable[..., Any] = function.apply if isinstance(function, type) else function
+        if not callable(self.function):
+            raise TypeError(f"paritycheck compares functions, got {function!r}")
 
     def measure(self, inputs: Inputs, second_order: bool) -> tuple[Measurements, str | None]:
         """Returns everything that is compared, and the reason if there are no second derivatives."""

@@ -48,7 +48,7 @@ class Row:
 _HEADER = ["", "shape", "dtype", "error", "relative", "tolerance", "in float64", "verdict"]
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class ParityReport(CheckReport):
     """The report of `paritycheck`; true if everything agrees, apart from derivatives of saved intermediates.
 

@@ -116,11 +116,14 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
 def register_translation(operation: Any, function: Callable[..., Any]) -> None:
     """Registers a JAX function as the translation of a torch operation, for every later call of `from_torch`.
 
-    It is the same as passing `ops={operation: function}` each time; `ops` takes precedence.
+    It is the same as passing `ops={operation: function}` each time. An equal key of `ops` takes precedence.
 
     Args:
       operation: A torch operation or a Python function; see `ops` of `from_torch`.
       function: The JAX function, which takes arrays in place of tensors.
+
+    Raises:
+      TypeError: `operation` is not an operation or a function, or `function` is not callable.
 
     Examples:
       >>> import jax, torch, jax.numpy as jnp, jaxfn
@@ -130,4 +133,8 @@ def register_translation(operation: Any, function: Callable[..., Any]) -> None:
 
     Torch counterpart: none.
     """
+    if isinstance(operation, type) or not (callable(operation) or isinstance(operation, str)):
+        raise TypeError(f"register_translation takes a torch operation or a Python function, got {operation!r}")
+    if not callable(function):
+        raise TypeError(f"register_translation takes a JAX function, got {function!r}")
     _registered[operation] = function

@@ -63,7 +63,7 @@ WRONG = {
     ("check", "functions:number", "--shape", "3"): "number is a float, expected a function",
     ("check", "functions:square"): "arguments are missing",
     ("check", "functions:square", "--shape", "a"): "--shape takes sizes",
-    ("check", "functions:square", "--shape", "3", "--dtype", "int32"): "at least one floating or complex array",
+    ("check", "functions:square", "--shape", "3", "--dtype", "int32"): "int32 is not a floating-point or complex dtype",
     ("parity", "functions:square", "--shape", "3"): "either a reference or --oracle",
     ("parity", "functions:square", "--oracle", "missing.npz"): "no file missing.npz",
     (): "required: command",

@@ -139,3 +139,38 @@ def test_kernelcheck_runs_checks_of_the_caller():
     assert report.failed_checks == ["positive"]
     with pytest.raises(ValueError, match="a check that exists already"):
         jaxfn.kernelcheck(jnp.sin, jnp.sin, normal(5), checks={"vmap": is_positive})
+
+
+@row("G2")
+@pytest.mark.parametrize("inside", ["alone", "beside another output"])
+def test_a_function_without_the_derivative_of_its_surrogate_is_wrong(inside):
+    """The rule that `surrogate` is about was forgotten."""
+    if inside == "alone":
+        failure(jnp.round, normal(3), surrogate=lambda x: x)
+    else:
+        failure(lambda x: (jnp.sin(x), jnp.round(x)), normal(3), surrogate=lambda x: (jnp.sin(x), x))
+
+
+@row("G6")
+def test_what_does_not_apply_is_a_note():
+    constant = jaxfn.check(jnp.sign, normal(3))
+    assert constant and any("second derivatives were not checked" in note for note in constant.notes)
+    weight = jnp.linspace(-1, 1, 4096, dtype=jnp.float32).reshape(64, 64)
+    assert jaxfn.check(lambda x: x.astype(jnp.float32) @ weight, np.linspace(-1, 1, 64), second_order=False)
+
+
+@row("K1")
+@pytest.mark.parametrize("verdict", [False, True, np.bool_(False)])
+def test_a_check_of_the_caller_returns_a_message(verdict):
+    with pytest.raises(TypeError, match="the check 'mine' returned bool"):
+        jaxfn.kernelcheck(jnp.sin, jnp.sin, normal(5), checks={"mine": lambda *_: verdict})
+
+
+@row("G6")
+def test_a_vmap_method_is_checked_at_zero_too():
+    class Flips(WithVmap):
+        @staticmethod
+        def vmap(info, in_dims, x, w):
+            return jnp.flip(jnp.sin(x) * w, 0), 0
+
+    assert not jaxfn.check(Flips.apply, (np.zeros((2, 3)), np.ones((2, 3))), raise_exception=False)

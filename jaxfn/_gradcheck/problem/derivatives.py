@@ -237,6 +237,8 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     differentiable: set[int] = set()
     own = rules(recording_derivatives(problem.call, differentiable), leaves)
     if problem.may_stop and not all(isinstance(rule, UnavailableError) for rule in own):
+        if problem.target is not problem.call:  # the rule may lack a derivative that its surrogate has
+            rules(recording_derivatives(problem.target, differentiable), leaves)
         kept = sorted(differentiable)
     else:
         kept = list(range(len(leaves)))

@@ -93,7 +93,7 @@ class Mismatch:
     matrices: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict[str, np.ndarray[Any, Any]])
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class GradcheckReport(CheckReport):
     """The report of `gradcheck` or `gradgradcheck`; true if it passed.
 
