@@ -1,4 +1,4 @@
-"""The figures that are kept, as tables in README.md and docs/benchmarks.md: `python -m benchmarks.pages`."""
+"""The figures that are kept, as tables and plots of README.md and docs/benchmarks.md: `python -m benchmarks.pages`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import saved
+from benchmarks import plots, saved
 from benchmarks.functions import HAND_WRITTEN, TORCH
 from benchmarks.table import shown
 
@@ -27,9 +27,11 @@ _FIGURES = re.compile(r"(<!-- figures: python -m benchmarks.pages -->\n\n).*?(\n
 
 
 def write() -> None:
-    """Writes the tables into the pages, between the comments there."""
+    """Writes the tables into the pages, between the comments there, and the plots."""
     for path, make in PAGES.items():
         path.write_text(with_figures(path.read_text(), make(saved.kept())))
+    for path, plot in pictures(saved.kept()).items():
+        path.write_text(plot)
 
 
 def with_figures(page: str, figures: str) -> str:
@@ -55,10 +57,31 @@ def everything(kept: Sequence[Mapping[str, Any]]) -> str:
         environment = content["environment"]
         name = environment["device"] if environment["backend"] != "cpu" else environment["processor"]
         parts.append(f"## {name}\n\nMeasured on {_machine(content)}.")
-        parts += [
-            f"### {title}\n\n{make(content[part])}" for part, (title, make) in _PARTS.items() if content.get(part)
-        ]
+        for part, (title, make) in _PARTS.items():
+            if content.get(part):
+                parts += [f"### {title}", *_shown_plot(content, part), make(content[part])]
     return "\n\n".join(parts)
+
+
+def pictures(kept: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
+    """Returns the plots of every machine, by the paths of their files."""
+    return {
+        _plot_path(content, part): plot(content[part])
+        for content in kept
+        for part, (plot, _) in _PLOTS.items()
+        if content.get(part)
+    }
+
+
+def _plot_path(content: Mapping[str, Any], part: str) -> Path:
+    return _PICTURES / f"{saved.path_for(content['environment']).stem}-{part}.svg"
+
+
+def _shown_plot(content: Mapping[str, Any], part: str) -> list[str]:
+    if part not in _PLOTS:
+        return []
+    path = _plot_path(content, part).relative_to(_PICTURES.parents[1])
+    return [f"![{_PLOTS[part][1]}]({path.as_posix()})"]
 
 
 def _machine(content: Mapping[str, Any]) -> str:
@@ -126,6 +149,12 @@ _PARTS: Mapping[str, tuple[str, Callable[[Iterable[Mapping[str, Any]]], str]]] =
     saved.CHECKING: ("Checking derivatives", _checking),
     saved.TRAINING: ("Whole models", _training),
     saved.KERNELS: ("Kernels", _kernels),
+}
+_PICTURES = _ROOT / "docs" / "pictures" / "benchmarks"
+_PLOTS: Mapping[str, tuple[Callable[[Iterable[Mapping[str, Any]]], str], str]] = {
+    saved.FUNCTIONS: (plots.functions, "Time and memory over the hand-written rule, by measurement and Function"),
+    saved.CHECKING: (plots.checking, "Seconds of gradcheck by number of elements, in jaxfn and torch"),
+    saved.TRAINING: (plots.training, "Training steps of whole models over those in flax"),
 }
 PAGES: Mapping[Path, Callable[[Sequence[Mapping[str, Any]]], str]] = {
     _ROOT / "README.md": ratios,

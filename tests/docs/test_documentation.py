@@ -73,8 +73,9 @@ def programs() -> Iterator[Any]:
 @pytest.mark.parametrize("program", list(programs()))
 def test_examples_on_pages(program, capsys):
     """`print(...)  # expected` lines are checked."""
-    if re.search(r"^import .*\btorch\b", program, re.MULTILINE):
-        pytest.importorskip("torch")
+    imports = "".join(re.findall(r"^(?:import|from) .*\n", program, re.MULTILINE))
+    for package in re.findall(r"\b(torch|flax|equinox)\b", imports):  # not among the extra requirements of tests
+        pytest.importorskip(package)
     exec(compile(program, "page.py", "exec"), {"__name__": "page"})
     expected = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
     assert capsys.readouterr().out.split("\n")[:-1] == expected
