@@ -95,16 +95,16 @@ class _OperationsRule(Rule):
         self._indices = indices
 
     def __call__(
-        self, outputs: Sequence[Any], kept: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
+        self, outputs: Sequence[Any], res: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         perturbed = [i for i, t in enumerate(tangents) if t is not None]
 
         def function(*values: Any) -> list[Any]:
-            results, _ = self._staged.evaluate(kept, replace_at(perturbed, inputs, values))
+            results, _ = self._staged.evaluate(res, replace_at(perturbed, inputs, values))
             return [results[i] for i in self._indices]
 
         results = jax.jvp(function, [inputs[i] for i in perturbed], [tangents[i] for i in perturbed])[1]
-        return attach(outputs, kept, inputs, self), results
+        return attach(outputs, res, inputs, self), results
 
 
 def _raising_when_batched(problem: str) -> Any:

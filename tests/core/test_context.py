@@ -727,7 +727,7 @@ def test_refs_made_inside_the_differentiated_function_are_refused(context, uses_
 
     x = jnp.float32(1.0)
     assert CONTEXTS[context](loss)(x) == (5.0 if uses_output else 3.0)
-    with pytest.raises(NotImplementedError, match=r"input 1 \('ref'\) is a jax.Ref that was made inside"):
+    with pytest.raises(NotImplementedError, match=r"input 1 \('ref'\) is a jax.Ref that was created inside"):
         jax.grad(CONTEXTS[context](loss))(x)
 
 
