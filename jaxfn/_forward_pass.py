@@ -133,7 +133,7 @@ class ForwardPass:
       packed: The static part of packed residuals, under hooks.
       saved: The static part of the values on ctx.
       captures_arrays: Whether arrays are in closures or objects on ctx, where they have no derivative.
-      rule_captures: The tracers that `backward` and `jvp` capture. Their present values are the first residuals.
+      derivative_captures: The tracers that `backward` and `jvp` capture. Their present values are the first residuals.
       program: A weak reference to the trace in which `forward` ran; `None` if it ran eagerly.
       operations: What `forward` staged there, if it may have to run again.
       outputs: The structure of the outputs.
@@ -152,7 +152,7 @@ class ForwardPass:
     packed: PackedResiduals | None
     saved: SavedSpec
     captures_arrays: bool
-    rule_captures: Sequence[Any]
+    derivative_captures: Sequence[Any]
     program: Any
     operations: Operations
     outputs: OutputSpec
@@ -195,7 +195,7 @@ class ForwardPass:
 
     def _restore_ctx(self, residuals: Sequence[Any]) -> tuple[ContextState, FunctionCtx, dict[int, Any]]:
         """Returns the ctx as `forward` left it, and the present values of captured tracers by their `id`."""
-        captured = {id(x): value for x, value in zip(self.rule_captures, residuals, strict=False)}
+        captured = {id(x): value for x, value in zip(self.derivative_captures, residuals, strict=False)}
         residuals = residuals[len(captured) :]
         if self.packed is not None:
             residuals = self.packed.unpack(residuals)
@@ -272,7 +272,7 @@ class ForwardPass:
             rule = partial(self._observed, method)
         try:
             is_captured = self.captures_arrays and self._ctx_captures(is_staged)
-            if not ((is_captured or self.spec.methods.rules_capture_staged()) and self._has_ended()):
+            if not ((is_captured or self.spec.methods.derivatives_capture_staged()) and self._has_ended()):
                 return rule(residuals, vectors)
             args = list(residuals), list(vectors)
             closed, shapes = jax.make_jaxpr(rule, return_shape=True)(*args)
@@ -315,7 +315,7 @@ class ForwardPass:
         """Calls `backward` or `jvp` with labels on its residuals and, for `Observation.VALUES`, on all its arrays."""
         name = self.spec.name
         rule = self._backward if method == "backward" else self._jvp
-        first = len(self.rule_captures)
+        first = len(self.derivative_captures)
         residuals = [*residuals[:first], *label_arrays(residuals[first:], self._residual_labels(method))]
         if OBSERVATION.value is Observation.RESIDUALS:
             return rule(residuals, vectors)
@@ -414,7 +414,7 @@ def _run_forward(
     spec: CallSpec, arrays: Sequence[Any], seen_flags: tuple[bool, ...], hooks: Hooks | None
 ) -> ForwardResult:
     eqns = StagedEqns()
-    captured_before = spec.methods.rule_captures()
+    captured_before = spec.methods.derivative_captures()
     with spec.scope("forward"):
         state, ctx, returned = call_forward(spec, arrays, seen_flags)
         if any(seen_flags):
@@ -424,7 +424,7 @@ def _run_forward(
         outputs = stop(outputs)  # values read from a reference have a derivative in JAX
     saved, intermediates = _save(ctx, arrays, returned.originals, hooks)
     # A tracer that was not captured before `forward` ran was stored outside ctx by it.
-    captured = [x for x in spec.methods.rule_captures() if any(x is y for y in captured_before)]
+    captured = [x for x in spec.methods.derivative_captures() if any(x is y for y in captured_before)]
     forward_pass = ForwardPass(
         spec,
         seen_flags,

@@ -62,7 +62,7 @@ from jaxfn._tree import as_array, captures_arrays, is_inexact, is_traced
 def call_with_rule(spec: CallSpec, arrays: Sequence[Any], hooks: Hooks | None) -> Any:
     """Calls `forward` on arrays of which some are traced; returns its outputs with the Function's rule."""
     result = _run_stopped(spec, arrays, spec.inputs.unperturbed, hooks)
-    result = result._replace(captured=result.forward_pass.rule_captures)
+    result = result._replace(captured=result.forward_pass.derivative_captures)
     outputs = _with_rule(result, spec.inputs.without_refs(arrays))
     return result.forward_pass.outputs.unflatten(outputs)
 
@@ -247,7 +247,7 @@ class _FunctionRule(LinearizingRule):
             found[i] = y
         remaining = iter(res[len(self._constants) :])
         intermediates = list(islice(remaining, len(self._intermediate_avals)))
-        captured = list(islice(remaining, len(self.forward_pass.rule_captures)))
+        captured = list(islice(remaining, len(self.forward_pass.derivative_captures)))
         return ForwardResult(self.forward_pass, found, intermediates, self._replay, list(remaining), captured)
 
     def linearize(
@@ -414,7 +414,7 @@ def _with_flags(result: ForwardResult, leaves: Sequence[Any], perturbed: tuple[b
             f"{f'it was {flags[1]}' if any(forward_pass.seen_flags) else 'nothing was differentiated'}. What forward "
             "returns, and marks as non-differentiable, must not depend on ctx.needs_input_grad."
         )
-    rerun = replace(again.forward_pass, perturbed=union, rule_captures=forward_pass.rule_captures)
+    rerun = replace(again.forward_pass, perturbed=union, derivative_captures=forward_pass.derivative_captures)
     return again._replace(forward_pass=rerun, captured=result.captured)
 
 
@@ -479,12 +479,12 @@ class _ForwardPassMap(LinearMap):
         forward_pass, guards = self._forward_pass, list(residuals[: self._num_guards])
         watched = forward_pass.watched if guards else ()  # without guards nothing differentiates the results
         results, uses_watched = run_watched(rule, residuals[self._num_guards :], vectors, watched)
-        num_captured = len(forward_pass.rule_captures)
+        num_captured = len(forward_pass.derivative_captures)
         operands = [*residuals[self._num_guards + num_captured :], *vectors]
         outside = find_outside(forward_pass.stopped, operands, results)
         if outside.has_escaped:
             methods = forward_pass.spec.methods
-            if methods.rules_capture_staged():
+            if methods.derivatives_capture_staged():
                 raise methods.escaped_tracer_error(method)
             raise NotImplementedError(_STORED_OUTSIDE.format(name=self, method=method))
         guards += outside.inputs

@@ -122,7 +122,7 @@ def _raising_when_batched(problem: str) -> Any:
 def _call_vmap(
     methods: UserMethods, spec: InputSpec, axis_size: int, in_batched: Sequence[bool], arrays: Sequence[Any]
 ) -> tuple[_Outputs, _Outputs]:
-    """Returns the outputs for a batch, the batch at axis 0, and for each array leaf whether it has one."""
+    """Calls the user's `vmap`; returns the outputs, batched at axis 0, and whether each array leaf is batched."""
     name = methods.name
     indices = iter(range(len(in_batched)))
     per_input = tuple(tree.unflatten_gradient(islice(indices, tree.num_arrays)) for tree in spec.trees)
