@@ -172,7 +172,7 @@ def non_differentiable_outputs(
 
 
 def check_dirty(name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Checks the inputs that were marked dirty; returns whether one is an array, whose value the caller still has.
+    """Checks the inputs that were marked dirty; returns whether one is an array, which the caller sees unchanged.
 
     Raises:
       ValueError: Something is not an array input, or no output has the shape and dtype of the input.

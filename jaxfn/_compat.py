@@ -457,7 +457,7 @@ class PartialEvaluation:
 
         Args:
           arrays: The arrays.
-          after: The eqn begins with what is computed from results of this primitive.
+          after: The primitive from whose results the enclosed operations compute the arrays.
         """
         eqns: dict[int, Any] = {}
         pending = list(arrays)

@@ -135,7 +135,7 @@ class ForwardPass:
       captures_arrays: Whether arrays are in closures or objects on ctx, where they have no derivative.
       derivative_captures: The tracers that `backward` and `jvp` capture. Their present values are the first residuals.
       program: A weak reference to the trace in which `forward` ran; `None` if it ran eagerly.
-      operations: What `forward` staged there, if it may have to run again.
+      operations: The operations that `forward` staged there, if it may have to run again.
       outputs: The structure of the outputs.
       input_avals, output_avals: The types of the array leaves. (Arrays would leak their tracers into `backward`.)
       stopped: The variables of the inputs of `forward` (after `stop`) in the jaxpr being traced.

@@ -109,7 +109,7 @@ def save_on_host() -> Generator[None]:
     On the CPU, all memory is host memory to JAX 0.10.0, and arrays are not moved.
 
     Raises:
-      RuntimeError: the default backend cannot place arrays in host memory.
+      RuntimeError: the default backend has no host memory for arrays.
 
     Examples:
       >>> import jax, jaxfn
