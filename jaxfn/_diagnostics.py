@@ -1,8 +1,8 @@
 """Errors of the user's methods: where they come from, and hints about what is probably wrong.
 
 None of this runs in a call that succeeds. Someone new from torch writes `x.add_(1)`, `dim=0` or `if x.sum() > 0`. The
-errors of Python and JAX name neither the Function nor the fix, so both are added to the message. The error stays the
-same object of the same class, so that code which catches it still does.
+errors of Python and JAX name neither the Function nor the fix, so both are added to the message. The error itself is
+raised again, so that code which catches its class still works.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OWN_FOLDER = str(Path(__file__).parent / "_")[:-1]  # ends with the separator, 
 
 
 def hide_own_frames(error: Exception) -> None:
-    """Removes jaxfn's own frames from an error's traceback, unless `JAX_TRACEBACK_FILTERING=off` keeps all frames."""
+    """Removes jaxfn's own frames from an error's traceback, unless `JAX_TRACEBACK_FILTERING` is "off"."""
     if cast(Any, jax.config).jax_traceback_filtering == "off":
         return
     entries: list[TracebackType] = []
@@ -45,7 +45,7 @@ def hide_own_frames(error: Exception) -> None:
 
 
 def source_location(function: Callable[..., Any]) -> str | None:
-    """Returns where a function was written, "file:line"; `None` if it does not tell."""
+    """Returns the location of a function, "file:line"; `None` if it has no code object."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -99,7 +99,7 @@ _REPLACEMENTS = {
     "requires_grad_": "jax.grad differentiates by a function's arguments, and nothing has to be marked: leave it out",
     "scatter": "write jnp.put_along_axis(x, indices, values, axis, inplace=False)",
     "select": "write jnp.take(x, index, axis)",
-    "split": "write jnp.split(x, places, axis), which takes places to cut at, or a number of parts, and no sizes",
+    "split": "write jnp.split(x, indices, axis), which takes the indices to split at, or a number of parts, not sizes",
     "t": "write x.T",
     "to": "write x.astype(dtype), or jax.device_put(x, device) outside the Function",
     "type": "write x.astype(dtype)",
@@ -110,7 +110,7 @@ _REPLACEMENTS = {
 _KEYWORDS = {"dim": "axis", "keepdim": "keepdims"}
 _UNKNOWN_KEYWORD = re.compile(r"^_?(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _CTX = re.compile(r"\bFunctionCtx\b(?!\.)")  # its methods' own errors begin with "FunctionCtx.name()"
-# Messages of ctx itself, which has no hint to add but does not know whose ctx it is.
+# Messages of ctx itself. They need no hint, but the name of the Function, which ctx does not know.
 _BY_CTX = ("save_for_backward can only save", "save_for_forward can only save", "ctx.log(...):")
 _FUNCTIONS = ((jnp, "jnp"), (jax.nn, "jax.nn"), (jax.lax, "jax.lax"))
 
@@ -142,9 +142,9 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     if isinstance(error, AttributeError):
         return _hint_for_missing(error.name) if error.name and is_jax_type(type(error.obj)) else None
     if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)):
-        return _ASKS_FOR_VALUE
+        return _READS_VALUE
     if isinstance(error, jax.errors.TracerArrayConversionError):
-        return "NumPy cannot compute with what JAX traces. Use jax.numpy in its place"
+        return "NumPy cannot compute with what JAX traces. Use jax.numpy instead"
     hint = _hint_for_type_error(text) if isinstance(error, TypeError) else None
     if hint is not None:
         return hint
@@ -158,8 +158,8 @@ def _hint(error: Exception, method: str, ctx: Any) -> str | None:
     return None
 
 
-_ASKS_FOR_VALUE = (
-    "the value of an array is asked for (by if, while, float(...), .item() or an index), and it has none while JAX "
+_READS_VALUE = (
+    "the value of an array is read (by if, while, float(...), .item() or an index), and it has none while JAX "
     "traces. Compute with jnp.where, jax.lax.cond or jax.lax.while_loop, or pass a Python value, which is static"
 )
 # By the start of a message.
@@ -175,14 +175,14 @@ _HINTS = {
         "a derivative goes through an operation that has none, such as a Pallas kernel. Make that operation a "
         "separate Function with a backward, and call its apply here"
     ),
-    "Shapes must be 1D sequences of concrete values": _ASKS_FOR_VALUE,
+    "Shapes must be 1D sequences of concrete values": _READS_VALUE,
 }
 
 
 def add_numpy_hint(error: Exception, function_name: str, names: InputNames, inputs: Sequence[object]) -> None:
-    """Adds which inputs were NumPy scalars, and so arrays, to the message of an error that has `_ASKS_FOR_VALUE`."""
+    """Names the inputs that were NumPy scalars, and so arrays, in the message of an error with `_READS_VALUE`."""
     text = vars(error).get("_jaxfn_text", "")
-    if text.startswith(f"In {function_name}.forward: ") and _ASKS_FOR_VALUE in text:
+    if text.startswith(f"In {function_name}.forward: ") and _READS_VALUE in text:
         message, *others = error.args
         for index, value in enumerate(inputs):
             if isinstance(value, np.generic):
@@ -241,20 +241,20 @@ def _hint_for_number(method: str, ctx: Any) -> str:
 def signature_error(
     error: TypeError, function_name: str, method: str, function: Callable[..., Any], args: Sequence[object]
 ) -> TypeError | None:
-    """Returns the error to raise in place of one by a call of a method, if it cannot take these arguments."""
+    """Returns a better error for the call of a method that cannot take these arguments; `None` if it can."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     frames = traceback.walk_tb(error.__traceback__)
-    if any(frame.f_code is code for frame, _ in frames):  # a decorator has called it with others
+    if any(frame.f_code is code for frame, _ in frames):  # it was entered, perhaps by a decorator with other arguments
         return None
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a built-in, which does not say
+    except ValueError:  # a built-in without a signature
         return None
     if fits(signature, args, {}):
         return None
     names, num_others = list(signature.parameters), len(args) - 1
     outputs = "outputs" if getattr(args[0], "num_outputs", 0) != 1 else "output"
-    given, pattern = {
+    passed, pattern = {
         "backward": (f"ctx and the gradients of {num_others} {outputs}", "backward(ctx, *grad_outputs)"),
         "jvp": (f"ctx and the tangents of {num_others} inputs", "jvp(ctx, *tangents)"),
         "setup_context": ("ctx, the inputs and the output", "setup_context(ctx, inputs, output)"),
@@ -265,4 +265,4 @@ def signature_error(
         hint = f"Its first parameter, {names[0]!r}, is taken for the ctx: write {pattern}"
     else:
         hint = f"Write {pattern}"
-    return TypeError(f"{function_name}.{method}{signature} cannot take what it is called with, {given}. {hint}.")
+    return TypeError(f"{function_name}.{method}{signature} cannot take what it is called with, {passed}. {hint}.")

@@ -510,7 +510,7 @@ def test_marking_what_is_not_an_output_warns():
 
     f.backward(lambda ctx, g: g * 2)
     for call in (jax.grad(f), f):
-        with pytest.warns(UserWarning, match="f: mark_non_differentiable was given a value that forward did not retu"):
+        with pytest.warns(UserWarning, match="f: mark_non_differentiable was passed a value that forward did not retu"):
             assert call(1.0) == 2.0
 
 
@@ -538,7 +538,7 @@ def test_a_marked_array_that_is_another_output_too_is_refused(copy, is_new, cont
     if context in is_new:
         np.testing.assert_allclose(gradient(x), np.cos(np.arange(3)), rtol=1e-6)
     else:
-        message = "sine: mark_non_differentiable was given an array that forward returns 2 times, as outputs 0, 2"
+        message = "sine: mark_non_differentiable was passed an array that forward returns 2 times, as outputs 0, 2"
         with pytest.raises(ValueError, match=message):
             gradient(x)
 
@@ -727,7 +727,7 @@ def test_refs_made_inside_the_differentiated_function_are_refused(context, uses_
 
     x = jnp.float32(1.0)
     assert CONTEXTS[context](loss)(x) == (5.0 if uses_output else 3.0)
-    with pytest.raises(NotImplementedError, match=r"input 1 \('ref'\) is a jax.Ref that was made inside"):
+    with pytest.raises(NotImplementedError, match=r"input 1 \('ref'\) is a jax.Ref that was created inside"):
         jax.grad(CONTEXTS[context](loss))(x)
 
 

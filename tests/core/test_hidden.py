@@ -33,7 +33,7 @@ HIDING = {
     "deque": (lambda c: collections.deque([c]), lambda hidden, g: g * hidden[0]),
 }
 EVERY_KIND = pytest.mark.parametrize("kind", HIDING)
-REFUSED = r"forward\.forward keeps a JAX array inside a closure or an object on ctx"
+REFUSED = r"forward\.forward stores a JAX array inside a closure or an object on ctx"
 
 
 def hiding(kind):
@@ -145,5 +145,5 @@ def test_an_array_hidden_beside_a_ref_is_refused_where_it_could_be_differentiate
 
     ref = jax.new_ref(jnp.zeros(()))
     np.testing.assert_allclose(jax.grad(WritesAndHides.apply)(0.5, ref), np.cos(0.5), rtol=1e-6)
-    with pytest.raises(NotImplementedError, match="WritesAndHides takes a jax.Ref and keeps a JAX array inside"):
+    with pytest.raises(NotImplementedError, match="WritesAndHides takes a jax.Ref and stores a JAX array inside"):
         jax.grad(jax.grad(WritesAndHides.apply))(0.5, ref)

@@ -279,7 +279,7 @@ def test_marking_an_output_by_an_operation_that_changes_nothing(no_op, marked, r
     first, second = jax.grad(loss), jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))
     y, z = X**2, X**3
     of_z = (-7 * jnp.sin(z) * X, -49 * jnp.cos(z) * X * X - 7 * jnp.sin(z)) if is_new else (0, 0)
-    with pytest.warns(UserWarning, match="mark_non_differentiable was given a value") if is_new else nullcontext():
+    with pytest.warns(UserWarning, match="mark_non_differentiable was passed a value") if is_new else nullcontext():
         np.testing.assert_allclose(outside(first)(X), 5 * jnp.cos(y) * X + of_z[0], rtol=1e-5)
     expected = -jnp.sin(y) * 25 * X * X + 5 * jnp.cos(y) + of_z[1]
     np.testing.assert_allclose(outside(second)(X), expected, rtol=1e-5, atol=1e-5)

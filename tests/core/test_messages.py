@@ -131,13 +131,13 @@ MISTAKES = {
     "split, of sizes in torch": (
         lambda: made(forward=lambda ctx, x: x.split(2)),
         AttributeError,
-        "In Thing.forward: JAX's arrays have no split; write jnp.split(x, places, axis), which takes places",
+        "In Thing.forward: JAX's arrays have no split; write jnp.split(x, indices, axis), which takes the indices",
     ),
     "dim": (lambda: made(forward=lambda ctx, x: x.sum(dim=0)), TypeError, "In Thing.forward: JAX calls dim axis"),
     "a flag too far": (
         lambda: made(backward=lambda ctx, g: g if ctx.needs_input_grad[3] else None),
         IndexError,
-        "ctx.needs_input_grad[3] is asked for, of 1 inputs (x)\nIn Thing.backward: it has one flag for each parameter",
+        "ctx.needs_input_grad[3] is out of range for 1 inputs (x)\nIn Thing.backward: it has one flag for each parameter",
     ),
     "saved_tensors before a save": (
         lambda: made(forward=unpack_too_early),
@@ -249,7 +249,7 @@ def test_asking_for_a_value_that_is_traced(method, ask):
     thing = made(**{method: asking})
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         jax.jit(jax.grad(lambda x: thing.apply(x).sum()))(X)
-    assert f"In Thing.{method}: the value of an array is asked for" in str(caught.value)
+    assert f"In Thing.{method}: the value of an array is read" in str(caught.value)
     assert "jnp.where" in str(caught.value)
 
 
