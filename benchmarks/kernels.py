@@ -24,7 +24,7 @@ from benchmarks.steps import peak_memory
 
 KERNEL, PLAIN = "kernel", "plain JAX"
 _FOLDER = Path(__file__).parents[1] / "examples" / "kernels"
-_KEPT, _PEAK, _TIME = "kept for backward", "memory of a gradient", "a gradient"
+_SAVED, _PEAK, _TIME = "saved for backward", "memory of a gradient", "a gradient"
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ def header() -> str:
 
 def run(rounds: int) -> Iterator[Result]:
     """Every measurement, as it is taken."""
-    beside_plain = example("beside_plain")
+    comparison = example("comparison")
     for workload in WORKLOADS:
         forms = workload.forms()
         for dtype in ("float32", "bfloat16"):
             args = workload.args(dtype)
-            kept = {form: [float(beside_plain.bytes_kept(f, args))] for form, f in forms.items()}
-            yield Result(workload.name, dtype, _KEPT, kept)
-            compiled = {form: jax.jit(beside_plain.step(f)).lower(*args).compile() for form, f in forms.items()}
+            saved = {form: [float(comparison.residual_bytes(f, args))] for form, f in forms.items()}
+            yield Result(workload.name, dtype, _SAVED, saved)
+            compiled = {form: jax.jit(comparison.step(f)).lower(*args).compile() for form, f in forms.items()}
             peaks = {form: peak_memory(executable) for form, executable in compiled.items()}
             if None not in peaks.values():
                 yield Result(workload.name, dtype, _PEAK, {form: [float(peak or 0)] for form, peak in peaks.items()})
