@@ -215,7 +215,7 @@ def test_residual_hooks():
 
 @slow
 def test_sharded_training():
-    """`main` asserts the numbers of one device, and the collectives of a custom_vjp by hand."""
+    """`main` asserts the numbers of one device, and the collectives of a hand-written custom_vjp."""
     example = load("sharded_training")
     results = example.main(steps=8)
     assert results.differences.keys() == {"jit, Auto axes", "jit, Explicit axes", "shard_map"}
