@@ -17,7 +17,7 @@ Samples = dict[str, list[float]]
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector out of a timing, as `timeit` does."""
+    """Disables the garbage collector during a timing, as `timeit` does."""
     gc.collect()
     gc.disable()
     try:

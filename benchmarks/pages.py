@@ -38,7 +38,7 @@ def with_figures(page: str, figures: str) -> str:
 
 
 def ratios(figures: Sequence[Mapping[str, Any]]) -> str:
-    """Returns README's table: medians over all Functions of the ratios to the hand-written rule, on the first machine."""
+    """Returns README's table: medians over all Functions of ratios to the hand-written rule, on the first machine."""
     content = next(content for content in figures if saved.FUNCTIONS in content)
     rows: list[list[str]] = []
     for measurement in _MEASUREMENTS:
