@@ -1,4 +1,4 @@
-"""Timing several implementations so that noise falls on all of them alike."""
+"""Timing of several implementations, so that noise affects all of them equally."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Samples = dict[str, list[float]]
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector out of a timing, as `timeit` does."""
+    """Disables the garbage collector during a timing, as `timeit` does."""
     gc.collect()
     gc.disable()
     try:
@@ -27,13 +27,13 @@ def no_collection() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Takes everything made so far out of the collector's sight, so that `no_collection` is quick."""
+    """Excludes all existing objects from garbage collection, so that `no_collection` is quick."""
     gc.collect()
     gc.freeze()
 
 
 def seconds(call: Callable[[], object], number: int = 1) -> float:
-    """Seconds of one call, over `number` of them."""
+    """Returns the seconds of one call, averaged over `number` calls."""
     begin = time.perf_counter()
     for _ in range(number):
         call()
@@ -41,9 +41,9 @@ def seconds(call: Callable[[], object], number: int = 1) -> float:
 
 
 def shuffled(names: Iterable[_K], round: int) -> list[_K]:
-    """The names in an order of this round's own, so that none always follows the same other one.
+    """Returns the names in a new random order, so that none always follows one other name.
 
-    What follows another library's code finds the processor's caches cold and that library's threads still waiting.
+    After another library's code, the processor's caches are cold and that library's threads are still waiting.
     """
     return random.Random(round).sample(names := list(names), len(names))
 
@@ -51,7 +51,7 @@ def shuffled(names: Iterable[_K], round: int) -> list[_K]:
 def interleaved(
     calls: Mapping[_K, Callable[[], object]], rounds: int, sample_seconds: float = 0.004
 ) -> dict[_K, list[float]]:
-    """Seconds of each call in each round, every round going through all of the calls.
+    """Returns the seconds of each call in each round; every round runs all of the calls.
 
     Args:
       calls: by name; each waits for its own result.
@@ -66,11 +66,11 @@ def interleaved(
     for i in range(rounds):
         with no_collection():
             for name in shuffled(calls, i):
-                calls[name]()  # once untimed, for the same reason
+                calls[name]()  # once untimed, since another library ran before
                 samples[name].append(seconds(calls[name], numbers[name]))
     return samples
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The first quartile, the median and the third quartile; of one value, three times itself."""
+    """Returns the first quartile, the median and the third quartile; for one value, that value three times."""
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3

@@ -1,4 +1,4 @@
-"""The figures that are kept, as tables and plots of README.md and docs/benchmarks.md: `python -m benchmarks.pages`."""
+"""The saved figures as tables and plots of README.md and docs/benchmarks.md: `python -m benchmarks.pages`."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _FIGURES = re.compile(r"(<!-- figures: python -m benchmarks.pages -->\n\n).*?(\n
 def write() -> None:
     """Writes the tables into the pages, between the comments there, and the plots."""
     for path, make in PAGES.items():
-        path.write_text(with_figures(path.read_text(), make(saved.kept())))
-    for path, plot in pictures(saved.kept()).items():
+        path.write_text(with_figures(path.read_text(), make(saved.load_all())))
+    for path, plot in pictures(saved.load_all()).items():
         path.write_text(plot)
 
 
 def with_figures(page: str, figures: str) -> str:
-    """The page with these figures in the place of those that it has."""
+    """Returns the page with its figures replaced by these."""
     return _FIGURES.sub(lambda found: f"{found[1]}{figures}{found[2]}", page)
 
 
-def ratios(kept: Sequence[Mapping[str, Any]]) -> str:
-    """README's table: the median over all Functions of the ratio to the hand-written rule, on the first machine."""
-    content = next(content for content in kept if saved.FUNCTIONS in content)
+def ratios(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Returns README's table: medians over all Functions of ratios to the hand-written rule, on the first machine."""
+    content = next(content for content in figures if saved.FUNCTIONS in content)
     rows: list[list[str]] = []
     for measurement in _MEASUREMENTS:
         found = [row["ratios_to_hand_written"] for row in content[saved.FUNCTIONS] if row["measurement"] == measurement]
@@ -50,10 +50,10 @@ def ratios(kept: Sequence[Mapping[str, Any]]) -> str:
     return f"On {_machine(content)}:\n\n" + _table(["", *_FORMS], rows)
 
 
-def everything(kept: Sequence[Mapping[str, Any]]) -> str:
-    """Every figure of every machine."""
+def everything(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Returns tables of all figures of every machine."""
     parts: list[str] = []
-    for content in kept:
+    for content in figures:
         environment = content["environment"]
         name = environment["device"] if environment["backend"] != "cpu" else environment["processor"]
         parts.append(f"## {name}\n\nMeasured on {_machine(content)}.")

@@ -1,4 +1,4 @@
-"""Save memory: list what an MLP keeps for its backward pass, and keep less of it with a Function.
+"""Save memory: list the arrays that an MLP saves for its backward pass, and save fewer bytes with a Function.
 
 You get the bytes by layer before and after, without running anything: `residuals` traces the loss only.
 
@@ -69,7 +69,7 @@ def picture() -> Any:
         sizes = [table.bytes_by_function.get(name, 0) / 2**20 for table in results.values()]
         panel.barh(list(results), sizes, left=left, label=f"saved by {name}")
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    panel.set(xlabel="MiB kept for the backward pass")
+    panel.set(xlabel="MiB saved for the backward pass")
     panel.invert_yaxis()
     panel.legend()
     return figure

@@ -35,7 +35,8 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
     torch traces the Python code (of a Function, its `forward` and `backward`) once for each set of shapes, dtypes and
     Python values, and jaxfn translates the traced operations to `jax.numpy`. So Python control flow may depend on
     shapes, on Python values and on `ctx.needs_input_grad`, but not on the values of tensors. JAX differentiates the
-    translation of a module or a Python function; Functions that they apply keep their own `backward`.
+    translation of a module or a Python function; Functions that they apply are differentiated by
+    their own `backward`.
 
     Args:
       torch_function: A subclass of `torch.autograd.Function`; a `torch.nn.Module` (an instance); or a Python function
@@ -43,8 +44,8 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
       ops: JAX functions for operations that have no translation, or whose translation is to be replaced, by torch
         operation (an overload or packet of `torch.ops`, or the result of `torch.library.custom_op`) or by Python
         function (around a Triton kernel, for example). Each takes arrays in place of tensors; other arguments are
-        unchanged. A custom operation keeps the backward that is registered with torch, unless its replacement is a
-        jaxfn Function.
+        unchanged. The backward that is registered with torch for a custom operation is used, unless its replacement
+        is a jaxfn Function.
 
     Returns:
       For a module, a `ConvertedModule`, with `parameters`, `buffers` and `apply(parameters, buffers, *args, key=None)`.
@@ -116,7 +117,7 @@ def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
 def register_translation(operation: Any, function: Callable[..., Any]) -> None:
     """Registers a JAX function as the translation of a torch operation, for every later call of `from_torch`.
 
-    It is the same as passing `ops={operation: function}` each time. An equal key of `ops` takes precedence.
+    Passing `ops={operation: function}` to each call is equivalent. An equal key of `ops` takes precedence.
 
     Args:
       operation: A torch operation or a Python function; see `ops` of `from_torch`.

@@ -24,13 +24,13 @@ WHERE = {"backend": "cpu", "processor": "Some CPU (R) @ 2 GHz", "cpus": 2, "devi
 def test_pages_have_the_figures_that_are_kept(path):
     """`python -m benchmarks.pages` writes them."""
     page = path.read_text()
-    assert pages.with_figures(page, pages.PAGES[path](saved.kept())) == page
+    assert pages.with_figures(page, pages.PAGES[path](saved.load_all())) == page
     assert pages.with_figures(page, "other figures") != page
 
 
 def test_plots_show_the_figures_that_are_kept():
     """`python -m benchmarks.pages` writes them."""
-    drawn = pages.pictures(saved.kept())
+    drawn = pages.pictures(saved.load_all())
     assert {path: path.read_text() for path in (ROOT / "docs/pictures/benchmarks").iterdir()} == drawn
     for path in drawn:
         assert f"](pictures/benchmarks/{path.name})" in (ROOT / "docs" / "benchmarks.md").read_text()
@@ -80,14 +80,14 @@ def test_plots_of_models_and_of_checks():
 
 def test_the_ratios_of_README_are_those_of_the_medians():
     """Computed here from the medians of each form, and not from the ratios that were saved."""
-    rows = [row for row in saved.kept()[0]["functions"] if row["measurement"] == "eager value-and-grad"]
+    rows = [row for row in saved.load_all()[0]["functions"] if row["measurement"] == "eager value-and-grad"]
     found = sorted(row["medians"]["jaxfn"] / row["medians"]["hand-written"] for row in rows)
     middle = (found[(len(found) - 1) // 2] + found[len(found) // 2]) / 2
     assert f"| eager value-and-grad | {middle:.2f} |" in (ROOT / "README.md").read_text()
 
 
 def test_what_is_kept_names_the_machine():
-    for content in saved.kept():
+    for content in saved.load_all():
         assert not content["quick"]
         assert {"processor", "cpus", "jax", "jaxlib", "python", "device"} <= content["environment"].keys()
     assert processor() and environment()["processor"] == processor()

@@ -215,7 +215,7 @@ def test_residual_hooks():
 
 @slow
 def test_sharded_training():
-    """`main` asserts the numbers of one device, and the collectives of a custom_vjp by hand."""
+    """`main` asserts the numbers of one device, and the collectives of a hand-written custom_vjp."""
     example = load("sharded_training")
     results = example.main(steps=8)
     assert results.differences.keys() == {"jit, Auto axes", "jit, Explicit axes", "shard_map"}
@@ -250,7 +250,7 @@ def test_a_kernel_is_what_plain_JAX_is_and_keeps_less(name):
     results = load_kernel(name).main(**SMALLER[name])
     assert results.differences.keys() == {"jit", "vmap", "shard_map"}
     assert 0 < max(results.differences.values()) < 1e-4
-    assert results.kept < results.kept_by_plain / 2
+    assert results.saved < results.saved_by_plain / 2
 
 
 def test_host_routine():
@@ -268,7 +268,7 @@ def test_a_layer_of_nnx():
 
 def test_a_layer_of_equinox():
     results = load("equinox_layer").main()
-    assert results.kept == 192 and results.difference < 1e-6 and results.last_loss < 1e-6
+    assert results.saved_bytes == 192 and results.difference < 1e-6 and results.last_loss < 1e-6
 
 
 @slow

@@ -242,7 +242,7 @@ def of_function(hook):
 @pytest.mark.parametrize(
     "kind, hook, message",
     [
-        (of_tensor, keeps, "backward keeps a tensor.*jax.grad return them"),
+        (of_tensor, keeps, "backward stores a tensor.*jax.grad return them"),
         (of_tensor, asks, r"`.item\(\)`"),
         (of_tensor, counts, r"backward mutates the attribute count of the module \(Net\).*lost"),
         (of_tensor, sets, r"backward mutates the attribute seen of part \(Tanh\).*lost"),

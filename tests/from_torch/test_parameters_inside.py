@@ -183,7 +183,7 @@ X = np.random.default_rng(0).normal(size=(5, 6))
 @row("I5")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.filterwarnings(
-    "ignore:Reversible mutates .*running_mean.* and, where it computes the same again, in backward"
+    "ignore:Reversible mutates .*running_mean.* and, where it repeats the computation, in backward"
 )
 @cells(
     "name, wrap",

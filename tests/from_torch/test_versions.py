@@ -550,7 +550,7 @@ def test_a_tensor_of_the_inputs_that_code_keeps_is_refused_and_its_place_named(k
         keep(x)
         return x.clone()
 
-    with pytest.raises(TranslationError, match=r"Runs.forward keeps a tensor .*ctx.save_for_backward") as caught:
+    with pytest.raises(TranslationError, match=r"Runs.forward stores a tensor .*ctx.save_for_backward") as caught:
         jaxfn.from_torch(function_of(keeping)).apply(jnp.ones(3))
     assert place in str(caught.value)
     if keep is keep_in_a_module:

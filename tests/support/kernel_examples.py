@@ -29,7 +29,7 @@ def load(name: str, *changes: Change) -> ModuleType:
     """The module, and what it imports of its folder, each anew."""
     before = dict(sys.modules)
     try:
-        for file in ("blocks", "beside_plain", name):
+        for file in ("blocks", "comparison", name):
             path = FOLDER / f"{file}.py"
             source = path.read_text()
             for _, old, new in (change for change in changes if change[0] == file):
@@ -41,7 +41,7 @@ def load(name: str, *changes: Change) -> ModuleType:
             exec(compile(source, path, "exec"), module.__dict__)
         return module
     finally:
-        for file in {"blocks", "beside_plain", name} - before.keys():
+        for file in {"blocks", "comparison", name} - before.keys():
             del sys.modules[file]
         sys.modules.update(before)
 

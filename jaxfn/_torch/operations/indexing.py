@@ -25,7 +25,7 @@ Indices = Sequence[Array | None]
 
 mark_unsupported(
     "the size of its result depends on the values of its inputs, and JAX compiles for known sizes; `torch.where` "
-    "keeps the size",
+    "does not change the size",
     "aten.nonzero",
     "aten.where.default",
     "aten.masked_select",
@@ -63,7 +63,7 @@ def index(x: Array, indices: Indices) -> Array:
     if any(_is_mask(i) for i in indices):
         raise TranslationError(
             "indexing with a boolean mask gives a result whose size depends on the mask's values, and JAX compiles for "
-            "known sizes; keep the size with `torch.where(mask, x, 0)`"
+            "known sizes; use `torch.where(mask, x, 0)`"
         )
     return read(x, _positions(indices), wraps=True)
 

@@ -20,7 +20,7 @@ Dim = int | Sequence[int] | None
 
 
 def cast_for_accumulation(x: Array, dtype: Any) -> Array:
-    """Casts `x` to the dtype in which sums and products are computed: int64 for integers, unless `dtype` is given."""
+    """Casts `x` to the dtype in which sums and products are computed: int64 for integers, unless `dtype` is passed."""
     if dtype is None:
         dtype = x.dtype if is_inexact(x) else jax.dtypes.canonicalize_dtype(np.int64)
     return x.astype(dtype)
