@@ -355,6 +355,9 @@ def _from_names(where: _Where, names: InputNames, named: dict[Any, Any]) -> Sequ
 def _cotangent(gradient: Any, aval: Any, is_differentiated: bool, where: _Where) -> jax.Array | None:
     """Returns the cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
     if gradient is None:
+        monitor = CALL_MONITOR.value if is_differentiated else None
+        if monitor is not None:
+            monitor.without_gradient[f"{where.function}.backward", str(where)] = None
         return None
     if (
         is_differentiated

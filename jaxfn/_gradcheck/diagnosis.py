@@ -101,7 +101,9 @@ class Diagnosis:
             reference = self._reference(values)
             shapes = mismatch.output_shape, mismatch.input_shape
             mesh_axes = self.comparison.derivatives.mesh_axes
-            mismatch.kind = mismatch_kind(values.analytic, reference, *shapes, mesh_axes)
+            mismatch.kind = mismatch_kind(
+                values.analytic, reference, *shapes, mesh_axes, is_forward=self.mode.is_forward
+            )
             matrices = {"analytic": values.analytic, "numeric": values.numeric, "autodiff": values.autodiff}
             mismatch.matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
         return mismatch

@@ -13,9 +13,9 @@ from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
 from jaxfn._gradcheck.problem.problem import function_name, make_problem
 from jaxfn._gradcheck.public import gradcheck, gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
+from jaxfn._gradcheck.tolerance import ATOL, RTOL, Tolerance
 from jaxfn._inspection.reports import CheckError, CheckReport
 
-_ROUNDING = 1e4  # difference of eager and compiled results, in units in the last place of the largest entry
 _ONCE = "once_differentiable"
 
 
@@ -124,14 +124,12 @@ def check(
         try:
             second = gradgradcheck(func, inputs, **options)
         except ValueError as error:
-            second = None
             report.notes.append(f"second derivatives were not checked: {error}")
-        if second is None:
-            pass
-        elif any(_ONCE in problem for problem in second.problems):
-            report.notes.append("backward is marked with @once_differentiable, so there are no second derivatives")
         else:
-            report.reports.append(second)
+            if any(_ONCE in problem for problem in second.problems):
+                report.notes.append("backward is marked with @once_differentiable, so there are no second derivatives")
+            else:
+                report.reports.append(second)
     if raise_exception:
         report.raise_if_failed()
     return report
@@ -139,11 +137,10 @@ def check(
 
 def _problems_of_jit(call: Callable[..., list[Any]], values: Sequence[Any], precision: float) -> list[str]:
     """Compares compiled with eager outputs."""
-    tolerance = _ROUNDING * precision
-    problems: list[str] = []
-    for index, (eager, compiled) in enumerate(zip(call(*values), jax.jit(call)(*values), strict=True)):
-        finite = np.abs(eager)[np.isfinite(eager)]
-        scale = float(finite.max(initial=0.0))
-        if not np.allclose(eager, compiled, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
-            problems.append(f"output {index} differs between an eager call and jax.jit by more than rounding.")
-    return problems
+    tolerance = Tolerance(ATOL, RTOL, True, precision)
+    pairs = zip(call(*values), jax.jit(call)(*values), strict=True)
+    return [
+        f"output {index} differs between an eager call and jax.jit by more than rounding."
+        for index, (eager, compiled) in enumerate(pairs)
+        if not tolerance.agrees(np.asarray(compiled), np.asarray(eager))
+    ]

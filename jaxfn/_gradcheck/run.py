@@ -218,7 +218,8 @@ class _Check:
         return checks.run(self.evaluator.mode)
 
     def _compare_jacobians(self) -> None:
-        comparison = Comparison(self.derivatives, self.tolerance, self.step, self.evaluator, self.outputs)
+        d = self.derivatives
+        comparison = Comparison(d, self.tolerance, self.step, self.evaluator, self.outputs)
         method: Comparison | Projections = comparison
         if self.options.fast_mode:
             self.report.notes.append(f"fast mode: {PROJECTIONS} random projections of each output and each input")
@@ -231,6 +232,9 @@ class _Check:
             if blocks:
                 diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
                 self.report.mismatches += self._classified(diagnosis, self._explained(diagnosis, blocks))
+        of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
+        if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
+            self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]
         if self.report.mismatches and not self.options.has_surrogate:
             self.report.notes.append(_SURROGATE_HINT)
 
