@@ -163,9 +163,7 @@ def _parity(options: Any) -> int:
                 raise _UsageError(f"there is no file {options.oracle}")
             report = jaxfn.paritycheck(function, options.oracle, raise_exception=False)
         else:
-            report = jaxfn.paritycheck(
-                function, _callable(options.reference), _inputs(options), raise_exception=False
-            )
+            report = jaxfn.paritycheck(function, _callable(options.reference), _inputs(options), raise_exception=False)
     except (ImportError, ValueError) as error:
         raise _UsageError(str(error)) from error
     return _conclude(options, report)

@@ -254,7 +254,7 @@ def _hint_for_missing(name: str) -> str | None:
 
 
 def _last_line_outside_jax(error: Exception) -> tuple[str, dict[str, Any]]:
-    """Returns the last line of code on an error's traceback outside JAX, empty without source, and the variables there."""
+    """Returns an error's last line of code outside JAX, empty without source, and the variables there."""
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [i for i, (frame, _) in enumerate(frames) if not frame.f_code.co_filename.startswith(_FOLDER_OF_JAX)]
     if not own:

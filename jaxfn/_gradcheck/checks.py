@@ -32,7 +32,7 @@ from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, excess, largest, round
 
 _COMBINATION = (2.0, -3.0)
 _NUM_VECTORS = 4  # along which every rule is evaluated: two random ones, their combination, zero
-_RECOMPILED_RTOL = 1e-13  # the relative difference between two compilations of the same operations
+_RECOMPILED_RTOL = 1e-13  # the relative difference between two compilations of equal operations
 _NUM_SAMPLES = 4  # vectors along which autodiff is compared with finite differences
 _SHIFT = 1e-3  # added to the inputs, as some may be zero
 _SHIFT_FACTOR = 1.001  # factor of the inputs for a second point, so that the items of a batch are not equal
@@ -152,11 +152,11 @@ class PropertyChecks:
         problems: list[str] = []
         d = self.mode
         if not self._equal(r["outputs"], rerun["outputs"]):
-            problems.append("The function is not deterministic: two runs on the same inputs gave different outputs.")
+            problems.append("The function is not deterministic: two runs on equal inputs gave different outputs.")
         others = [(rerun["results"], 0.0), *((again, _RECOMPILED_RTOL) for again in r["results again"])]
         if not all(self._equal(r["results"], other, slack) for other, slack in others):
             problems.append(
-                f"{d.method} is not deterministic: two runs on the same inputs and {d.seed_name}s gave different "
+                f"{d.method} is not deterministic: two runs on equal inputs and {d.seed_name}s gave different "
                 f"{d.result_name}s. They may differ by nondet_tol={self.nondet_tol:g}."
             )
         return problems

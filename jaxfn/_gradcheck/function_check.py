@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from jaxfn._gradcheck.problem.derivatives import ReverseOnlyError, derive
-from jaxfn._gradcheck.problem.problem import function_name, make_problem
+from jaxfn._gradcheck.problem.problem import as_double, function_name, make_problem
 from jaxfn._gradcheck.public import gradcheck, gradgradcheck
 from jaxfn._gradcheck.report.report import GradcheckError, GradcheckReport
 from jaxfn._gradcheck.tolerance import ATOL, RTOL, Tolerance
 from jaxfn._inspection.reports import CheckError, CheckReport
+from jaxfn._tree import is_array_leaf
 
 _ONCE = "once_differentiable"
 
@@ -101,6 +102,9 @@ def check(
     options: dict[str, Any] = {"argnums": argnums, "surrogate": surrogate, "dtype": dtype, "return_report": True}
     with jax.enable_x64(True):
         problem = make_problem(func, inputs, argnums, surrogate, dtype)
+        if dtype is None:  # so that the checks below do not warn of lower precision again
+            args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+            inputs = jax.tree.map(_as_double, args)
         derivatives = derive(problem, reverse=False, forward=True, reference=False)
         has_forward_mode = not isinstance(derivatives.forward.rule, ReverseOnlyError)
         if derivatives.is_traced:
@@ -133,6 +137,10 @@ def check(
     if raise_exception:
         report.raise_if_failed()
     return report
+
+
+def _as_double(leaf: Any) -> Any:
+    return as_double(leaf) if is_array_leaf(leaf) else leaf
 
 
 def _problems_of_jit(call: Callable[..., list[Any]], values: Sequence[Any], precision: float) -> list[str]:

@@ -275,7 +275,7 @@ class _Check:
         return False
 
     def _autodiff_decides(self, blocks: Sequence[JacobianBlock]) -> bool:
-        """Whether autodiff decides, given the blocks in which it differs from finite differences."""
+        """Whether autodiff decides, from the blocks in which it differs from finite differences."""
         if not blocks:
             return True
         d = self.derivatives

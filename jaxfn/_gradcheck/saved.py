@@ -8,7 +8,7 @@ or `jvp` reads. Evaluated again, the latter labels return other arrays:
     forward    y = sigmoid(x)                 labels: input x, output 0
     backward   g * y * (1 - y), with x for y  label: saved_tensors[0], which returns output 0
 
-Inputs may be equal, zero or one at the checked point, so all derivatives have to be right at a second, random point too.
+Inputs may be equal, zero or one at the checked point, so everything has to be right at a second, random point too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def explain_by_saved(comparison: Comparison, mode: ADMode, *, by_autodiff: bool,
         if not all(map(comparison.tolerance.agrees, *outputs)):  # the checked function itself reads what was saved
             return False
         other = replace(mode, rule=derivative)
-        return not any(m.with_autodiff(other) if by_autodiff else m.with_differences(other, derivative) for m in methods)
+        return not any(
+            m.with_autodiff(other) if by_autodiff else m.with_differences(other, derivative) for m in methods
+        )
 
     def with_replaced(replacements: _Replacements) -> JaxprFunction:
         return stage(lambda *args: _evaluate(rule, replacements, *args)[0], points[0], vectors)
@@ -145,7 +147,7 @@ def _candidates(eqns: Sequence[_LabelEqn]) -> Iterator[tuple[str, _Replacements]
                 if all(differ(x, b) for x in known):
                     known.append(b)
                     replacements = {(n, a[1]): (n, b[1]) if b in saved else b for n in calls}
-                    yield f"a wrong saved tensor: {where} {name(b)} in place of {name(a)}", replacements
+                    yield f"a wrong saved tensor: {where} {name(b)} instead of {name(a)}", replacements
         for a, b in combinations(saved, 2):
             if differ(a, b):
                 replacements = {(n, i): (n, j) for n in calls for i, j in ((a[1], b[1]), (b[1], a[1]))}

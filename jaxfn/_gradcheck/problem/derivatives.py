@@ -107,7 +107,7 @@ class ADMode:
       seed_leaves: the outputs in reverse mode, the inputs in forward mode.
       result_leaves: the inputs in reverse mode, the outputs in forward mode.
       rule: the derivative by the function's own rule, or the reason why there is none.
-      retraced: `rule`, traced a second time; `None` if that trace has the same operations.
+      retraced: `rule`, traced a second time; `None` if that trace has equal operations.
       reference: the derivative by autodiff of the function without its rule, or the reason why there is none.
     """
 
