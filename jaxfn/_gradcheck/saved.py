@@ -35,6 +35,7 @@ from jaxfn._tree import is_inexact
 
 _MAX_EQNS = 20_000  # in all rules with replaced arrays together
 _MAX_EXPLANATIONS = 3
+_INLINED = (["jit"], ["call"], ["checkpoint"])
 
 _Key = tuple[int, int]  # of a labelled array: the number of its `label` eqn, in the order of evaluation, and its index
 _Replacements = dict[_Key, _Key]
@@ -62,7 +63,7 @@ def explain_by_saved(comparison: Comparison, mode: ADMode, *, by_autodiff: bool,
     points, vectors = (evaluator.xs, _second_point(evaluator.xs)), random_vectors(mode.seed_leaves, 0)
     with OBSERVATION(Observation.VALUES):
         rule = d.stage(mode.derivative_of(d.call), points[0], vectors)
-    candidates = list(_candidates(_evaluate(rule, {}, points[1], vectors)[1]))
+        candidates = list(_candidates(_evaluate(rule, {}, points[1], vectors)[1]))
     if len(candidates) * len(rule.eqns) > _MAX_EQNS:
         return None
     at_points = [replace(comparison, evaluator=evaluator.at(xs)) for xs in points]
@@ -83,8 +84,10 @@ def explain_by_saved(comparison: Comparison, mode: ADMode, *, by_autodiff: bool,
 
     # Evaluators identify a function by its id, so all of these have to live.
     derivatives = [with_replaced(replacements) for _, replacements in candidates]
-    right = [text for (text, _), derivative in zip(candidates, derivatives, strict=True) if is_right(derivative)]
-    return " or ".join(right) if 0 < len(right) <= _MAX_EXPLANATIONS else None
+    right = [candidate for candidate, f in zip(candidates, derivatives, strict=True) if is_right(f)]
+    # A swap explains no more than the half of it that suffices.
+    texts = [text for text, replaced in right if not any(other.items() < replaced.items() for _, other in right)]
+    return " or ".join(texts) if 0 < len(texts) <= _MAX_EXPLANATIONS else None
 
 
 def _second_point(xs: Sequence[Any]) -> Arrays:
@@ -110,10 +113,10 @@ def _evaluate(rule: JaxprFunction, replacements: Mapping[_Key, _Key], *args: Any
             evaluated.append(_LabelEqn(eqn.params["labels"], operands))
             sources = [replacements.get((number, i), (number, i)) for i in range(len(operands))]
             return [evaluated[n].arrays[i] for n, i in sources]
-        if eqn.primitive is jit_p and is_plain_jit(eqn):
-            (inner,) = subjaxprs(eqn)
-            return eval_jaxpr_with(evaluate, inner.jaxpr, inner.consts, operands)
-        return eval_eqn(eqn, operands)
+        inner = subjaxprs(eqn)
+        if [sub.kind for sub in inner] not in _INLINED or (eqn.primitive is jit_p and not is_plain_jit(eqn)):
+            return eval_eqn(eqn, operands)
+        return eval_jaxpr_with(evaluate, inner[0].jaxpr, inner[0].consts, [operands[i] for i in inner[0].operands])
 
     results = eval_jaxpr_with(evaluate, rule.jaxpr, rule.constants, tree_leaves(args))
     return tree_unflatten(rule.tree, results), evaluated
