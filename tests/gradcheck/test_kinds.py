@@ -176,11 +176,11 @@ OTHERS = {
     "rolled": product(lambda g, x, w: (g * jnp.roll(w, 1, 0), g * x)),
     "flipped": product(lambda g, x, w: ((g * w)[::-1], g * x)),
     "stale": product(lambda g, x, w: (g * w, g * jnp.sin(x))),
-    "nearly right": product(lambda g, x, w: (g * w + 3e-5, g * x)),
+    "nearly right": product(lambda g, x, w: (g * (w + 3e-5), g * x)),
     "a small difference of symmetric gradients": saving(
         lambda x, w: (symmetric(x) * symmetric(w)).sum(),
         lambda y, x, w: (x, w),
-        lambda g, x, w: (2 * g * symmetric(w) + 1e-5 * jnp.eye(3), 2 * g * symmetric(x)),
+        lambda g, x, w: (g * (2 * symmetric(w) + 1e-4 * jnp.eye(3)), 2 * g * symmetric(x)),
     ),
     "the mean": saving(lambda x, w: x - x.mean() + 0 * w, lambda y, x, w: (x, w), lambda g, x, w: (g, 0 * g)),
     "an output in a wrong place": saving(
@@ -195,7 +195,7 @@ def test_other_mistakes_are_not_taken_for_these(mistake):
     function = OTHERS[mistake]
     inputs = 1.5 + abs(normal(3, 3)), 1.5 + abs(normal(3, 3, seed=1))
     for kind in kinds(function, inputs[: 1 if mistake == "wrong function" else 2]):
-        assert kind is None or not ("saved" in kind or "transposed" in kind or "swapped" in kind), kind
+        assert kind is None or not any(word in kind for word in ("saved", "transposed", "swapped", "elementwise")), kind
 
 
 @row("G4")

@@ -121,7 +121,7 @@ def _broadcast(a: Matrix, n: Matrix) -> str | None:
 
 
 def _off_diagonal(a: Matrix, n: Matrix) -> str | None:
-    if n.shape[0] != n.shape[1] or n.shape[0] < 2:
+    if n.shape[0] != n.shape[1] or n.shape[0] < 2 or _is_close(a, n):
         return None
     diagonal = np.eye(len(n), dtype=bool)
     if not np.allclose(a[diagonal], n[diagonal], rtol=_CLOSE, atol=_CLOSE * abs(n).max()):
