@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import traceback
-import warnings
 from pathlib import Path
 
 import jax
@@ -585,17 +584,3 @@ def test_a_list_of_outputs_is_one_output():
     thing = made(forward=lambda ctx, x: [x, x], backward=lambda ctx, first, second: first + second)
     with pytest.raises(TypeError, match="forward returned a list, which is one output: return a tuple of the outputs"):
         jax.grad(lambda x: thing.apply(x)[0].sum())(X)
-
-
-@row("B8")
-def test_a_mark_without_effect_warns_once():
-    def forward(ctx, x):
-        ctx.mark_non_differentiable(x * 3)
-        return x * 2
-
-    thing = made(forward=forward, backward=lambda ctx, grad_output: 2 * grad_output)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            jax.grad(jax.jit(lambda x: thing.apply(x).sum()))(X)
-    assert [str(w.message)[:39] for w in caught] == ["Thing: mark_non_differentiable was given"[:39]]
