@@ -61,9 +61,12 @@ def explain_by_saved(comparison: Comparison, mode: ADMode, *, by_autodiff: bool,
     if not d.is_traced:
         return None
     points, vectors = (evaluator.xs, _second_point(evaluator.xs)), random_vectors(mode.seed_leaves, 0)
-    with OBSERVATION(Observation.VALUES):
-        rule = d.stage(mode.derivative_of(d.call), points[0], vectors)
-        candidates = list(_candidates(_evaluate(rule, {}, points[1], vectors)[1]))
+    try:
+        with OBSERVATION(Observation.VALUES):
+            rule = d.stage(mode.derivative_of(d.call), points[0], vectors)
+            candidates = list(_candidates(_evaluate(rule, {}, points[1], vectors)[1]))
+    except Exception:  # the user's code, traced again or at another point, must not hide the report
+        return None
     if len(candidates) * len(rule.eqns) > _MAX_EQNS:
         return None
     at_points = [replace(comparison, evaluator=evaluator.at(xs)) for xs in points]

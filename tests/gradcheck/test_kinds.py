@@ -211,3 +211,23 @@ def test_the_note_names_the_inputs_for_which_backward_returned_none():
     constant = passes(product(lambda g, x, w: (None, g * x)), (np.zeros(3), normal(3)), argnums=1)
     assert not constant.notes
     assert not passes(rule(lambda ctx, x: jnp.round(x), lambda ctx, g: None), normal(3)).notes
+
+
+@row("G4")
+def test_a_forward_that_raises_at_a_further_trace_does_not_hide_the_report():
+    def traces(limit):
+        count = 0
+
+        def forward(ctx, x):
+            nonlocal count
+            count += 1
+            assert count < limit
+            ctx.save_for_backward(x)
+            return jax.nn.sigmoid(x)
+
+        (kind,) = kinds(rule(forward, lambda ctx, g: sigmoid_rule(g, *ctx.saved_tensors)), normal(3))
+        return count, kind
+
+    count, kind = traces(100)
+    assert "a wrong saved tensor" in kind
+    assert traces(count) == (count, None)
