@@ -6,8 +6,7 @@ and tangents, one per array leaf). A cotangent or tangent that is symbolically z
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import is_
@@ -140,7 +139,11 @@ def flatten_outputs(value: Any) -> ForwardOutputs:
 
 
 def non_differentiable_outputs(
-    name: str, state: ContextState, inputs: Sequence[Any], outputs: Sequence[Any]
+    name: str,
+    state: ContextState,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    warn_once: Callable[[str, str], None],
 ) -> frozenset[int]:
     """Returns the indices of the marked outputs among the array leaves; warns of marked values that are not outputs.
 
@@ -154,10 +157,10 @@ def non_differentiable_outputs(
     for mark, key in zip(marked, marked_keys, strict=True):
         indices = [i for i, other in enumerate(keys) if key == other]
         if not indices:
-            warnings.warn(
+            warn_once(
+                "mark",
                 f"{name}: mark_non_differentiable was passed a value that forward did not return; it has no effect. "
                 "Pass the very array that is returned.",
-                stacklevel=2,
             )
         elif marked_keys.count(key) < len(indices) and is_inexact(jax.dtypes.result_type(mark)):
             raise ValueError(
@@ -356,6 +359,9 @@ def _from_names(where: _Where, names: InputNames, named: dict[Any, Any]) -> Sequ
 def _cotangent(gradient: Any, aval: Any, is_differentiated: bool, where: _Where) -> jax.Array | None:
     """Returns the cotangent of one array leaf: summed to its shape, cast to its dtype, in JAX's complex convention."""
     if gradient is None:
+        monitor = CALL_MONITOR.value if is_differentiated else None
+        if monitor is not None:
+            monitor.without_gradient[f"{where.function}.backward", str(where)] = None
         return None
     if (
         is_differentiated

@@ -154,7 +154,7 @@ def _check(options: Any) -> int:
 
 
 def _parity(options: Any) -> int:
-    function = _load(options.function)
+    function = _callable(options.function)
     if (options.reference is None) == (options.oracle is None):
         raise _UsageError("pass either a reference or --oracle")
     try:
@@ -163,7 +163,7 @@ def _parity(options: Any) -> int:
                 raise _UsageError(f"there is no file {options.oracle}")
             report = jaxfn.paritycheck(function, options.oracle, raise_exception=False)
         else:
-            report = jaxfn.paritycheck(function, _load(options.reference), _inputs(options), raise_exception=False)
+            report = jaxfn.paritycheck(function, _callable(options.reference), _inputs(options), raise_exception=False)
     except (ImportError, ValueError) as error:
         raise _UsageError(str(error)) from error
     return _conclude(options, report)

@@ -468,7 +468,7 @@ def call_forward(
     if state.dirty and check_dirty(spec.name, state, arrays, returned.arrays):
         methods.warn_of_dirty()
     if state.non_differentiable:
-        marked = non_differentiable_outputs(spec.name, state, arrays, returned.originals)
+        marked = non_differentiable_outputs(spec.name, state, arrays, returned.originals, methods.warn_once)
         returned = returned._replace(spec=OutputSpec(returned.spec.container, returned.spec.trees, marked))
     if state.logged:
         returned = returned._replace(arrays=emit_logs(spec.name, "forward", state.logged, returned.arrays))

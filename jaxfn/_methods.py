@@ -224,14 +224,18 @@ class UserMethods:
             )
 
     def warn_of_dirty(self) -> None:
-        """Warns, once, that `mark_dirty` does not change the caller's array."""
-        if "dirty" not in self._warned:
-            self._warned.add("dirty")
-            warnings.warn(
-                f"{self.name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To "
-                "write in place, pass a jax.Ref.",
-                stacklevel=2,
-            )
+        """Warns that `mark_dirty` does not change the caller's array."""
+        self.warn_once(
+            "dirty",
+            f"{self.name}: mark_dirty on a JAX array does not change the caller's array; use the returned one. To "
+            "write in place, pass a jax.Ref.",
+        )
+
+    def warn_once(self, topic: str, message: str) -> None:
+        """Warns if there was no warning of this topic for the Function before."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, stacklevel=3)
 
 
 _NO_RETURN = {

@@ -31,6 +31,8 @@ class CallMonitor:
     functions: dict[Any, None] = field(default_factory=dict[Any, None])
     # The gradients that `backward` returned in another dtype than its input's: (where, returned, expected).
     casts: dict[tuple[str, str, str], None] = field(default_factory=dict[tuple[str, str, str], None])
+    # The differentiated inputs for which `backward` returned `None`: (method, input).
+    without_gradient: dict[tuple[str, str], None] = field(default_factory=dict[tuple[str, str], None])
 
 
 CALL_MONITOR: Any = jax.make_user_context(default_value=None)

@@ -14,7 +14,7 @@ from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, Derivatives
 from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, largest, rounding_of_differences
 
-_WORST_KEPT = 8
+_MAX_WORST = 8
 _DOUBLE_BYTES = 8
 _ARRAYS_PER_PART = 6  # arrays of the size of a part: analytic, numeric, errors, and temporaries of their comparison
 
@@ -113,9 +113,9 @@ class Comparison:
         """
         counts = [np.zeros(basis.size, int) for _ in mode.result_leaves]
         width = sum(leaf.num_components for leaf in mode.result_leaves)
-        held = max(1, self.evaluator.max_memory // (_ARRAYS_PER_PART * _DOUBLE_BYTES * max(width, 1)))
-        for start in range(0, len(which), held):
-            part = which[start : start + held]
+        num_vectors = max(1, self.evaluator.max_memory // (_ARRAYS_PER_PART * _DOUBLE_BYTES * max(width, 1)))
+        for start in range(0, len(which), num_vectors):
+            part = which[start : start + num_vectors]
             for count, (value, reference, bound) in zip(counts, compute(basis, part), strict=True):
                 is_right = (abs(value - reference) <= bound) | (value == reference)  # false for NaN
                 count[part] = (~is_right).sum(axis=1)
@@ -125,7 +125,7 @@ class Comparison:
                 offset = basis.offsets[seed]
                 own = count[offset : offset + basis.leaves[seed].num_components]
                 if own.any():
-                    order = np.argsort(-own, kind="stable")[:_WORST_KEPT]
+                    order = np.argsort(-own, kind="stable")[:_MAX_WORST]
                     worst = [int(i) for i in order if own[i]]
                     blocks.append(JacobianBlock(*mode.output_and_input(seed, result), int(own.sum()), worst))
         return blocks
@@ -141,7 +141,7 @@ class Comparison:
         return self.evaluator.along([derivative], basis.vectors(which))[0]
 
     def differences(self, mode: ADMode, basis: Basis, which: Sequence[int]) -> tuple[Arrays, Arrays]:
-        """Returns finite differences in place of `values`, and bounds of their errors."""
+        """Returns finite differences, in the form of `values`, and bounds of their errors."""
         if mode.is_forward:
             values, errors = self._columns(basis, which)
             return values, [abs(error) for error in errors]

@@ -77,7 +77,7 @@ def gradcheck(
 ) -> bool | GradcheckReport:
     """Checks a function's first derivatives against finite differences and against autodiff.
 
-    Three ways to the same Jacobian are compared: the function's own rule, central finite differences, and JAX's
+    Three ways to compute the Jacobian are compared: the function's own rule, central finite differences, and JAX's
     autodiff of the operations in `forward`, with the rule bypassed. Autodiff must agree with finite differences, along
     random vectors or else in every entry, and the rule must agree with autodiff in every entry. Without a trusted
     autodiff, the rule must agree with finite differences in every entry. Everything is computed in double precision,
@@ -89,7 +89,7 @@ def gradcheck(
     Args:
       func: A differentiable JAX callable: a Function's `apply`, a decorated function, a `jax.custom_vjp`, a lambda that
         calls any of these. It may take and return pytrees.
-      inputs: A tuple of the arguments, or the only argument. NumPy's float64 arrays keep their precision.
+      inputs: A tuple of the arguments, or the only argument. NumPy's float64 arrays stay in float64.
       eps: The step of finite differences.
       atol: The absolute tolerance.
       rtol: The relative tolerance. If one is passed, they mean exactly

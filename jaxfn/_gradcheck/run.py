@@ -21,6 +21,7 @@ from jaxfn._gradcheck.projections import PROJECTIONS, Projections
 from jaxfn._gradcheck.report.kinds import name_swapped
 from jaxfn._gradcheck.report.progress import Progress
 from jaxfn._gradcheck.report.report import GradcheckReport, Mismatch
+from jaxfn._gradcheck.saved import explain_by_saved
 from jaxfn._gradcheck.tolerance import Default, Tolerance
 
 REFERENCES = ("both", "finite_differences", "autodiff")
@@ -217,7 +218,8 @@ class _Check:
         return checks.run(self.evaluator.mode)
 
     def _compare_jacobians(self) -> None:
-        comparison = Comparison(self.derivatives, self.tolerance, self.step, self.evaluator, self.outputs)
+        d = self.derivatives
+        comparison = Comparison(d, self.tolerance, self.step, self.evaluator, self.outputs)
         method: Comparison | Projections = comparison
         if self.options.fast_mode:
             self.report.notes.append(f"fast mode: {PROJECTIONS} random projections of each output and each input")
@@ -229,9 +231,22 @@ class _Check:
             blocks = method.with_autodiff(mode) if by_autodiff else method.with_differences(mode, available(mode.rule))
             if blocks:
                 diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
-                self.report.mismatches += name_swapped(self._explained(diagnosis, blocks))
+                self.report.mismatches += self._classified(diagnosis, self._explained(diagnosis, blocks))
+        of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
+        if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
+            self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]
         if self.report.mismatches and not self.options.has_surrogate:
             self.report.notes.append(_SURROGATE_HINT)
+
+    def _classified(self, diagnosis: Diagnosis, mismatches: list[Mismatch]) -> Sequence[Mismatch]:
+        """Adds kinds that several mismatches of a mode show together."""
+        if mismatches:
+            name_swapped(mismatches)
+            comparison, mode, by_autodiff = diagnosis.comparison, diagnosis.mode, diagnosis.by_autodiff
+            saved = explain_by_saved(comparison, mode, by_autodiff=by_autodiff, is_fast=self.options.fast_mode)
+            for mismatch in mismatches if saved else ():
+                mismatch.kind = f"{mismatch.kind}, or {saved}" if mismatch.kind else saved
+        return mismatches
 
     def _explained(self, diagnosis: Diagnosis, blocks: Sequence[JacobianBlock]) -> list[Mismatch]:
         """Returns mismatches with their entries; for projections only if the Jacobian is small."""
@@ -260,7 +275,7 @@ class _Check:
         return False
 
     def _autodiff_decides(self, blocks: Sequence[JacobianBlock]) -> bool:
-        """Whether autodiff decides, given the blocks in which it differs from finite differences."""
+        """Whether autodiff decides, from the blocks in which it differs from finite differences."""
         if not blocks:
             return True
         d = self.derivatives

@@ -44,6 +44,21 @@ def unpack_too_early(ctx, x):
     return x * y
 
 
+def save_one(ctx, x):
+    ctx.save_for_backward(x)
+    return x * 2
+
+
+def forget_comma(ctx, grad_output):
+    scale = ctx.saved_tensors
+    return grad_output * scale
+
+
+def forget_comma_and_reshape(ctx, grad_output):
+    scale = ctx.saved_tensors
+    return grad_output.reshape(scale.shape)
+
+
 def save_two(ctx, x):
     ctx.save_for_backward(x, x)
     return x * 2
@@ -137,7 +152,7 @@ MISTAKES = {
     "a flag too far": (
         lambda: made(backward=lambda ctx, g: g if ctx.needs_input_grad[3] else None),
         IndexError,
-        "ctx.needs_input_grad[3] is out of range for 1 inputs (x)\nIn Thing.backward: it has one flag for each parameter",
+        "ctx.needs_input_grad[3] is out of range for 1 inputs (x)\nIn Thing.backward: it has one flag for each",
     ),
     "saved_tensors before a save": (
         lambda: made(forward=unpack_too_early),
@@ -177,12 +192,57 @@ MISTAKES = {
     "arithmetic with all saved tensors": (
         lambda: made(forward=save_two, backward=lambda ctx, grad_output: 2.0 * ctx.saved_tensors),
         TypeError,
-        "In Thing.backward: ctx.saved_tensors is a tuple: write (x,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (x, ...) = ctx.saved_tensors, or ctx.saved_tensors[0]",
     ),
     "a function of all saved tensors": (
         lambda: made(forward=save_two, backward=lambda ctx, grad_output: jnp.sin(ctx.saved_tensors)),
         TypeError,
-        "In Thing.backward: ctx.saved_tensors is a tuple: write (x,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (x, ...) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+    ),
+    "a forgotten comma": (
+        lambda: made(forward=save_one, backward=forget_comma),
+        TypeError,
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (scale,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+    ),
+    "a forgotten comma, and an attribute": (
+        lambda: made(forward=save_one, backward=forget_comma_and_reshape),
+        AttributeError,
+        "In Thing.backward: ctx.saved_tensors is a tuple: write (scale,) = ctx.saved_tensors, or ctx.saved_tensors[0]",
+    ),
+    "size as a method": (
+        lambda: made(forward=lambda ctx, x: x.reshape(x.size())),
+        TypeError,
+        "In Thing.forward: x.size is the number of elements in JAX; write x.shape, or x.shape[0]",
+    ),
+    "transpose of two axes": (
+        lambda: made(forward=lambda ctx, x: x.reshape(3, 1, 1).transpose(0, 1)),
+        TypeError,
+        "In Thing.forward: transpose takes all axes in JAX; write jnp.swapaxes(x, first, second)",
+    ),
+    "flatten from an axis": (
+        lambda: made(forward=lambda ctx, x: x.flatten(1)),
+        ValueError,
+        "In Thing.forward: flatten takes no axis in JAX; write x.reshape(*x.shape[:axis], -1)",
+    ),
+    "view_as": (
+        lambda: made(forward=lambda ctx, x: x.view_as(x)),
+        AttributeError,
+        "In Thing.forward: JAX's arrays have no view_as; write x.reshape(y.shape)",
+    ),
+    "norm": (
+        lambda: made(backward=backward_of(lambda g: g / g.norm())),
+        AttributeError,
+        "In Thing.backward: JAX's arrays have no norm; write jnp.linalg.norm(x)",
+    ),
+    "clamp": (
+        lambda: made(forward=lambda ctx, x: x.clamp(min=0)),
+        AttributeError,
+        "In Thing.forward: JAX's arrays have no clamp; write jnp.clip(x, low, high)",
+    ),
+    "unbiased": (
+        lambda: made(forward=lambda ctx, x: x / x.std(unbiased=False)),
+        TypeError,
+        "In Thing.forward: JAX calls unbiased correction (1 for True, 0 for False)",
     ),
     "a flag of no parameter": (
         lambda: made(backward=lambda ctx, grad_output: ctx.needs_input_grad.weight),
@@ -505,3 +565,22 @@ def test_outputs_that_depend_on_the_flags_are_shown():
     f.backward(lambda ctx, g, *_: g)
     with pytest.raises(RuntimeError, match=r"f.forward returned tuple\(array, \{'twice': array\}\) .* and array when"):
         jax.grad(jax.jit(lambda x: jax.tree.leaves(f(x))[0]))(1.0)
+
+
+@row("L1")
+def test_a_tuple_that_is_not_that_of_saved_tensors_has_no_hint():
+    def backward(ctx, grad_output):
+        pair = ctx.saved_tensors[0], grad_output
+        return grad_output * pair
+
+    thing = made(forward=save_one, backward=backward)
+    with pytest.raises(TypeError, match="tuple") as caught:
+        jax.grad(lambda x: thing.apply(x).sum())(X)
+    assert "saved_tensors" not in str(caught.value)
+
+
+@row("L1")
+def test_a_list_of_outputs_is_one_output():
+    thing = made(forward=lambda ctx, x: [x, x], backward=lambda ctx, first, second: first + second)
+    with pytest.raises(TypeError, match="forward returned a list, which is one output: return a tuple of the outputs"):
+        jax.grad(lambda x: thing.apply(x)[0].sum())(X)

@@ -66,6 +66,8 @@ WRONG = {
     ("check", "functions:square", "--shape", "3", "--dtype", "int32"): "int32 is not a floating-point or complex dtype",
     ("parity", "functions:square", "--shape", "3"): "either a reference or --oracle",
     ("parity", "functions:square", "--oracle", "missing.npz"): "no file missing.npz",
+    ("parity", "functions:number", "--oracle", "missing.npz"): "number is a float, expected a function",
+    ("parity", "functions:square", "functions:number", "--shape", "3"): "number is a float, expected a function",
     (): "required: command",
     ("dance",): "invalid choice",
 }

@@ -75,7 +75,7 @@ class BatchedEvaluator:
         self._executables: dict[Any, tuple[int, Any]] = {}
 
     def at(self, xs: Sequence[Any]) -> BatchedEvaluator:
-        """Returns an evaluator with the same executables at another point."""
+        """Returns an evaluator at another point that shares the executables."""
         evaluator = BatchedEvaluator(self.mode, xs, self.max_memory, self.progress)
         evaluator._executables = self._executables
         return evaluator
@@ -87,7 +87,7 @@ class BatchedEvaluator:
     def batches(
         self, derivatives: Sequence[Derivative], vectors: Vectors, combine: Callable[..., list[Arrays]] = _listed
     ) -> Iterator[list[Arrays]]:
-        """Evaluates derivatives along one batch of vectors after the other; results keep their shapes.
+        """Evaluates derivatives along one batch of vectors after the other; results are not flattened.
 
         Args:
           derivatives: derivatives of one mode.

@@ -14,8 +14,8 @@ import numpy as np
 from jaxfn._gradcheck.problem.problem import Leaf
 
 Arrays = list[Any]
-# Up to this many components all leaves share one basis, which compiles less; above it each has its own, which keeps the
-# others out of the batch.
+# Up to this many components all leaves share one basis, which compiles less. With more, each leaf has one, so that a
+# batch has no others.
 _TOGETHER = 1024
 
 
@@ -74,7 +74,7 @@ class Basis:
         return dict(zip(self.chosen, accumulate(sizes, initial=0), strict=False))
 
     def vectors(self, which: Sequence[int] | None = None) -> Vectors:
-        """Returns all unit vectors, or those with the given indices."""
+        """Returns all unit vectors, or those with indices `which`."""
         every = np.arange(self.size) if which is None else np.asarray(which, int)
 
         def make(numbers: Any) -> Arrays:

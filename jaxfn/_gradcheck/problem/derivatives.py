@@ -107,7 +107,7 @@ class ADMode:
       seed_leaves: the outputs in reverse mode, the inputs in forward mode.
       result_leaves: the inputs in reverse mode, the outputs in forward mode.
       rule: the derivative by the function's own rule, or the reason why there is none.
-      retraced: `rule`, traced a second time; `None` if that trace has the same operations.
+      retraced: `rule`, traced a second time; `None` if that trace has equal operations.
       reference: the derivative by autodiff of the function without its rule, or the reason why there is none.
     """
 
@@ -165,7 +165,7 @@ class Derivatives:
       inputs: the leaves with respect to which the function is differentiated.
       outputs: the outputs that have a derivative.
       stopped: the floating-point and complex outputs that have none.
-      kept: the indices of `outputs` among both.
+      output_indices: the indices of `outputs` among both.
       primal: maps inputs to `outputs`, or to `stopped` if there are no others.
       target: as `primal`, the function whose values finite differences use.
       call: the function itself, not staged; maps inputs to outputs.
@@ -173,6 +173,7 @@ class Derivatives:
       forward: forward mode.
       functions: the Functions whose rules the references bypass.
       casts: gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype).
+      without_gradient: differentiated inputs for which `backward` returned `None`, as (method, input).
       precision: the relative spacing of the coarsest floating-point type that the function computes in.
       stage: stages another function that calls `call`.
     """
@@ -181,7 +182,7 @@ class Derivatives:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     stopped: tuple[Leaf, ...]
-    kept: Sequence[int]
+    output_indices: Sequence[int]
     primal: LeafFunction
     target: LeafFunction
     call: LeafFunction
@@ -189,6 +190,7 @@ class Derivatives:
     forward: ADMode
     functions: list[Any]
     casts: list[tuple[str, str, str]]
+    without_gradient: list[tuple[str, str]]
     precision: float
     stage: Callable[..., JaxprFunction]
 
@@ -239,18 +241,18 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     if problem.may_stop and not all(isinstance(rule, UnavailableError) for rule in own):
         if problem.target is not problem.call:  # the rule may lack a derivative that its surrogate has
             rules(recording_derivatives(problem.target, differentiable), leaves)
-        kept = sorted(differentiable)
+        indices = sorted(differentiable)
     else:
-        kept = list(range(len(leaves)))
-    outputs = tuple(leaves[i] for i in kept)
+        indices = list(range(len(leaves)))
+    outputs = tuple(leaves[i] for i in indices)
     call, reference_call = problem.call, problem.reference
-    if len(kept) < len(leaves):
-        call, reference_call = restrict_outputs(call, kept), restrict_outputs(reference_call, kept)
+    if len(indices) < len(leaves):
+        call, reference_call = restrict_outputs(call, indices), restrict_outputs(reference_call, indices)
         own = rules(call, outputs)
-        if kept:
-            primal = target = tracer.primal(restrict_outputs(problem.call, kept))[0]
+        if indices:
+            primal = target = tracer.primal(restrict_outputs(problem.call, indices))[0]
             if problem.target is not problem.call:
-                target = tracer.primal(restrict_outputs(problem.target, kept), stage)[0]
+                target = tracer.primal(restrict_outputs(problem.target, indices), stage)[0]
     bypassing = CallMonitor(bypass_rules=True)
     without_rules = monitored(reference_call, bypassing)
     references: list[Derivative | UnavailableError] = [
@@ -267,8 +269,8 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
         is_traced=tracer.is_tracing,
         inputs=problem.inputs,
         outputs=outputs,
-        stopped=tuple(leaf for i, leaf in enumerate(leaves) if i not in kept),
-        kept=kept,
+        stopped=tuple(leaf for i, leaf in enumerate(leaves) if i not in indices),
+        output_indices=indices,
         primal=primal,
         target=target,
         call=monitored(call, monitor),
@@ -276,6 +278,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
         forward=ForwardMode(problem.inputs, outputs, *of_forward),
         functions=list(bypassing.functions) or list(monitor.functions),
         casts=list(monitor.casts),
+        without_gradient=list(monitor.without_gradient),
         precision=precision,
         stage=tracer.stage,
     )
