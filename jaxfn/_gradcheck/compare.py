@@ -11,7 +11,6 @@ import numpy as np
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
 from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases, complex_entries
 from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, Derivatives
-from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, largest, rounding_of_differences
 
 _WORST_KEPT = 8
