@@ -830,10 +830,12 @@ def inner_jaxpr(eqn: Any) -> Any:
     )
 
 
-# XLA's own names, not promised to stay: no optimization, and no fusing of loops on the CPU. 0.10.0 to 0.10.2 know both,
-# 0.12.0 the first.
+# XLA's own names, not promised to stay: no optimization, one module on the CPU, and no fusing of loops there. 0.10.0 to
+# 0.10.2 know all three, 0.12.0 the first two.
+_SHORT: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 _QUICK: list[dict[str, Any]] = [
-    {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    {**_SHORT, "xla_cpu_use_fusion_emitters": False},
+    _SHORT,
     {"xla_backend_optimization_level": 0},
     {},
 ]

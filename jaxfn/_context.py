@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxfn._observe import OBSERVATION
+from jaxfn._observe import OBSERVATION, record_perturbation_read
 from jaxfn._signature import InputNames
 from jaxfn._tree import is_array_leaf
 
@@ -234,6 +234,7 @@ class FunctionCtx:
     def needs_input_grad(self) -> NeedsInputGrad:
         """Whether each input is being differentiated, by position and by parameter name."""
         self._jaxfn.read_needs_input_grad = True
+        record_perturbation_read()
         return NeedsInputGrad(self._jaxfn.needs_input_grad, self._jaxfn.names)
 
     @_Overridable
@@ -311,6 +312,8 @@ class FunctionCtx:
         Torch counterpart: `ctx.set_materialize_grads`.
         """
         self._jaxfn.materialize_grads = value
+        if not value:
+            record_perturbation_read()
 
 
 def _check_saved(method: str, tensors: tuple[Any, ...], numbers: Sequence[Any]) -> None:

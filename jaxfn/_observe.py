@@ -33,10 +33,19 @@ class CallMonitor:
     casts: dict[tuple[str, str, str], None] = field(default_factory=dict[tuple[str, str, str], None])
     # The differentiated inputs for which `backward` returned `None`: (method, input).
     without_gradient: dict[tuple[str, str], None] = field(default_factory=dict[tuple[str, str], None])
+    # Whether a method may depend on what is differentiated: it read `ctx.needs_input_grad`, or receives `None`.
+    reads_perturbation: bool = False
 
 
 CALL_MONITOR: Any = jax.make_user_context(default_value=None)
 """Its `value` is the active `CallMonitor`, if any. `with CALL_MONITOR(monitor):` sets it."""
+
+
+def record_perturbation_read() -> None:
+    """Records for the active `CallMonitor` that a method may depend on what is differentiated."""
+    monitor = CALL_MONITOR.value
+    if monitor is not None:
+        monitor.reads_perturbation = True
 
 
 class Observation(Enum):

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxfn._gradcheck.evaluation.batches import BatchedEvaluator
-from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases
+from jaxfn._gradcheck.evaluation.vectors import Arrays, Basis, bases, complex_entries
 from jaxfn._gradcheck.problem.derivatives import ADMode, Derivative, Derivatives
-from jaxfn._gradcheck.problem.problem import Leaf
 from jaxfn._gradcheck.tolerance import SAFETY, Tolerance, largest, rounding_of_differences
 
 _MAX_WORST = 8
@@ -145,15 +144,12 @@ class Comparison:
         if mode.is_forward:
             values, errors = self._columns(basis, which)
             return values, [abs(error) for error in errors]
-        inputs = self.derivatives.inputs
-        values = [np.zeros((len(which), 0)) for _ in inputs]
+        values = [np.zeros((len(which), 0)) for _ in self.derivatives.inputs]
         errors = list(values)
-        for columns in bases(inputs):
-            computed = [_rows_of_columns(arrays, basis, which) for arrays in self._columns(columns)]
+        for columns in bases(self.derivatives.inputs):
+            computed = [rows_of_columns(arrays, columns, basis, which) for arrays in self._columns(columns)]
             for i in columns.chosen:
-                leaf, offset = inputs[i], columns.offsets[i]
-                block = slice(offset, offset + leaf.num_components)
-                values[i], errors[i] = (_complex_entries(array[:, block], leaf) for array in computed)
+                values[i], errors[i] = (rows[i] for rows in computed)
         return values, [abs(error) for error in errors]
 
     def _columns(self, basis: Basis, which: Sequence[int] | None = None) -> tuple[Arrays, Arrays]:
@@ -171,17 +167,26 @@ def _bounded_error(error: Any, floor: Any) -> Any:
     return bound + 1j * (SAFETY * abs(error.imag) + floor) if np.iscomplexobj(error) else bound
 
 
-def _rows_of_columns(columns: Arrays, basis: Basis, which: Sequence[int]) -> Any:
-    """Transposes columns of a Jacobian to some of its rows, which are unit vectors of `basis`."""
-    parts = [_real_components(columns[i]) for i in basis.chosen]
-    return np.concatenate(parts, axis=1)[:, which].T
+def rows_of_columns(arrays: Arrays, columns: Basis, rows: Basis, which: Sequence[int]) -> dict[int, Any]:
+    """Transposes columns of a Jacobian to some of its rows.
+
+    Args:
+      arrays: for each output, its entries in the columns, of shape (columns, size).
+      columns: the unit vectors of the columns.
+      rows: the unit vectors of the rows.
+      which: the indices of the rows.
+
+    Returns:
+      For each chosen input, its entries in the rows, of shape (rows, size).
+    """
+    every = np.concatenate([_real_components(arrays[i]) for i in rows.chosen], axis=1)[:, which].T
+    blocks: dict[int, Any] = {}
+    for i in columns.chosen:
+        leaf, offset = columns.leaves[i], columns.offsets[i]
+        blocks[i] = complex_entries(every[:, offset : offset + leaf.num_components], leaf)
+    return blocks
 
 
 def _real_components(columns: Any) -> Any:
     """Returns complex columns as real ones: all real parts, then all imaginary parts."""
     return np.concatenate([columns.real, columns.imag], axis=1) if np.iscomplexobj(columns) else columns
-
-
-def _complex_entries(array: Any, leaf: Leaf) -> Any:
-    """Combines the real components of an input to complex entries of the rows."""
-    return array[:, : leaf.size] + 1j * array[:, leaf.size :] if leaf.is_complex else array

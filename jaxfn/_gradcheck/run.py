@@ -109,6 +109,7 @@ class _Check:
         self.evaluator = self._new_evaluator(ExecutionMode.VECTORIZED if d.is_traced else ExecutionMode.PYTHON_LOOP)
         self.outputs: Sequence[Any] = ()
         self.autodiff_agrees = False
+        self.confirmed: set[str] = set()  # the modes whose rule agrees with autodiff in every entry
 
     def run(self) -> GradcheckReport:
         if not self._is_differentiable():
@@ -170,8 +171,6 @@ class _Check:
                             "derivative the rule claims to be."
                         )
                     raise ValueError(f'reference="autodiff" is not possible for {self.problem.name}: {why}')
-        elif self.options.reference == "both" and isinstance(d.reverse.reference, UnavailableError):
-            note(f"compared with finite differences only, not with autodiff: {d.reverse.reference}")
 
     def _check_properties(self) -> None:
         o, d = self.options, self.derivatives
@@ -195,6 +194,7 @@ class _Check:
             self.report.problems += found.problems
             self.outputs = found.outputs
             self.autodiff_agrees = found.autodiff_agrees
+            self.confirmed |= {mode.name} if found.matches_autodiff else set()
             is_batched = o.check_batched_forward_grad if mode.is_forward else o.check_batched_grad
             # In vectorized mode the checks themselves have batched the rule.
             if is_batched and self.evaluator.mode is not ExecutionMode.VECTORIZED:
@@ -227,7 +227,11 @@ class _Check:
         is_trusted = self._is_trusted(method)
         takes_differences = self.options.reference != "autodiff" and self.problem.dtype is None
         for mode in self.modes:
+            if is_trusted and mode.name in self.confirmed:
+                continue
             by_autodiff = is_trusted and mode.has_reference
+            if not by_autodiff:
+                self._note_differences()
             blocks = method.with_autodiff(mode) if by_autodiff else method.with_differences(mode, available(mode.rule))
             if blocks:
                 diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
@@ -237,6 +241,12 @@ class _Check:
             self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]
         if self.report.mismatches and not self.options.has_surrogate:
             self.report.notes.append(_SURROGATE_HINT)
+
+    def _note_differences(self) -> None:
+        """Notes that finite differences decide because there is no autodiff."""
+        if self.options.reference == "both" and not self.derivatives.reverse.has_reference:
+            note = f"compared with finite differences only, not with autodiff: {self.derivatives.reverse.reference}"
+            self.report.notes += [note] if note not in self.report.notes else []
 
     def _classified(self, diagnosis: Diagnosis, mismatches: list[Mismatch]) -> Sequence[Mismatch]:
         """Adds kinds that several mismatches of a mode show together."""

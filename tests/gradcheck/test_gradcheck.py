@@ -513,10 +513,10 @@ def test_a_check_of_more_than_two_seconds_shows_its_progress_by_tqdm(monkeypatch
 
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=FakeBar))
     monkeypatch.setattr(time, "monotonic", count(step=0.001).__next__)
-    passes(scaled_sine(1.0), normal(3))
+    passes(scaled_sine(1.0), normal(1025))
     assert not bars
     monkeypatch.setattr(time, "monotonic", count(step=2.1).__next__)
-    passes(scaled_sine(1.0), normal(3))
+    passes(scaled_sine(1.0), normal(1025))
     (bar,) = bars
     assert "gradcheck of " in bar.desc and bar.n == bar.total > 0 and bar.is_closed
 
@@ -525,5 +525,5 @@ def test_without_tqdm_there_is_no_progress(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(time, "monotonic", count(step=2.1).__next__)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    passes(scaled_sine(1.0), normal(3))
+    passes(scaled_sine(1.0), normal(1025))
     assert capsys.readouterr() == ("", "")

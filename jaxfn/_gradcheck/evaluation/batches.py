@@ -22,7 +22,7 @@ from jaxfn._gradcheck.problem.staging import bytes_per_call
 from jaxfn._gradcheck.report.progress import Progress
 
 # Larger batches are slower, as they no longer fit into the processor's caches.
-_BATCH_BYTES = 16 << 20
+BATCH_BYTES = 16 << 20
 _LOOP_BATCH = 64
 _STEPS = (1, -1, 2, -2)
 
@@ -182,7 +182,7 @@ class BatchedEvaluator:
     def _fitting(self, bytes_per_call: int) -> int:
         if self.mode is ExecutionMode.PYTHON_LOOP:
             return _LOOP_BATCH
-        return max(1, min(_BATCH_BYTES, self.max_memory) // max(bytes_per_call, 1))
+        return max(1, min(BATCH_BYTES, self.max_memory) // max(bytes_per_call, 1))
 
 
 def _flat(batches: Iterator[list[Arrays]]) -> list[Arrays]:

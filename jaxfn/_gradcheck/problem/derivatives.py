@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache, cached_property
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,15 @@ import numpy as np
 from jaxfn._compat import SymbolicZero
 from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
 from jaxfn._gradcheck.problem.staging import JaxprFunction, stage, stage_without_x64
-from jaxfn._jaxpr import is_reverse_only
+from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, subjaxpr_rules
 from jaxfn._observe import CALL_MONITOR, CallMonitor
+from jaxfn._primitives import attach_p, stop_p
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
 Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
+
+
+_FindDerivative: TypeAlias = "Callable[[], Derivative | UnavailableError]"
 
 
 def reverse_derivative(call: LeafFunction) -> Derivative:
@@ -108,7 +113,7 @@ class ADMode:
       result_leaves: the inputs in reverse mode, the outputs in forward mode.
       rule: the derivative by the function's own rule, or the reason why there is none.
       retraced: `rule`, traced a second time; `None` if that trace has equal operations.
-      reference: the derivative by autodiff of the function without its rule, or the reason why there is none.
+      find_reference: returns `reference`.
     """
 
     is_forward: ClassVar[bool]
@@ -122,7 +127,12 @@ class ADMode:
     result_leaves: tuple[Leaf, ...]
     rule: Derivative | UnavailableError
     retraced: Derivative | None
-    reference: Derivative | UnavailableError
+    find_reference: _FindDerivative
+
+    @cached_property
+    def reference(self) -> Derivative | UnavailableError:
+        """The derivative by autodiff of the function without its rule, or the reason why there is none."""
+        return self.find_reference()
 
     @property
     def has_reference(self) -> bool:
@@ -172,6 +182,7 @@ class Derivatives:
       reverse: reverse mode.
       forward: forward mode.
       functions: the Functions whose rules the references bypass.
+      reads_perturbation: whether the rule may depend on which inputs and outputs have a tangent or a cotangent.
       casts: gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype).
       without_gradient: differentiated inputs for which `backward` returned `None`, as (method, input).
       precision: the relative spacing of the coarsest floating-point type that the function computes in.
@@ -189,6 +200,7 @@ class Derivatives:
     reverse: ADMode
     forward: ADMode
     functions: list[Any]
+    reads_perturbation: bool
     casts: list[tuple[str, str, str]]
     without_gradient: list[tuple[str, str]]
     precision: float
@@ -254,17 +266,12 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
             if problem.target is not problem.call:
                 target = tracer.primal(restrict_outputs(problem.target, indices), stage)[0]
     bypassing = CallMonitor(bypass_rules=True)
-    without_rules = monitored(reference_call, bypassing)
-    references: list[Derivative | UnavailableError] = [
-        tracer.derivative(jacobian_rows(without_rules), outputs, stage) if reference and reverse else _UNCHECKED,
-        tracer.derivative(forward_derivative(without_rules), problem.inputs, stage) if reference else _UNCHECKED,
-    ]
-    if reference and not bypassing.functions and not problem.has_reference:
-        references = [UnavailableError("it has no rule: autodiff is the derivative that is checked")] * 2
-    elif monitor.functions.keys() - bypassing.functions.keys():
-        # Then finite differences decide about reverse mode, and the rules of forward mode do not count as a reference.
-        references[1] = UnavailableError("Functions inside the function keep their own rules")
-    of_reverse, of_forward = zip(own, map(_retraced, own, rules(call, outputs)), references, strict=True)
+    references: Sequence[_FindDerivative] = [lambda: _UNCHECKED] * 2
+    if reference:
+        without_rules = monitored(reference_call, bypassing)
+        references = _references(problem, tracer, without_rules, outputs, reverse, monitor, bypassing)
+    retraced = map(_retraced, own, rules(call, outputs))
+    of_reverse, of_forward = zip(own, retraced, references, strict=True)
     return Derivatives(
         is_traced=tracer.is_tracing,
         inputs=problem.inputs,
@@ -277,6 +284,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
         reverse=ReverseMode(outputs, problem.inputs, *of_reverse),
         forward=ForwardMode(problem.inputs, outputs, *of_forward),
         functions=list(bypassing.functions) or list(monitor.functions),
+        reads_perturbation=monitor.reads_perturbation or _may_read_perturbation(primal),
         casts=list(monitor.casts),
         without_gradient=list(monitor.without_gradient),
         precision=precision,
@@ -284,7 +292,53 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
     )
 
 
+def _references(
+    problem: Problem,
+    tracer: _Tracer,
+    without_rules: LeafFunction,
+    outputs: Sequence[Leaf],
+    reverse: bool,
+    monitor: CallMonitor,
+    bypassing: CallMonitor,
+) -> tuple[_FindDerivative, _FindDerivative]:
+    """Returns functions that find the references of reverse and of forward mode.
+
+    Forward mode is traced here, reverse mode at the first call, as it is rarely needed.
+
+    Args:
+      problem: the problem.
+      tracer: stages the derivatives.
+      without_rules: the function without its rule.
+      outputs: its differentiable outputs.
+      reverse: whether reverse mode is checked.
+      monitor: has monitored the calls of the function.
+      bypassing: monitors those of `without_rules`.
+    """
+    columns = tracer.derivative(forward_derivative(without_rules), problem.inputs, stage)
+    rows = cache(lambda: tracer.derivative(jacobian_rows(without_rules), outputs, stage) if reverse else _UNCHECKED)
+    if isinstance(columns, UnavailableError) or monitor.functions.keys() - bypassing.functions.keys():
+        rows()  # reverse mode may call Functions that forward mode has not reached
+    if not bypassing.functions and not problem.has_reference:
+        no_rule = UnavailableError("it has no rule: autodiff is the derivative that is checked")
+        return (lambda: no_rule), (lambda: no_rule)
+    if monitor.functions.keys() - bypassing.functions.keys():
+        # Finite differences decide about reverse mode, and the rules of forward mode do not count as a reference.
+        columns = UnavailableError("Functions inside the function are differentiated by their own rules")
+    return rows, lambda: columns
+
+
 _UNCHECKED = UnavailableError("that mode is not checked")
+
+# Primitives whose derivatives are JAX's, and those of Functions, which are monitored.
+_MONITORED = frozenset({v for name, v in vars(jax.lax).items() if name.endswith("_p")} | {attach_p, stop_p})
+
+
+def _may_read_perturbation(primal: LeafFunction) -> bool:
+    """Whether a custom derivative other than a Function's may depend on which inputs are differentiated."""
+    if not isinstance(primal, JaxprFunction):
+        return True
+    known = _MONITORED | identity_primitives | subjaxpr_rules.keys()
+    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, known) for eqn in primal.eqns)
 
 
 class _Tracer:
