@@ -17,19 +17,22 @@ if TYPE_CHECKING:
     from jaxfn._torch.convert.function_class import ConvertedFunction
     from jaxfn._torch.convert.module import ConvertedModule
 
-_Ops = Mapping[Any, Callable[..., Any]]
 _registered: dict[Any, Callable[..., Any]] = {}
 
 
 @overload
-def from_torch(torch_function: torch.nn.Module, *, ops: _Ops | None = None) -> ConvertedModule: ...
+def from_torch(
+    torch_function: torch.nn.Module, *, ops: Mapping[Any, Callable[..., Any]] | None = None
+) -> ConvertedModule: ...
 @overload
 def from_torch(
-    torch_function: type[torch.autograd.Function], *, ops: _Ops | None = None
+    torch_function: type[torch.autograd.Function], *, ops: Mapping[Any, Callable[..., Any]] | None = None
 ) -> type[ConvertedFunction]: ...
 @overload
-def from_torch(torch_function: Callable[..., Any], *, ops: _Ops | None = None) -> Callable[..., Any]: ...
-def from_torch(torch_function: Any, *, ops: _Ops | None = None) -> Any:
+def from_torch(
+    torch_function: Callable[..., Any], *, ops: Mapping[Any, Callable[..., Any]] | None = None
+) -> Callable[..., Any]: ...
+def from_torch(torch_function: Any, *, ops: Mapping[Any, Callable[..., Any]] | None = None) -> Any:
     """Converts existing torch code to JAX, without changes to its source: a Function, a module, or a Python function.
 
     torch traces the Python code (of a Function, its `forward` and `backward`) once for each set of shapes, dtypes and
