@@ -20,8 +20,6 @@ from jaxfn._primitives import attach_p, linear_map_p, stop_p
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
 Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
-
-
 _FindDerivative: TypeAlias = "Callable[[], Derivative | UnavailableError]"
 
 
