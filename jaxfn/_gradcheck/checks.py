@@ -1,7 +1,7 @@
 """Checks of properties that every correct rule has: linearity, determinism, flags, undefined gradients.
 
-They evaluate a rule a few times along random vectors, before whole Jacobians are compared. The program evaluates a small
-Jacobian too, along all unit vectors, by the rule and by autodiff; if both agree, no further comparison is needed.
+They evaluate a rule a few times along random vectors, before whole Jacobians are compared. In the program that does so,
+a small Jacobian is also evaluated, by the rule and by autodiff; if both agree, no further comparison is needed.
 """
 
 from __future__ import annotations

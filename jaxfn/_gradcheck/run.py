@@ -239,8 +239,8 @@ class _Check:
             self.report.mismatches += mismatches
             if found.is_nan and not mismatches:
                 self.report.problems.append(
-                    f"{mode.method} is not linear: its {mode.result_name}s are NaN for some {mode.seed_name}s, but right "
-                    "for unit vectors."
+                    f"{mode.method} is not linear: its {mode.result_name}s are NaN for some {mode.seed_name}s, but "
+                    "right for unit vectors."
                 )
         of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
         if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
