@@ -109,7 +109,7 @@ class _Check:
         self.evaluator = self._new_evaluator(ExecutionMode.VECTORIZED if d.is_traced else ExecutionMode.PYTHON_LOOP)
         self.outputs: Sequence[Any] = ()
         self.autodiff_agrees = False
-        self.confirmed: set[str] = set()  # the modes whose rule agrees with autodiff in every entry
+        self.findings: dict[str, Findings] = {}  # by the name of the mode
 
     def run(self) -> GradcheckReport:
         if not self._is_differentiable():
@@ -194,7 +194,7 @@ class _Check:
             self.report.problems += found.problems
             self.outputs = found.outputs
             self.autodiff_agrees = found.autodiff_agrees
-            self.confirmed |= {mode.name} if found.matches_autodiff else set()
+            self.findings[mode.name] = found
             is_batched = o.check_batched_forward_grad if mode.is_forward else o.check_batched_grad
             # In vectorized mode the checks themselves have batched the rule.
             if is_batched and self.evaluator.mode is not ExecutionMode.VECTORIZED:
@@ -227,15 +227,21 @@ class _Check:
         is_trusted = self._is_trusted(method)
         takes_differences = self.options.reference != "autodiff" and self.problem.dtype is None
         for mode in self.modes:
-            if is_trusted and mode.name in self.confirmed:
+            found = self.findings[mode.name]
+            if is_trusted and found.matches_autodiff:
                 continue
             by_autodiff = is_trusted and mode.has_reference
             if not by_autodiff:
                 self._note_differences()
             blocks = method.with_autodiff(mode) if by_autodiff else method.with_differences(mode, available(mode.rule))
-            if blocks:
-                diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
-                self.report.mismatches += self._classified(diagnosis, self._explained(diagnosis, blocks))
+            diagnosis = Diagnosis(comparison, mode, by_autodiff, takes_differences)
+            mismatches = self._classified(diagnosis, self._explained(diagnosis, blocks))
+            self.report.mismatches += mismatches
+            if found.is_nan and not mismatches:
+                self.report.problems.append(
+                    f"{mode.method} is not linear: its {mode.result_name}s are NaN for some {mode.seed_name}s, but "
+                    "right for unit vectors."
+                )
         of_backward = [m for m in self.report.mismatches if m.check == d.reverse.name]
         if any(all(entry.analytic == 0 for entry in mismatch.entries) for mismatch in of_backward):
             self.report.notes += [f"{m} returned None for {x}, so its gradient is zero" for m, x in d.without_gradient]

@@ -73,21 +73,23 @@ def explain_by_saved(comparison: Comparison, mode: ADMode, *, by_autodiff: bool,
     methods: list[Comparison | Projections] = [Projections(_uncompiled(c)) for c in at_points]
     methods += [] if is_fast else at_points
 
-    def is_right(derivative: JaxprFunction) -> bool:
-        outputs = (f(points[0], vectors)[0] for f in (rule, derivative))
-        if not all(map(comparison.tolerance.agrees, *outputs)):  # the checked function itself reads what was saved
+    derivatives: list[JaxprFunction] = []  # evaluators identify a function by its id, so all of these have to live
+
+    def is_right(replacements: _Replacements) -> bool:
+        derivative = stage(lambda *args: _evaluate(rule, replacements, *args)[0], points[0], vectors)
+        derivatives.append(derivative)
+        try:
+            outputs = (f(points[0], vectors)[0] for f in (rule, derivative))
+            if not all(map(comparison.tolerance.agrees, *outputs)):  # the checked function itself reads what was saved
+                return False
+            other = replace(mode, rule=derivative)
+            return not any(
+                m.with_autodiff(other) if by_autodiff else m.with_differences(other, derivative) for m in methods
+            )
+        except Exception:  # a Python callback may raise for other arrays
             return False
-        other = replace(mode, rule=derivative)
-        return not any(
-            m.with_autodiff(other) if by_autodiff else m.with_differences(other, derivative) for m in methods
-        )
 
-    def with_replaced(replacements: _Replacements) -> JaxprFunction:
-        return stage(lambda *args: _evaluate(rule, replacements, *args)[0], points[0], vectors)
-
-    # Evaluators identify a function by its id, so all of these have to live.
-    derivatives = [with_replaced(replacements) for _, replacements in candidates]
-    right = [candidate for candidate, f in zip(candidates, derivatives, strict=True) if is_right(f)]
+    right = [(text, replacements) for text, replacements in candidates if is_right(replacements)]
     # A swap explains no more than the half of it that suffices.
     texts = [text for text, replaced in right if not any(other.items() < replaced.items() for _, other in right)]
     return " or ".join(texts) if 0 < len(texts) <= _MAX_EXPLANATIONS else None

@@ -31,7 +31,6 @@ LAYERS = [
     ("jaxfn._torch.convert",),
     ("jaxfn._torch",),
     ("jaxfn._gradcheck.problem", "jaxfn._gradcheck.report", "jaxfn._inspection.reports"),
-    ("jaxfn._gradcheck.numbers",),
     ("jaxfn._gradcheck", "jaxfn._inspection", "jaxfn._kernelcheck", "jaxfn._parity"),
     ("jaxfn",),
 ]

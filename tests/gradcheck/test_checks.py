@@ -57,6 +57,14 @@ def on_the_host(f, x, vmap_method="sequential"):
     return jax.pure_callback(f, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method=vmap_method)
 
 
+@jax.custom_batching.custom_vmap
+def sine_wrong_without_batch(x):
+    return jnp.sin(x) + 1
+
+
+sine_wrong_without_batch.def_vmap(lambda axis_size, in_batched, x: (jnp.sin(x), in_batched[0]))
+
+
 # What is wrong, the function and the check's options, and what the report says.
 PROBLEMS = {
     "shape": (
@@ -71,6 +79,22 @@ PROBLEMS = {
         rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * g * g),
         {"fast_mode": True},
         "not linear",
+    ),
+    # A square root, say, of 0 and 1 is right, and of a negative number is NaN.
+    "NaN for all but unit cotangents": (
+        rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * jnp.where(g * g == g, g, jnp.nan)),
+        {},
+        "gradients are NaN for some cotangents",
+    ),
+    "NaN for a zero cotangent": (
+        rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0] * g * g.sum() / g.sum()),
+        {},
+        "gradients are NaN for some cotangents",
+    ),
+    "NaN for all but unit tangents": (
+        square_with_jvp(lambda x, t: 2 * x * jnp.where(t * t == t, t, jnp.nan)),
+        FORWARD,
+        "tangents are NaN for some tangents",
     ),
     "gradient ignored": (
         rule(saved_square, lambda ctx, g: 2 * ctx.saved_tensors[0]),
@@ -103,6 +127,11 @@ PROBLEMS = {
         "different values when it is differentiated",
     ),
     "no jvp": (scaled_sine(1.0), {"check_forward_ad": True}, "forward mode"),
+    "another value without a batch": (
+        custom_vjp(sine_wrong_without_batch, lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),)),
+        {},
+        "different values when it is differentiated",
+    ),
     "jvp not linear": (
         square_with_jvp(lambda x, t: 2 * x * t * abs(t)),
         FORWARD,
@@ -166,6 +195,27 @@ def test_undefined_tangents():
     passes(product(0.0), inputs, **FORWARD)
     assert "undefined tangent of input 0" in failure(product(1.0), inputs, **FORWARD).problems[0]
     passes(product(1.0), inputs, check_undefined_grad=False, **FORWARD)
+
+
+@row("G5")
+def test_jvp_that_reads_which_inputs_are_differentiated():
+    def product(mistake):
+        class Product(jaxfn.Function):
+            @staticmethod
+            def forward(ctx, x, y):
+                return saved_product(ctx, x, y)
+
+            @staticmethod
+            def jvp(ctx, dx, dy):
+                x, y = ctx.saved_tensors
+                return (dx * y + x * dy) * (1 if all(ctx.needs_input_grad) else mistake)
+
+        return Product.apply
+
+    inputs = normal(3), normal(3, seed=1)
+    passes(product(1), inputs, **FORWARD)
+    for function in (product(2), jax.jit(product(2))):
+        assert "undefined tangent of input 0" in failure(function, inputs, **FORWARD).problems[0]
 
 
 @row("G5")

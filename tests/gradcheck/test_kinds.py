@@ -231,3 +231,16 @@ def test_a_forward_that_raises_at_a_further_trace_does_not_hide_the_report():
     count, kind = traces(100)
     assert "a wrong saved tensor" in kind
     assert traces(count) == (count, None)
+
+
+@row("G4")
+def test_a_callback_that_raises_for_another_saved_array_does_not_hide_the_report():
+    def cosine_of_arcsine(y):
+        assert (abs(np.asarray(y)) <= 1).all()
+        return np.sqrt(1 - np.asarray(y) ** 2)
+
+    def backward(g, x, y):
+        return 2 * g * jax.pure_callback(cosine_of_arcsine, jax.typeof(y), y, vmap_method="sequential")
+
+    sine = saving(jnp.sin, lambda y, x: (x, y), backward)
+    assert kinds(sine, np.array([0.3, 0.4, 1.2])) == ["a constant factor: 2 times what it should be"]

@@ -16,12 +16,10 @@ from jaxfn._gradcheck.problem.problem import Leaf, LeafFunction, Problem
 from jaxfn._gradcheck.problem.staging import JaxprFunction, stage, stage_without_x64
 from jaxfn._jaxpr import identity_primitives, is_any_of, is_reverse_only, subjaxpr_rules
 from jaxfn._observe import CALL_MONITOR, CallMonitor
-from jaxfn._primitives import attach_p, stop_p
+from jaxfn._primitives import attach_p, linear_map_p, stop_p
 
 # (inputs, cotangents) -> (outputs, gradients), or (inputs, tangents) -> (outputs, output tangents); all are lists.
 Derivative = Callable[[Sequence[Any], Sequence[Any]], Any]
-
-
 _FindDerivative: TypeAlias = "Callable[[], Derivative | UnavailableError]"
 
 
@@ -182,7 +180,8 @@ class Derivatives:
       reverse: reverse mode.
       forward: forward mode.
       functions: the Functions whose rules the references bypass.
-      reads_perturbation: whether the rule may depend on which inputs and outputs have a tangent or a cotangent.
+      has_unknown_code: whether values or derivatives may depend on which inputs and outputs have a tangent or a
+        cotangent, or on whether they are batched.
       casts: gradients that were returned in another dtype than their input's, as (location, dtype, input's dtype).
       without_gradient: differentiated inputs for which `backward` returned `None`, as (method, input).
       precision: the relative spacing of the coarsest floating-point type that the function computes in.
@@ -200,7 +199,7 @@ class Derivatives:
     reverse: ADMode
     forward: ADMode
     functions: list[Any]
-    reads_perturbation: bool
+    has_unknown_code: bool
     casts: list[tuple[str, str, str]]
     without_gradient: list[tuple[str, str]]
     precision: float
@@ -284,7 +283,7 @@ def _derive(problem: Problem, tracer: _Tracer, reverse: bool, forward: bool, ref
         reverse=ReverseMode(outputs, problem.inputs, *of_reverse),
         forward=ForwardMode(problem.inputs, outputs, *of_forward),
         functions=list(bypassing.functions) or list(monitor.functions),
-        reads_perturbation=monitor.reads_perturbation or _may_read_perturbation(primal),
+        has_unknown_code=monitor.reads_perturbation or _has_unknown_code(primal, own[1]),
         casts=list(monitor.casts),
         without_gradient=list(monitor.without_gradient),
         precision=precision,
@@ -329,16 +328,20 @@ def _references(
 
 _UNCHECKED = UnavailableError("that mode is not checked")
 
-# Primitives whose derivatives are JAX's, and those of Functions, which are monitored.
+# Primitives that run JAX's code alone, or that of Functions, which is monitored while JAX traces it.
 _MONITORED = frozenset({v for name, v in vars(jax.lax).items() if name.endswith("_p")} | {attach_p, stop_p})
+# `jvp` runs where a `linear_map` is lowered, after its trace.
+_UNMONITORED = frozenset({linear_map_p, "custom_vmap_call"})
 
 
-def _may_read_perturbation(primal: LeafFunction) -> bool:
-    """Whether a custom derivative other than a Function's may depend on which inputs are differentiated."""
+def _has_unknown_code(primal: LeafFunction, forward_rule: object) -> bool:
+    """Whether there is code, other than that of monitored methods, that may see what is differentiated or batched."""
     if not isinstance(primal, JaxprFunction):
         return True
-    known = _MONITORED | identity_primitives | subjaxpr_rules.keys()
-    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, known) for eqn in primal.eqns)
+    known = (_MONITORED | identity_primitives | subjaxpr_rules.keys()) - _UNMONITORED
+    return any(eqn.params.get("symbolic_zeros") or not is_any_of(eqn, known) for eqn in primal.eqns) or (
+        isinstance(forward_rule, JaxprFunction) and any(eqn.primitive is linear_map_p for eqn in forward_rule.eqns)
+    )
 
 
 class _Tracer:
