@@ -195,7 +195,7 @@ def test_ternary_weights_are_brevitas_where_they_are_used(quant):
     assert_same_as_torch(ours, of_torch, [normal(6, 9), np.float32(0.8)])
 
 
-def test_what_is_kept_as_int8_has_the_gradients_of_torch_on_rounded_activations():
+def test_int8_residuals_have_the_gradients_of_torch_on_rounded_activations():
     linear = load("bitwise_int8_activations").Linear.apply
     x, weight = normal(6, 20), normal(20, 3, seed=1)
 

@@ -111,7 +111,7 @@ def test_a_traced_value_behind_thousands_of_objects(program, outer, mode):
     ["reverse", "both"],
     [False, True],
 )
-def test_a_value_that_is_differentiated_is_refused(program, argnums, mode, is_far):
+def test_a_value_that_is_differentiated_raises(program, argnums, mode, is_far):
     for where in ("in it", "around it"):
         loss = within(program, lambda w, x: scaled(w, mode, is_far=is_far)(x), where)
         for wrap in (lambda f: f, jax.jit):
@@ -155,14 +155,14 @@ def sine_closing_over_its_scale(w, form):
     held = ((w,),)
 
     def forward(ctx, x):
-        kept = jnp.cos(x) if form == "intermediate" else x if form != "flags" or ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(kept)
-        ctx.save_for_forward(kept)
+        saved = jnp.cos(x) if form == "intermediate" else x if form != "flags" or ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(saved)
+        ctx.save_for_forward(saved)
         return jnp.sin(x)
 
     def rule(ctx, moving, scale=w):
-        (kept,) = ctx.saved_tensors
-        slope = kept if form == "intermediate" else jnp.cos(kept)
+        (saved,) = ctx.saved_tensors
+        slope = saved if form == "intermediate" else jnp.cos(saved)
         factors = {"defaults": scale * scale, "tuples": held[0][0] ** 2}
         return moving * slope * factors.get(form, square())
 
@@ -316,7 +316,7 @@ class Found(jaxfn.Function):
 @row("A9")
 @pytest.mark.parametrize("outer", ["eager", "jit"])
 @pytest.mark.parametrize("program", ["eager", "vmap", "jit", "scan"])
-def test_a_differentiated_global_is_refused_beside_an_intermediate(program, outer):
+def test_a_differentiated_global_raises_next_to_an_intermediate(program, outer):
     """No search finds it. At both orders; the derivative by x alone is right where w belongs to no inner program."""
 
     def total(f):
@@ -389,12 +389,12 @@ def test_a_rule_that_closes_over_a_value_of_an_outer_derivative_is_right():
 
 
 # The derivative of the gradient, by where forward finds what it closes over. A Function's value has none by that.
-BESIDE = {"cell": "right", "default": "right", "object": "refused", "static argument": "refused"}
+CAPTURES = {"cell": "right", "default": "right", "object": "raises", "static argument": "raises"}
 
 
 @row("A5", "A9", "D3")
 @cells(
-    "program,kept,moves",
+    "program,captured_in,moves",
     [
         ("eager", "cell", True),
         ("jit", "cell", False),
@@ -404,10 +404,10 @@ BESIDE = {"cell": "right", "default": "right", "object": "refused", "static argu
         ("eager", "static argument", False),
     ],
     ["eager", "jit", "checkpoint"],
-    BESIDE,
+    CAPTURES,
     [False, True],
 )
-def test_closed_over_values_beside_a_saved_intermediate(program, kept, moves):
+def test_closed_over_values_next_to_a_saved_intermediate(program, captured_in, moves):
     """What the outputs depend on beside the inputs keeps its derivative in backward, where forward can run again."""
 
     def ours(c):
@@ -415,7 +415,7 @@ def test_closed_over_values_beside_a_saved_intermediate(program, kept, moves):
 
         def backward(ctx, g):
             x, s = ctx.saved_tensors
-            return g * ctx.c * ctx.c * jnp.cos(x * ctx.c) + 0 * s, *[None] * (kept == "static argument")
+            return g * ctx.c * ctx.c * jnp.cos(x * ctx.c) + 0 * s, *[None] * (captured_in == "static argument")
 
         def run(ctx, x, c):
             s = jnp.sin(x * c)
@@ -429,8 +429,8 @@ def test_closed_over_values_beside_a_saved_intermediate(program, kept, moves):
             "object": lambda ctx, x: run(ctx, x, holder.value),
             "static argument": lambda ctx, x, held: run(ctx, x, held.value),
         }
-        f = jaxfn.autograd_function(forwards[kept], backward)
-        return (lambda x: f(x, holder)) if kept == "static argument" else f
+        f = jaxfn.autograd_function(forwards[captured_in], backward)
+        return (lambda x: f(x, holder)) if captured_in == "static argument" else f
 
     def loss(f, with_value=False):
         def total(c, x):
@@ -439,7 +439,7 @@ def test_closed_over_values_beside_a_saved_intermediate(program, kept, moves):
 
         return jax.grad(CONTEXTS[program](total), (0, 1))
 
-    if BESIDE[kept] == "right":
+    if CAPTURES[captured_in] == "right":
         expected = loss(lambda c: lambda x: jnp.sin(x * c) * c)(1.3, 0.7)
         np.testing.assert_allclose(loss(ours)(1.3, 0.7), expected, rtol=1e-5)
     else:

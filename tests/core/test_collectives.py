@@ -208,17 +208,17 @@ def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, de
     """In a custom_jvp, in both modes; in a custom_vjp in vmap(grad), as grad(vmap) ends in "unbound axis name"."""
     c = COLLECTIVES[collective]
     if rules == "jvp":
-        by_hand = jax.custom_jvp(c.value)
-        by_hand.defjvp(lambda p, t: (by_hand(*p), TWICE * c.push(*p, *t)))
+        hand_written = jax.custom_jvp(c.value)
+        hand_written.defjvp(lambda p, t: (hand_written(*p), TWICE * c.push(*p, *t)))
     else:
-        by_hand = jax.custom_vjp(c.value)
-        by_hand.defvjp(lambda *xw: (by_hand(*xw), xw), lambda xw, g: tuple(THRICE * v for v in c.pull(*xw, g)))
-    compare(DERIVATIVES[derivative](function_of(c, rules))(XS, W), DERIVATIVES[derivative](by_hand)(XS, W))
+        hand_written = jax.custom_vjp(c.value)
+        hand_written.defvjp(lambda *xw: (hand_written(*xw), xw), lambda xw, g: tuple(THRICE * v for v in c.pull(*xw, g)))
+    compare(DERIVATIVES[derivative](function_of(c, rules))(XS, W), DERIVATIVES[derivative](hand_written)(XS, W))
 
 
 @row("E1", "E1c")
 @cells(
-    "place, rules, collective",
+    "position, rules, collective",
     [
         ("inside", "backward", "psum of a part"),
         ("inside", "jvp", "all_gather"),
@@ -229,13 +229,13 @@ def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, de
     FACTORS,
     COLLECTIVES,
 )
-def test_collectives_under_another_vmap(place, rules, collective):
+def test_collectives_under_another_vmap(position, rules, collective):
     """Whose axis has no name, and lies inside or outside the one that has."""
     c, (factor, _) = COLLECTIVES[collective], FACTORS[rules]
     xs = np.stack([XS, XS - 1, 2 * XS, XS**2], 1)
 
     def derived(f):
-        if place == "outside":
+        if position == "outside":
             one = jax.vmap(lambda x, w: over(f)(x, w), (1, None), 1)
         else:
             one = over(jax.vmap(f, (1, None), 1))

@@ -30,17 +30,17 @@ class Cube(jaxfn.Function):
     def forward(ctx, x):
         ctx.save_for_backward(x, square=x * x)
         ctx.save_for_forward(x * x * 3)
-        ctx.kept = x + 1
+        ctx.stored = x + 1
         return x**3
 
     @staticmethod
     def backward(ctx, grad_output):
         x, square = ctx.saved_tensors
-        return grad_output * (x * x + 2 * square) + 0 * ctx.kept
+        return grad_output * (x * x + 2 * square) + 0 * ctx.stored
 
     @staticmethod
     def jvp(ctx, tangent):
-        return ctx.saved_tensors[0] * tangent + 0 * ctx.kept
+        return ctx.saved_tensors[0] * tangent + 0 * ctx.stored
 
 
 class SquareBoth(Square):
@@ -164,7 +164,7 @@ def test_one_array_saved_twice_None_and_integers(wrap):
 
 @row("F1")
 @WRAPS
-def test_an_attribute_that_is_also_saved_is_kept_twice(wrap):
+def test_an_attribute_that_is_also_saved_is_stored_twice(wrap):
     """Once packed, for saved_tensors, and once as it is."""
 
     @jaxfn.function
@@ -238,10 +238,10 @@ def test_unpack_must_return_an_array(wrap):
 @row("F1")
 @WRAPS
 def test_an_error_in_a_hook_comes_through(wrap):
-    def refuse(x):
+    def fail(x):
         raise ZeroDivisionError("mine")
 
-    with jaxfn.saved_tensors_hooks(refuse, lambda x: x), pytest.raises(ZeroDivisionError, match="mine"):
+    with jaxfn.saved_tensors_hooks(fail, lambda x: x), pytest.raises(ZeroDivisionError, match="mine"):
         wrap(jax.grad(Square.apply))(1.0)
     assert jax.grad(Square.apply)(1.0) == 2
 
@@ -285,12 +285,12 @@ def test_bytes_of_a_scan_under_jit(function):
         compiled = jax.jit(jax.grad(loss)).lower(X).compile()
         return residual_bytes(jax.jit(loss), (X,)), compiled.memory_analysis().temp_size_in_bytes
 
-    kept, temporary = measured()
+    stored, temporary = measured()
     with bfloat16():
-        assert measured()[0] == kept / 2 == 64 * 2000
+        assert measured()[0] == stored / 2 == 64 * 2000
     with jaxfn.saved_tensors_hooks(lambda x: (x * 100).astype(jnp.int8), lambda x: x.astype(jnp.float32) / 100):
-        kept_int8, temporary_int8 = measured()
-    assert kept_int8 == kept / 4 == 64 * 1000
+        stored_int8, temporary_int8 = measured()
+    assert stored_int8 == stored / 4 == 64 * 1000
     assert temporary - temporary_int8 > 0.9 * 64 * 3000
 
 
@@ -302,7 +302,7 @@ def test_right_to_rounding_for_every_kind_of_save(case):
     plain = jax.grad(loss_of(case.reference), argnums)(*args)
     with bfloat16():
         ours = jax.jit(jax.grad(loss_of(case.apply), argnums))(*args)
-        assert residual_bytes(case.apply, args) <= residual_bytes(case.by_hand, args) / 2 + 4
+        assert residual_bytes(case.apply, args) <= residual_bytes(case.hand_written, args) / 2 + 4
     for a, b in zip(ours, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=3e-2, atol=3e-2)
 
@@ -347,7 +347,7 @@ def test_a_block_that_was_left_by_an_error():
 
 @row("F1")
 @BOTH
-def test_in_force_where_applied_and_not_where_differentiated(function):
+def test_active_where_applied_and_not_where_differentiated(function):
     with Log() as log:
         _, pullback = jax.vjp(function.apply, jnp.float32(3))
     assert len(log.packed) == 1 and log.unpacked == []
@@ -400,7 +400,7 @@ def test_each_thread_has_its_own_hooks():
 
 @row("F1")
 @BOTH
-def test_a_jitted_function_is_traced_anew_once_for_each_pair(function):
+def test_a_jitted_function_is_traced_once_for_each_pair(function):
     traces = []
 
     @jax.jit
@@ -501,8 +501,8 @@ def test_residuals_are_in_host_memory(wrap, function):
     f = wrap(function.apply)
     with jaxfn.save_on_host():
         _, pullback = jax.vjp(f, X)
-    kept = [x for x in jax.tree.leaves(pullback) if x.size == 1000]
-    assert [x.sharding.memory_kind for x in kept] == ["pinned_host"]
+    stored = [x for x in jax.tree.leaves(pullback) if x.size == 1000]
+    assert [x.sharding.memory_kind for x in stored] == ["pinned_host"]
     (gradient,) = pullback(jnp.ones(1000))
     assert gradient.sharding.memory_kind == jax.devices()[0].default_memory().kind
     np.testing.assert_array_equal(gradient, 2 * X)
@@ -591,7 +591,7 @@ def test_each_thread_may_disable_hooks_for_itself():
 
 
 @row("F1", "F3")
-def test_beside_torch():
+def test_matches_torch():
     """Which hooks are called in what order, for what, in a number of situations; torch live."""
     torch = pytest.importorskip("torch")
 

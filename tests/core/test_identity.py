@@ -89,17 +89,17 @@ def cube(no_op, use, rules):
 
     def forward(ctx, x):
         y = x**3
-        kept = no_op(y) if use == "saved output" else y if use == "returned" else no_op(x)
+        stored = no_op(y) if use == "saved output" else y if use == "returned" else no_op(x)
         if use == "attribute":
-            ctx.kept = [kept]
+            ctx.stored = [stored]
         elif use == "named":
-            ctx.save_for_backward(kept=kept)
+            ctx.save_for_backward(stored=stored)
         else:
-            ctx.save_for_backward(kept)
+            ctx.save_for_backward(stored)
         return no_op(y) if use == "returned" else y
 
     def rule(ctx, g):
-        return g * (ctx.kept[0] if use == "attribute" else ctx.saved_tensors[0])
+        return g * (ctx.stored[0] if use == "attribute" else ctx.saved_tensors[0])
 
     f = jaxfn.autograd_function(forward, rule)
     if rules == "both":

@@ -126,7 +126,7 @@ SECOND_RUN = r"^Drawing[\s\S]*returned different values"
     SOURCES,
     PROGRAMS,
 )
-def test_a_second_run_that_draws_again_is_refused(program, source):
+def test_a_second_run_that_draws_again_raises(program, source):
     """For a second derivative forward runs again, and draws something else: that is noticed."""
     with pytest.raises(NotImplementedError, match=SECOND_RUN):
         PROGRAMS[program](drawing(source))(X)
@@ -167,7 +167,7 @@ def test_a_second_run_is_compared_entry_by_entry_and_in_inner_programs(program, 
         ("generator", "plain", "vmap", "vmap"),
     ],
 )
-def test_a_second_run_for_a_mixed_derivative_that_draws_again_is_refused(program, source, how, outside):
+def test_a_second_run_for_a_mixed_derivative_that_draws_again_raises(program, source, how, outside):
     """The flags of the mixed derivative are wider, so that forward runs again."""
     f = drawing(source, how, "saved by")
 

@@ -18,7 +18,7 @@ from jaxfn._jaxpr import (
     subjaxprs,
     unchanged_operand,
 )
-from tests.support.marks import COMING
+from tests.support.marks import EXPERIMENTAL
 
 X = jnp.arange(1.0, 4.0)
 
@@ -79,7 +79,7 @@ def on_devices(x):
 
 PROGRAMS = {
     "jit": (jax.jit(lambda x: (x.sum(), x + 1)), ["jit"]),
-    "checkpoint": (jax.checkpoint(jnp.sin), ["call" if COMING else "checkpoint"]),
+    "checkpoint": (jax.checkpoint(jnp.sin), ["call" if EXPERIMENTAL else "checkpoint"]),
     "custom_jvp": (with_jvp, ["call"]),
     "custom_vjp": (with_vjp, ["call"]),
     "custom_vmap": (with_vmap, ["call"]),
@@ -166,7 +166,7 @@ def test_a_read_depends_on_what_was_written_before():
     assert inputs == {0, 1} and "exp" in names
 
 
-@pytest.mark.skipif(COMING, reason="JAX's experimental custom_vjp is lowered before")
+@pytest.mark.skipif(EXPERIMENTAL, reason="JAX's experimental custom_vjp is lowered before")
 def test_an_operand_for_the_rule_alone_is_no_dependence():
     assert dependence(lambda x, y: with_vjp(x, jnp.sin(y)), 1.0, 2.0) == [({0}, {"custom_vjp_call"})]
 

@@ -22,11 +22,11 @@ import pytest
 
 import jaxfn
 from tests.support.cases import CASES
-from tests.support.marks import COMING, cells, row, slow
+from tests.support.marks import EXPERIMENTAL, cells, row, slow
 from tests.support.transformations import TRANSFORMATIONS
 
 ROOT = Path(__file__).parents[2]
-MAY_KEEP_TRACES = pytest.mark.skipif(COMING, reason="JAX_CUSTOM_VJP3 keeps traces until its caches are full")
+MAY_CACHE_TRACES = pytest.mark.skipif(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 keeps traces until its caches are full")
 
 
 def sine(scale: float) -> type[jaxfn.Function]:
@@ -74,7 +74,7 @@ class Scale(jaxfn.Function):
 
 @row("J1")
 @slow
-@pytest.mark.parametrize("derivative, calls", [(False, 10_000), pytest.param(True, 300, marks=MAY_KEEP_TRACES)])
+@pytest.mark.parametrize("derivative, calls", [(False, 10_000), pytest.param(True, 300, marks=MAY_CACHE_TRACES)])
 def test_eager_calls_leave_nothing_behind(derivative, calls):
     """With another Python number each time, which is what calls are prepared for and kept by."""
     x = jnp.ones(4)
@@ -92,7 +92,7 @@ def test_eager_calls_leave_nothing_behind(derivative, calls):
 
 @row("J1")
 @slow
-def test_residuals_of_a_gigabyte_take_the_memory_that_they_take_by_hand():
+def test_residuals_of_a_gigabyte_take_as_much_memory_as_hand_written_ones():
     program = """
         import resource, sys
         import jax, jax.numpy as jnp, jaxfn
@@ -119,9 +119,9 @@ def test_residuals_of_a_gigabyte_take_the_memory_that_they_take_by_hand():
         (gradient,) = pull(y)
         print(float(gradient[3]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     """
-    ours, by_hand = (run_python("-c", program, kind).split() for kind in ("ours", "by hand"))
-    assert float(ours[0]) == float(by_hand[0])
-    assert 2**20 < int(ours[1]) < 1.1 * int(by_hand[1])
+    ours, hand_written = (run_python("-c", program, kind).split() for kind in ("ours", "by hand"))
+    assert float(ours[0]) == float(hand_written[0])
+    assert 2**20 < int(ours[1]) < 1.1 * int(hand_written[1])
 
 
 def run_python(*args: str, **environment: str) -> str:

@@ -19,7 +19,7 @@ from jax.experimental import io_callback
 from jax.extend.random import define_prng_impl
 
 import jaxfn
-from tests.support.marks import COMING, cells, row
+from tests.support.marks import EXPERIMENTAL, cells, row
 
 
 def _mixed(key, numbers):
@@ -130,7 +130,7 @@ def by_function(name, draw):
         if name == "keeps_closure":
             ctx.pull = lambda g: g * saved
         elif name == "keeps_attribute":
-            ctx.kept = {"slope": [saved]}
+            ctx.stored = {"slope": [saved]}
         else:
             ctx.save_for_backward(*jax.tree.leaves(saved))
         return y
@@ -139,7 +139,7 @@ def by_function(name, draw):
         if name == "keeps_closure":
             return ctx.pull(moving)
         if name == "keeps_attribute":
-            return moving * ctx.kept["slope"][0]
+            return moving * ctx.stored["slope"][0]
         saved = ctx.saved_tensors
         return moving * slope_of(saved[0] if len(saved) == 1 else saved)
 
@@ -174,14 +174,14 @@ def separately(draw):
     return lambda x, keys: Drawn.apply(x, keys)[0]
 
 
-def by_hand(name, draw):
+def hand_written(name, draw):
     """As a JAX user would write it; an object is no argument of a custom_vjp, so it is closed over."""
     compute, slope_of = computes(name)
 
     def call(x, keys):
-        made = jax.custom_vjp(lambda x: compute(x, draw(keys))[0])
-        made.defvjp(lambda x: compute(x, draw(keys)), lambda saved, g: (g * slope_of(saved),))
-        return made(x)
+        function = jax.custom_vjp(lambda x: compute(x, draw(keys))[0])
+        function.defvjp(lambda x: compute(x, draw(keys)), lambda saved, g: (g * slope_of(saved),))
+        return function(x)
 
     return call
 
@@ -297,9 +297,9 @@ def history(make, name, source, transform):
 
 def expect_other_draws(name, source, transform):
     """JAX_REMAT3 runs the rule of a custom_jvp in a checkpoint again, one by hand too."""
-    if COMING and transform == "checkpoint" and name in ("has_jvp_too", "generates_jvp_rule") and "key" not in source:
+    if EXPERIMENTAL and transform == "checkpoint" and name in ("has_jvp_too", "generates_jvp_rule") and "key" not in source:
         pytest.xfail("JAX_REMAT3 runs a custom_jvp's rule more than once")
-    if COMING and transform == "checkpoint" and name == "reads_flags" and "key" not in source:
+    if EXPERIMENTAL and transform == "checkpoint" and name == "reads_flags" and "key" not in source:
         pytest.xfail("JAX_REMAT3 takes the value of a checkpoint from another trace")
 
 
@@ -346,7 +346,7 @@ def at(transform):
         ("io_callback", "keeps_closure", "cond", "refused"),
     ],
 )
-def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):
+def test_code_runs_as_often_as_in_a_hand_written_rule(source, name, transform, outcome):
     """Or half as often, where JAX stages the call before it differentiates it, and a custom_vjp runs its primal and its
     fwd. If forward reads its flags it runs again there, and a third time in `cond`, which JAX differentiates twice.
 
@@ -354,8 +354,8 @@ def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):
     """
     expect_other_draws(name, source, transform)
     if outcome == "refused":
-        errors = (NotImplementedError, jax.errors.UnexpectedTracerError) if COMING else NotImplementedError
-        with pytest.raises(errors, match=None if COMING else "^Drawn"):
+        errors = (NotImplementedError, jax.errors.UnexpectedTracerError) if EXPERIMENTAL else NotImplementedError
+        with pytest.raises(errors, match=None if EXPERIMENTAL else "^Drawn"):
             history(by_function, name, source, transform)
         return
     results, counts = history(by_function, name, source, transform)
@@ -366,11 +366,11 @@ def test_code_runs_as_often_as_by_hand(source, name, transform, outcome):
     if outcome == "right":
         return
     try:
-        expected, expected_counts = history(by_hand, name, source, transform)
+        expected, expected_counts = history(hand_written, name, source, transform)
     except jax.errors.UnexpectedTracerError:
-        assert COMING  # by which a value of the staged program gets out of a hand-written rule
+        assert EXPERIMENTAL  # by which a value of the staged program gets out of a hand-written rule
         return
-    if COMING:  # keeps traces, of what was made once
+    if EXPERIMENTAL:  # keeps traces, of what was made once
         for ours, by_jax in zip(counts, expected_counts, strict=True):
             assert all(ours[kind] <= by_jax[kind] for kind in ours)
         return
@@ -396,8 +396,8 @@ def test_a_single_call_under_jit_runs_once(name):
 
 
 @row("A8")
-@pytest.mark.parametrize("kept", ["array", "closure"])
-def test_an_object_that_holds_a_traced_array_and_what_is_kept_of_it(kept):
+@pytest.mark.parametrize("stored", ["array", "closure"])
+def test_an_object_that_holds_a_traced_array_and_what_ctx_stores_of_it(stored):
     """Neither changes the object: forward runs once, whether or not anything is differentiated."""
     count = 0
 
@@ -407,12 +407,12 @@ def test_an_object_that_holds_a_traced_array_and_what_is_kept_of_it(kept):
             nonlocal count
             count += 1
             c = jnp.cos(x) * box.key
-            ctx.pull = (lambda g: g * c) if kept == "closure" else c
+            ctx.pull = (lambda g: g * c) if stored == "closure" else c
             return jnp.sin(x) * box.key
 
         @staticmethod
         def backward(ctx, g):
-            return ctx.pull(g) if kept == "closure" else g * ctx.pull, None
+            return ctx.pull(g) if stored == "closure" else g * ctx.pull, None
 
     def call(x, w):
         return Weighted.apply(x, Keys(w))

@@ -346,8 +346,8 @@ def nonlinear(rules: str, save: str) -> Any:
         return y
 
     def slope(ctx):
-        (kept,) = ctx.saved_tensors
-        return {"input": 2 * kept, "output": 2 * jnp.sqrt(kept), "intermediate": kept}[save]
+        (saved,) = ctx.saved_tensors
+        return {"input": 2 * saved, "output": 2 * jnp.sqrt(saved), "intermediate": saved}[save]
 
     return with_rules(rules, forward, lambda ctx, g: slope(ctx) * g, lambda ctx, t: slope(ctx) * t)
 
@@ -363,7 +363,7 @@ def nonlinear(rules: str, save: str) -> Any:
         ("intermediate", "jit", "generated"),
     ],
 )
-def test_the_transpose_of_a_function_that_is_not_linear_is_refused(save, within, rules):
+def test_the_transpose_of_a_function_that_is_not_linear_raises(save, within, rules):
     with pytest.raises(TypeError, match=r"Linear is transposed .*not linear: its derivative depends on saved_tensors"):
         jax.linear_transpose(CONTEXTS[within](nonlinear(rules, save)), X)(X)
 

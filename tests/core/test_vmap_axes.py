@@ -150,8 +150,8 @@ def loss_of(f):
     def loss(*args):
         total = jnp.float32(0)
         for y in jax.tree.leaves(f(*args)):
-            places = jnp.arange(1, y.size + 1, dtype=jnp.float32).reshape(y.shape) / max(y.size, 1)
-            total += jnp.sum(jnp.sin(0.5 * y) * places)
+            positions = jnp.arange(1, y.size + 1, dtype=jnp.float32).reshape(y.shape) / max(y.size, 1)
+            total += jnp.sum(jnp.sin(0.5 * y) * positions)
         return total
 
     return loss
@@ -242,7 +242,7 @@ FIRST_PAIRS, OTHER_PAIRS = ((1, 0), (2, 1), (0, -1)), ((2, -1), (-1, 0))
     ],
     ids=str,
 )
-def test_axes_inside_and_outside_of_other_transformations(name, mode, save, inside, outside, pairs):
+def test_axes_inside_and_outside_other_transformations(name, mode, save, inside, outside, pairs):
     check(name, mode, save, inside, outside, pairs)
 
 

@@ -39,7 +39,7 @@ def rows_of_all_tests():
     return tuple(set().union(*rows) for rows in zip(*modules, strict=True))
 
 
-def test_rows_are_found_and_each_stands_once():
+def test_rows_are_found_and_each_occurs_once():
     assert rows_in("- **B7** a row\n  **C1** not one\n- **D5b** another\n- **Bold** no row") == ["B7", "D5b"]
     everywhere = ROWS + rows_in(NOT_THERE_YET)
     assert len(everywhere) == len(set(everywhere))

@@ -51,7 +51,7 @@ def test_a_setup_context_that_is_registered_later():
 
 
 @row("L3")
-def test_a_class_without_a_forward_of_its_own():
+def test_a_class_that_inherits_forward():
     class Base(jaxfn.Function):
         pass
 

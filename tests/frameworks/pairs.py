@@ -38,13 +38,13 @@ class DenseOfDict(jaxfn.Function):
 
 
 @jax.custom_vjp
-def dense_by_hand(x, w):
+def hand_written_dense(x, w):
     return x @ w
 
 
-dense_by_hand.defvjp(
+hand_written_dense.defvjp(
     lambda x, w: (x @ w, (x, w)),
-    lambda kept, ct: (3 * ct @ kept[1].T, 3 * kept[0].T @ ct),
+    lambda residuals, ct: (3 * ct @ residuals[1].T, 3 * residuals[0].T @ ct),
 )
 
 INPUTS = jax.random.normal(jax.random.key(1), (5, 4))

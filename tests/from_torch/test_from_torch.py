@@ -26,15 +26,15 @@ from tests.support.torch_functions import CASES, Exp  # noqa: E402
 def of_arrays(function: Any, args: tuple[Any, ...]) -> tuple[Any, list[np.ndarray]]:
     """A function of the arrays among a Function's arguments, and those."""
     leaves, tree = jax.tree.flatten(args, is_leaf=lambda leaf: leaf is None)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
 
     def call(*arrays):
         filled = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            filled[place] = array
+        for index, array in zip(indices, arrays, strict=True):
+            filled[index] = array
         return function.apply(*jax.tree.unflatten(tree, filled))
 
-    return call, [leaves[i] for i in places]
+    return call, [leaves[i] for i in indices]
 
 
 @row("H1")
@@ -95,7 +95,7 @@ def test_is_a_Function_with_the_same_name_and_parameters():
 
 @row("H1")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "complex64"])
-def test_dtypes_are_kept(dtype: str):
+def test_dtypes_are_preserved(dtype: str):
     x = jnp.arange(3).astype(dtype)
     result = jaxfn.from_torch(CASES["MulConstant"].function).apply(x, 2)
     assert result.dtype == dtype
@@ -103,7 +103,7 @@ def test_dtypes_are_kept(dtype: str):
 
 
 @row("H1")
-def test_second_derivatives_use_all_flags_in_force():
+def test_second_derivatives_use_all_active_flags():
     """d²/dxdw of (x·w)² is 4xw at the second order, also where backward looks at needs_input_grad."""
     Linear = jaxfn.from_torch(CASES["LinearFunction"].function)
 
@@ -190,7 +190,7 @@ def test_checkpoint():
 
 
 @row("H2")
-def test_writes_outside_are_refused():
+def test_writes_outside_raise():
     module = torch.nn.BatchNorm1d(2)
     Normalizes = jaxfn.from_torch(function_of(lambda x: module(x)))
     with pytest.raises(jaxfn.TranslationError, match="mutates an external tensor"):
@@ -356,7 +356,7 @@ def multiply_two_selections(x):
     ],
     ids=["returned", "multiplied"],
 )
-def test_selections_that_are_not_written_back_by_their_mask_are_refused(code: Any, message: str):
+def test_selections_that_are_not_written_back_by_their_mask_raise(code: Any, message: str):
     with pytest.raises(jaxfn.TranslationError, match=message):
         jaxfn.from_torch(function_of(code)).apply(jnp.ones(2))
 
@@ -498,7 +498,7 @@ def test_a_replacement_is_called(name: str):
     ],
     ids=["sparse", "sparse rows", "pointer"],
 )
-def test_code_that_JAX_cannot_run_is_refused(code: Any, message: str):
+def test_code_that_JAX_cannot_run_raises(code: Any, message: str):
     with pytest.raises(jaxfn.TranslationError, match=message):
         jaxfn.from_torch(function_of(code)).apply(jnp.ones((2, 2), "float32"))
 
@@ -604,7 +604,7 @@ def test_draws_have_their_distribution(code: Any, at: float, mean: float, deviat
     ],
     ids=["seed", "generator", "numpy"],
 )
-def test_draws_that_no_key_decides_are_refused(code: Any, message: str):
+def test_draws_that_no_key_decides_raise(code: Any, message: str):
     with pytest.raises(jaxfn.TranslationError, match=message):
         jaxfn.from_torch(function_of(code)).apply(jnp.ones(3), key=jax.random.key(0))
 
@@ -717,14 +717,14 @@ def test_int32_labels_where_the_code_itself_asks_for_int64():
     x = torch.tensor(scores, requires_grad=True)
     value = ChecksDtype.apply(x, torch.tensor(target).long())
     (gradient,) = torch.autograd.grad(value, x)
-    adopted = jaxfn.from_torch(ChecksDtype).apply
+    converted = jaxfn.from_torch(ChecksDtype).apply
     in_a_function = jaxfn.from_torch(lambda x, t: ChecksDtype.apply(x, t))
-    for call in (adopted, in_a_function, jax.jit(adopted)):
+    for call in (converted, in_a_function, jax.jit(converted)):
         ours, slopes = jax.value_and_grad(call)(scores, target)
         np.testing.assert_allclose(ours, value.detach(), rtol=1e-6)
         np.testing.assert_allclose(slopes, gradient, rtol=1e-5, atol=1e-7)
     with pytest.raises(TypeError, match="int64"):
-        adopted(scores, target.astype(np.int16))
+        converted(scores, target.astype(np.int16))
 
 
 @row("H2")

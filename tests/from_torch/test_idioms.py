@@ -25,8 +25,8 @@ X = np.random.default_rng(0).standard_normal(5).astype(np.float32)
 # --- A graph of autograd's that forward keeps for backward to go through.
 
 
-def keeping_graph(code: Any, by_backward: bool = False) -> Any:
-    class KeepsGraph(torch.autograd.Function):
+def storing_graph(code: Any, by_backward: bool = False) -> Any:
+    class StoresGraph(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             with torch.enable_grad():
@@ -41,7 +41,7 @@ def keeping_graph(code: Any, by_backward: bool = False) -> Any:
                 return ctx.x.grad
             return torch.autograd.grad(ctx.y, ctx.x, grad_output)[0]
 
-    return KeepsGraph
+    return StoresGraph
 
 
 class SavedGraph(torch.autograd.Function):
@@ -63,15 +63,15 @@ class SavedGraph(torch.autograd.Function):
 
 
 @row("H2")
-def test_second_derivative_through_a_kept_graph():
-    function = jaxfn.from_torch(keeping_graph(lambda x: x**3))
+def test_second_derivative_through_a_stored_graph():
+    function = jaxfn.from_torch(storing_graph(lambda x: x**3))
     second = jax.vmap(jax.grad(jax.grad(function.apply)))(X)
     np.testing.assert_allclose(second, 6 * X, rtol=1e-5)
 
 
 @row("H5")
-def test_a_kept_graph_with_random_numbers_is_refused():
-    noisy = keeping_graph(lambda x: x * torch.rand_like(x))
+def test_a_stored_graph_with_random_numbers_raises():
+    noisy = storing_graph(lambda x: x * torch.rand_like(x))
     with pytest.raises(jaxfn.TranslationError, match="KeepsGraph.forward draws random .* stores .* graph on ctx"):
         jaxfn.from_torch(noisy).apply(X, key=jax.random.key(0))
 
@@ -224,7 +224,7 @@ def test_a_backward_that_applies_itself_and_uses_parameters():
     assert_layer_as_torch(layers[0])
 
 
-class ChangesWhatItKept(torch.autograd.Function):
+class ChangesWhatItStored(torch.autograd.Function):
     """Writes to what the call in its backward keeps, which that call's own backward finds in torch."""
 
     @staticmethod
@@ -235,18 +235,18 @@ class ChangesWhatItKept(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         scale = ctx.scale.clone()
-        gradient = ChangesWhatItKept.apply(grad_output, scale)
+        gradient = ChangesWhatItStored.apply(grad_output, scale)
         scale.mul_(2)
         return gradient, None
 
 
 @row("H8")
 @pytest.mark.usefixtures("double_precision")
-def test_a_backward_that_applies_itself_and_writes_to_what_that_call_keeps():
+def test_a_backward_that_applies_itself_and_writes_to_what_that_call_stores():
     """The first derivative is right. The second is twice as large in torch, and refused."""
 
     def cubed(x: Any, scale: Any) -> Any:
-        return (ChangesWhatItKept.apply(x, scale) ** 3).sum()
+        return (ChangesWhatItStored.apply(x, scale) ** 3).sum()
 
     function = jaxfn.from_torch(cubed)
     first = jax.grad(lambda x: function(x, 3.0 + jnp.zeros(5)))
@@ -430,7 +430,7 @@ def dirty(x):
     return leaf, Tripled.apply(inner) * inner
 
 
-class AsksWhetherToKeepTheGraph(torch.autograd.Function):
+class PassesCreateGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         assert not torch.is_grad_enabled()
@@ -447,17 +447,17 @@ class AsksWhetherToKeepTheGraph(torch.autograd.Function):
 @row("H2")
 def test_a_backward_that_asks_whether_it_is_differentiated():
     x = torch.tensor(X, requires_grad=True)
-    (gradient,) = torch.autograd.grad(AsksWhetherToKeepTheGraph.apply(x).sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(PassesCreateGraph.apply(x).sum(), x, create_graph=True)
     (expected,) = torch.autograd.grad(gradient.sum(), x)
-    function = jaxfn.from_torch(AsksWhetherToKeepTheGraph)
+    function = jaxfn.from_torch(PassesCreateGraph)
     np.testing.assert_allclose(jax.vmap(jax.grad(jax.grad(function.apply)))(X), expected, rtol=1e-5)
     assert torch.is_grad_enabled()
 
 
 IDIOMS = {
-    "a kept graph, by grad": keeping_graph(lambda x: x**3),
-    "a kept graph, by backward": keeping_graph(lambda x: x**3, by_backward=True),
-    "a kept graph of fake quantization": keeping_graph(
+    "a kept graph, by grad": storing_graph(lambda x: x**3),
+    "a kept graph, by backward": storing_graph(lambda x: x**3, by_backward=True),
+    "a kept graph of fake quantization": storing_graph(
         lambda x: torch.fake_quantize_per_tensor_affine(x, 0.3, 0, -2, 1) * x
     ),
     "a saved graph": SavedGraph,
@@ -470,7 +470,7 @@ IDIOMS = {
     "numbers in the code": Literal,
     "what requires a gradient": Asks,
     "what was written to requires a gradient": WritesAndAsks,
-    "whether backward is differentiated": AsksWhetherToKeepTheGraph,
+    "whether backward is differentiated": PassesCreateGraph,
 }
 
 
@@ -569,7 +569,7 @@ def test_a_replacement_for_what_is_in_no_module():
     ],
     ids=["storage", "CUDA array", "only on a GPU", "cond"],
 )
-def test_code_that_JAX_cannot_run_is_refused(code: Any, message: str):
+def test_code_that_JAX_cannot_run_raises(code: Any, message: str):
     with pytest.raises(jaxfn.TranslationError, match=message):
         jaxfn.from_torch(function_of(code)).apply(jnp.ones((2, 2)))
 
@@ -625,14 +625,14 @@ def copy_written_before_use(x):
 )
 @row("I2")
 @pytest.mark.usefixtures("few_objects")
-def test_data_that_is_saved_for_arguments_and_written_is_refused(code):
-    adopted = jaxfn.from_torch(code)
-    np.testing.assert_allclose(adopted(X), code(torch.tensor(X)), rtol=1e-6)
+def test_data_that_is_saved_for_arguments_and_written_raises(code):
+    converted = jaxfn.from_torch(code)
+    np.testing.assert_allclose(converted(X), code(torch.tensor(X)), rtol=1e-6)
     for transform in (lambda f: f, jax.jit):
         with pytest.raises(
             jaxfn.TranslationError, match=rf"(?s){code.__name__} mutates by `.data`.*in {code.__name__}"
         ):
-            transform(jax.grad(lambda x: adopted(x).sum()))(X)
+            transform(jax.grad(lambda x: converted(x).sum()))(X)
 
 
 @pytest.mark.parametrize("code", [unsaved_result_written, data_exchanged, copy_written_before_use])
@@ -640,5 +640,5 @@ def test_data_that_is_saved_for_arguments_and_written_is_refused(code):
 def test_data_that_is_not_saved_is_written(code):
     x = torch.tensor(X, requires_grad=True)
     (gradient,) = torch.autograd.grad(code(x).sum(), x)
-    adopted = jaxfn.from_torch(code)
-    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: adopted(x).sum()))(X), gradient, rtol=1e-6)
+    converted = jaxfn.from_torch(code)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: converted(x).sum()))(X), gradient, rtol=1e-6)

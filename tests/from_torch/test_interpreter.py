@@ -45,7 +45,7 @@ def test_views_writes_and_masks(x64: bool) -> None:
 
 
 @row("H10")
-def test_the_code_that_is_shown_computes_the_same() -> None:
+def test_the_code_that_is_shown_computes_equal_values() -> None:
     class Writes(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any, y: Any) -> Any:
@@ -81,7 +81,7 @@ def test_operations_whose_result_is_not_used_do_not_matter(unused: str) -> None:
 
 
 @row("H4")
-def test_a_decomposition_that_writes_to_memory_is_refused(monkeypatch: Any) -> None:
+def test_a_decomposition_that_writes_to_memory_raises(monkeypatch: Any) -> None:
     """None of torch 2.13 does; a graph that held such an operation would read the old value."""
 
     def decomposition(x: Any) -> Any:

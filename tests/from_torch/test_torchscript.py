@@ -145,6 +145,6 @@ def test_what_a_script_module_holds_is_what_it_has_when_it_is_called():
     for calls in (3, 5):
         module.inner.calls = calls
         got = net.apply(net.parameters, net.buffers, X)[0]
-        kept = module.inner.count.clone()
+        count_before = module.inner.count.clone()
         assert_same([got], [module(torch.tensor(X)).detach().numpy()])
-        module.inner.count.copy_(kept)
+        module.inner.count.copy_(count_before)

@@ -36,10 +36,10 @@ def result_and_runs(measured: Any, arguments: tuple[Any, ...], runs: dict[str, i
 
 def difference_of_counts(got: Any, want: Any, argument: Any, tolerance: float) -> str:
     """Whether forward runs more often than by hand, or the gradient belongs to another draw than the output."""
-    (result, counts), (_, by_hand) = got, want
+    (result, counts), (_, hand_written) = got, want
     # Not at all where the output is not used.
-    if any(ours > theirs or bool(ours) is not bool(theirs) for ours, theirs in zip(counts, by_hand, strict=True)):
-        return f"forward runs more often than by hand: {counts}, not {by_hand}"
+    if any(ours > theirs or bool(ours) is not bool(theirs) for ours, theirs in zip(counts, hand_written, strict=True)):
+        return f"forward runs more often than by hand: {counts}, not {hand_written}"
     return "" if is_of_one_draw(result, argument, tolerance) else "the gradient belongs to another draw than the output"
 
 

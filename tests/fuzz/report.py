@@ -12,7 +12,7 @@ import jax
 from tests.fuzz.check import (
     AGREED,
     DISCARDED,
-    REFUSED,
+    REJECTED,
     WRONG,
     Outcome,
     agrees_in_double_precision,
@@ -72,7 +72,7 @@ class Report:
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
+    rejections: Counter[str] = field(default_factory=Counter)
     discarded: Counter[str] = field(default_factory=Counter)
     comparisons: int = 0
     disagreements: list[Disagreement] = field(default_factory=list)
@@ -82,8 +82,8 @@ class Report:
         """Counts an outcome."""
         self.kinds[outcome.kind] += 1
         self.comparisons += outcome.comparisons
-        if outcome.kind == REFUSED:
-            self.refusals[outcome.message] += 1
+        if outcome.kind == REJECTED:
+            self.rejections[outcome.message] += 1
         elif outcome.kind == DISCARDED:
             self.discarded[outcome.message] += 1
 
@@ -93,7 +93,7 @@ class Report:
             f"{self.kinds.total()} programs in {self.seconds:.0f} s",
             f"{self.comparisons} comparisons; {self.kinds[AGREED]} programs agree",
         ]
-        for title, counter in (("refused", self.refusals), ("discarded", self.discarded)):
+        for title, counter in (("refused", self.rejections), ("discarded", self.discarded)):
             lines.append(f"{counter.total()} {title}")
             lines += [f"  {count:5} {message}" for message, count in counter.most_common()]
         lines.append(f"{self.kinds[WRONG]} disagreements")

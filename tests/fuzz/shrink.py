@@ -87,9 +87,9 @@ def _without(block: Block, i: int, scope: Scope) -> Iterator[Block]:
     """
     removed = block.statements[i]
     rest = replace(block, statements=_set(block.statements, i))
-    kept = tuple(name for name in rest.results if name not in removed.outputs)
-    if kept and len(kept) < len(rest.results):
-        yield replace(rest, results=kept)
+    remaining = tuple(name for name in rest.results if name not in removed.outputs)
+    if remaining and len(remaining) < len(rest.results):
+        yield replace(rest, results=remaining)
     earlier = [*removed.inputs, *block.parameters, *(n for s in block.statements[:i] for n in s.outputs)]
     names: dict[str, str] = {}
     for output in removed.outputs:
@@ -186,14 +186,14 @@ def _with_smaller_arguments(program: Program) -> Iterator[Program]:
 def _without_unused_arguments(program: Program) -> Program:
     """The program without the arguments that it neither reads nor differentiates, unless these would be none."""
     read = names_read(*program.block.statements).union(program.block.results)
-    kept = [i for i in range(len(program.arguments)) if f"x{i}" in read]
-    argnums = tuple(kept.index(i) for i in program.measure.argnums if i in kept)
-    if not argnums or len(kept) == len(program.arguments):
+    remaining = [i for i in range(len(program.arguments)) if f"x{i}" in read]
+    argnums = tuple(remaining.index(i) for i in program.measure.argnums if i in remaining)
+    if not argnums or len(remaining) == len(program.arguments):
         return program
-    block = _renamed(program.block, {f"x{old}": f"x{new}" for new, old in enumerate(kept)})
-    block = replace(block, parameters=tuple(f"x{i}" for i in range(len(kept))))
+    block = _renamed(program.block, {f"x{old}": f"x{new}" for new, old in enumerate(remaining)})
+    block = replace(block, parameters=tuple(f"x{i}" for i in range(len(remaining))))
     measure = replace(program.measure, argnums=argnums)
-    return replace(program, arguments=tuple(program.arguments[i] for i in kept), block=block, measure=measure)
+    return replace(program, arguments=tuple(program.arguments[i] for i in remaining), block=block, measure=measure)
 
 
 def _renamed(block: Block, names: dict[str, str]) -> Block:

@@ -13,9 +13,9 @@ from tests.fuzz.functions import (
     indented,
     tuple_of,
     value_of,
-    write_by_hand,
     write_factory,
     write_function,
+    write_hand_written,
 )
 from tests.fuzz.functions import write_twin as write_plain
 from tests.fuzz.infer import Scope, types_of
@@ -55,7 +55,7 @@ def write(program: Program, twin: Twin | None = None) -> str:
     scope = types_of(program)
     specs = program.functions
     names = {spec: f"F{i}" for i, spec in enumerate(specs)}
-    twin = twin or (write_by_hand if program.stateful else write_plain)
+    twin = twin or (write_hand_written if program.stateful else write_plain)
     sections: list[Sequence[str]] = []
     for spec, name in names.items():
         sections.append(write_factory(write_function(spec, name), spec, name, value_of(spec, name)))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fuzz import measures, source
-from tests.fuzz.check import REFUSED, WRONG, check
+from tests.fuzz.check import REJECTED, WRONG, check
 from tests.fuzz.draw import draw
 from tests.fuzz.formulas import FORMULAS, Saving
 from tests.fuzz.functions import FunctionSpec, write_function
@@ -119,20 +119,20 @@ def test_a_gradient_of_another_draw_is_found(monkeypatch):
 @pytest.mark.parametrize(
     "error", ["AssertionError", "KeyError('F0')", "ValueError('names no Function')", "ValueError('F0, not by jaxfn')"]
 )
-def test_errors_that_are_no_refusals_are_found(monkeypatch, error):
+def test_errors_that_are_not_rejections_are_found(monkeypatch, error):
     write_functions_with(monkeypatch, "return y0", f"raise {error}")
     assert check(long_program(SQUARE)).kind == WRONG
 
 
-def test_a_refusal_is_counted_by_its_message(monkeypatch):
+def test_a_rejection_is_counted_by_its_message(monkeypatch):
     spec = FunctionSpec("square", "input", style="separate", modes="generated")
     nonlinear = {"input": Saving(("x",), ("g0 * g0 * 0.6 * x",), ("dx",))}
     monkeypatch.setitem(FORMULAS, "square", replace(FORMULAS["square"], savings=nonlinear))
     program = replace(long_program(spec), measure=Measure("jvp", (0,)))
     outcome = check(program)
-    assert outcome.kind == REFUSED and outcome.message.startswith("RuntimeError: F.backward is not linear"), outcome
+    assert outcome.kind == REJECTED and outcome.message.startswith("RuntimeError: F.backward is not linear"), outcome
     report = fuzz(range(2), checked=lambda _: outcome)
-    assert report.refusals == {outcome.message: 2} and not report.disagreements
+    assert report.rejections == {outcome.message: 2} and not report.disagreements
 
 
 @cells("seed", [0], range(2))

@@ -22,9 +22,9 @@ from tests.support.kernel_examples import (
     small,
     value_and_gradients,
 )
-from tests.support.marks import COMING, cells, row, slow
+from tests.support.marks import EXPERIMENTAL, cells, row, slow
 
-CLOSED = pytest.mark.xfail(COMING, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed in jaxprs", strict=False)
+CLOSED = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed in jaxprs", strict=False)
 
 # (rows, columns, width); blocks have 16 of each.
 SIZES = [(1, 1, 1), (15, 17, 3), (16, 32, 16), (33, 31, 5), (50, 20, 17)]
@@ -69,7 +69,7 @@ def test_values_and_gradients_are_those_of_plain_JAX(kernel, module, sizes, dtyp
     [pytest.param(k, axes, marks=() if (k, axes) in QUICKLY_BATCHED else slow) for k in KERNELS for axes in k.mapped],
     ids=str,
 )
-def test_a_batch_by_any_axis_and_beside_unbatched_arguments(kernel, module, axes):
+def test_a_batch_by_any_axis_and_next_to_unbatched_arguments(kernel, module, axes):
     many = [kernel.args(17, 19, 5, seed=seed) for seed in range(3)]
     by_argument = zip(*many, strict=True)
     args = [xs[0] if axis is None else np.stack(xs, axis) for axis, xs in zip(axes, by_argument, strict=True)]
@@ -165,14 +165,14 @@ def test_other_transformations(kernel, module, transform):
 @pytest.mark.parametrize(
     ("kernel", "argnums"), [(CROSS_ENTROPY, 0), (CROSS_ENTROPY, 1), (ATTENTION, 0), (CAUSAL, 2)], ids=str
 )
-def test_a_kernel_whose_gradient_nobody_asks_for_does_not_run(kernel, argnums):
+def test_a_kernel_whose_gradient_is_not_used_does_not_run(kernel, argnums):
     function = kernel.of(small(kernel.module))
     program = jax.make_jaxpr(jax.grad(lambda *args: function(*args).sum(), argnums))(*kernel.args(17, 19, 5))
     assert len(pallas_grids(program.jaxpr)) == 2
 
 
 @row("C14")
-def test_second_derivatives_are_refused(kernel, module):
+def test_second_derivatives_raise(kernel, module):
     x, *others = map(jnp.asarray, kernel.args(3, 4, 5))
 
     def gradient(x):
@@ -183,14 +183,14 @@ def test_second_derivatives_are_refused(kernel, module):
 
 
 @row("E5")
-def test_what_a_kernel_keeps(kernel, module):
+def test_what_a_kernel_saves(kernel, module):
     """The inputs that it needs, its output where it needs it, and one or two numbers for each row."""
     args = kernel.args(40, 50, 6)
     pullback = jax.eval_shape(lambda *args: jax.vjp(kernel.of(module), *args)[1], *args)
-    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
-    given = sum(x.nbytes for x in args)
+    saved_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
+    input_bytes = sum(x.nbytes for x in args)
     own = {"layer_norm": 2 * 4 * 40 - args[-1].nbytes, "cross_entropy": 4 * 40, "flash_attention": 8 * 40 * (8 + 1) * 4}
-    assert kept == given + own[kernel.module]
+    assert saved_bytes == input_bytes + own[kernel.module]
 
 
 @row("E5")
@@ -211,7 +211,7 @@ def test_labels_that_are_ignored_and_labels_that_are_wrong():
 
 
 @row("E5")
-def test_arguments_that_do_not_go_together_are_refused():
+def test_arguments_that_do_not_go_together_raise():
     x = jnp.ones((2, 6, 5))
     norm, entropy, attention = (small(name) for name in ("layer_norm", "cross_entropy", "flash_attention"))
     with pytest.raises(ValueError, match="expected a weight and a bias"):

@@ -168,7 +168,7 @@ def derivatives(function: Any, lib: Any, jvp: Callable[..., Any], grad: Callable
 @row("D4", "D7")
 @EACH
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_the_same_derivatives_as_torch(function, wrap):
+def test_derivatives_match_torch(function, wrap):
     theirs = derivatives(function, Torch, torch.func.jvp, torch.func.grad)
     ours = wrap(lambda: derivatives(function, Jax, jax.jvp, jax.grad))()
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):

@@ -363,7 +363,7 @@ def test_as_torch(way, entry):
         compare(ours(entry, *args), expected)
 
 
-def test_what_torch_refuses_to_differentiate_twice_is_refused():
+def test_what_torch_does_not_differentiate_twice_raises():
     (entry,) = (e for e in ENTRIES if e.orders == 1)
     x = torch.tensor(entry.args()[0], requires_grad=True)
     (gradient,) = torch.autograd.grad(loss_of(entry.theirs())(x), x, create_graph=True)

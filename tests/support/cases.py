@@ -57,7 +57,7 @@ class Case:
     name: str
     function: type[jaxfn.Function]
     reference: Callable[..., Any]
-    by_hand: Callable[..., Any]
+    hand_written: Callable[..., Any]
     args: Callable[[np.random.Generator], tuple[Any, ...]]
     batched: tuple[bool, ...]
     statics: tuple[Any, ...] = ()
@@ -81,9 +81,9 @@ def array(generator: np.random.Generator, *shape: int) -> jax.Array:
 
 
 def rule(primal: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
-    made = jax.custom_vjp(primal)
-    made.defvjp(fwd, bwd)
-    return made
+    custom = jax.custom_vjp(primal)
+    custom.defvjp(fwd, bwd)
+    return custom
 
 
 def stopping(positions: tuple[int, ...], f: Callable[..., Any]) -> Callable[..., Any]:

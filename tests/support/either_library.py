@@ -108,7 +108,7 @@ def assert_gradients(
 
 
 @contextlib.contextmanager
-def refused(library: Library, kind: type[Exception], words: str, more: str = "") -> Iterator[None]:
+def raises(library: Library, kind: type[Exception], words: str, more: str = "") -> Iterator[None]:
     """Asserts that an error is raised.
 
     Args:

@@ -84,10 +84,10 @@ def base(*inputs: Any, first: list[Mistake], second: list[Mistake]) -> Callable[
     """Enters a base and its mutants: `first` are due to gradcheck, `second` to gradgradcheck."""
 
     def enter(define: Define) -> Define:
-        made = Base(define, inputs)
-        BASES.append(made)
-        MUTANTS.extend(Mutant(made, *mistake, "gradcheck") for mistake in first)
-        MUTANTS.extend(Mutant(made, *mistake, "gradgradcheck") for mistake in second)
+        new_base = Base(define, inputs)
+        BASES.append(new_base)
+        MUTANTS.extend(Mutant(new_base, *mistake, "gradcheck") for mistake in first)
+        MUTANTS.extend(Mutant(new_base, *mistake, "gradgradcheck") for mistake in second)
         return define
 
     return enter

@@ -162,7 +162,7 @@ def torch_library() -> Library:
         def tensors(args: Sequence[Any], argnums: Sequence[int] | None = None) -> tuple[Any, ...]:
             """NumPy arrays as tensors, in the same layout; pytrees are flattened, everything else is left as it is."""
             chosen = range(len(args)) if argnums is None else argnums
-            made: list[Any] = []
+            converted: list[Any] = []
             for position, arg in enumerate(args):
                 for leaf in arg.values() if isinstance(arg, dict) else [arg]:
                     if isinstance(leaf, np.ndarray):
@@ -171,8 +171,8 @@ def torch_library() -> Library:
                         layout = torch.preserve_format if leaf.size else torch.contiguous_format
                         leaf = torch.from_numpy(leaf).clone(memory_format=layout)
                         leaf.requires_grad_(floating and position in chosen)
-                    made.append(leaf)
-            return tuple(made)
+                    converted.append(leaf)
+            return tuple(converted)
 
         @classmethod
         def check(cls, kind: Kind, f: Callable[..., Any], args: tuple[Any, ...], **keywords: Any) -> bool:

@@ -35,19 +35,19 @@ class Fault:
 
     kernel: Kernel
     file: str
-    place: str
+    definition: str
     name: str
     old: str
     new: str
     check: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kernel}: {self.place}: {self.name}"
+        return f"{self.kernel}: {self.definition}: {self.name}"
 
     def change(self) -> Change:
         source = (FOLDER / f"{self.file}.py").read_text()
-        found = re.search(rf"^(def|class) {self.place}\b.*?(?=^(def|class|if) |\Z)", source, re.DOTALL | re.MULTILINE)
-        assert found, f"there is no {self.place} in {self.file}.py"
+        found = re.search(rf"^(def|class) {self.definition}\b.*?(?=^(def|class|if) |\Z)", source, re.DOTALL | re.MULTILINE)
+        assert found, f"there is no {self.definition} in {self.file}.py"
         text = found[0]
         assert text.count(self.old) == 1, f"{self}: {self.old!r} is there {text.count(self.old)} times"
         return self.file, text, text.replace(self.old, self.new)
@@ -80,8 +80,8 @@ def found_by(fault: Fault) -> list[str]:
 FAULTS: list[Fault] = []
 
 
-def planted(kernel: Kernel, place: str, *faults: tuple[str, ...], file: str | None = None) -> None:
-    FAULTS.extend(Fault(kernel, file or kernel.module, place, *fault) for fault in faults)
+def planted(kernel: Kernel, definition: str, *faults: tuple[str, ...], file: str | None = None) -> None:
+    FAULTS.extend(Fault(kernel, file or kernel.module, definition, *fault) for fault in faults)
 
 
 planted(

@@ -355,19 +355,19 @@ class ConstantMatrix(Function):
     @staticmethod
     def forward(ctx, x, n):
         mask = torch.ones(3, 3).triu(1)
-        places = mask.view(-1).nonzero().squeeze(1)
-        weights = torch.tensor([1.0 / (i + 1) for i in range(len(places))], dtype=x.dtype)
+        indices = mask.view(-1).nonzero().squeeze(1)
+        weights = torch.tensor([1.0 / (i + 1) for i in range(len(indices))], dtype=x.dtype)
         if weights.sum().item() > 0:
             weights = weights * n
-        ctx.save_for_backward(places, weights)
+        ctx.save_for_backward(indices, weights)
         ctx.shape = x.shape
-        return x.reshape(-1)[places] * weights
+        return x.reshape(-1)[indices] * weights
 
     @staticmethod
     def backward(ctx, grad_output):
-        places, weights = ctx.saved_tensors
+        indices, weights = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=grad_output.dtype).view(-1)
-        grad[places] = grad_output * weights
+        grad[indices] = grad_output * weights
         return grad.view(ctx.shape), None
 
 
