@@ -1,4 +1,4 @@
-"""Recipes that keep little for the backward pass, beside torch and JAX without them."""
+"""Recipes that save little for the backward pass, compared with torch and JAX without them."""
 
 import jax
 import jax.numpy as jnp

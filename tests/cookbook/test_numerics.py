@@ -1,6 +1,6 @@
 """Recipes of solutions, linear algebra, curvature, and sparse and soft choices.
 
-Beside SciPy, torch, other packages that solve the same, and finite differences.
+They are compared with SciPy, torch, other packages for these problems, and finite differences.
 """
 
 import jax
@@ -30,7 +30,7 @@ def test_sinkhorn_matches_pot():
     grads = pullback(jnp.asarray(weight))
     np.testing.assert_allclose(grads[0], tensors[0].grad.numpy(), atol=1e-10)
     for grad, tensor in zip(grads[1:], tensors[1:], strict=True):
-        # a and b have the same sum, so that what a constant adds to a gradient is of no matter.
+        # a and b have equal sums, so a constant in a gradient makes no difference.
         other = tensor.grad.numpy()
         np.testing.assert_allclose(grad - grad.mean(), other - other.mean(), atol=1e-10)
 
@@ -226,7 +226,7 @@ def test_lambert_w_has_the_conjugate_of_torchs_gradient():
     lambert_w = load("holomorphic").LambertW.apply
 
     class LambertW(torch.autograd.Function):
-        """The same backward, as it is written for torch."""
+        """The recipe's backward, written for torch."""
 
         @staticmethod
         def forward(ctx, z):

@@ -300,7 +300,7 @@ def test_pytree_classes_that_check_their_leaves():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Shapes, dtypes, and what is no gradient
+# Shapes, dtypes, and what is not a gradient
 
 SHAPES = [(), (1,), (2,), (1, 2), (2, 1), (3, 2), (4, 3, 2), (0,), (2, 0)]
 

@@ -54,7 +54,7 @@ def test_arguments_bind_to_the_signature(args, kwargs, seen, wrap):
     def f(x):
         return Keywords.apply(x, *args, **kwargs)
 
-    jax.clear_caches()  # JAX's coming custom_vjp keeps its traces, and forward is to be seen running
+    jax.clear_caches()  # JAX's experimental custom_vjp caches its traces, and the test counts runs of forward
     x = jnp.arange(2.0)
     scale, num_rest, offset, extra = seen
     expected = x * scale + num_rest + offset + sum(kwargs[k] for k in extra)
@@ -287,7 +287,7 @@ def test_threads_that_meet_the_same_unknown_compiler_option(monkeypatch):
 
 @row("A5")
 def test_forward_runs_directly_where_none_of_its_arrays_is_traced():
-    """Where a rule is attached, it gets tracers, and cannot look at values."""
+    """If a rule is attached, forward gets tracers and cannot look at values."""
     values, of_gradient = [], []
 
     @jaxfn.function
@@ -318,7 +318,7 @@ def test_an_eager_shard_map():
 
 @row("A6")
 def test_a_function_without_forward_or_ctx():
-    """That an instance is refused is asserted in test_messages.py."""
+    """test_messages.py asserts that an instance is rejected."""
     with pytest.raises(NotImplementedError, match="Empty defines no forward"):
         type("Empty", (jaxfn.Function,), {}).apply(1.0)
     no_ctx = type("NoCtx", (jaxfn.Function,), {"forward": staticmethod(lambda: 1.0)})
@@ -327,7 +327,7 @@ def test_a_function_without_forward_or_ctx():
 
 
 def counting_products(calls, pack, unpack):
-    """A Function and the same by hand, of two arguments that are packed; `calls` gets what user code ran."""
+    """A Function and its hand-written custom_vjp, of two packed arguments; `calls` gets what user code ran."""
 
     class Product(jaxfn.Function):
         @staticmethod
@@ -379,7 +379,7 @@ DIFFERENTIATED_AT_THE_CALL = (jax.grad, by_both_arguments)
     ids=["grad", "grad of jit", "both arguments", "checkpoint", "vmap"],
 )
 def test_user_code_is_traced_at_most_as_often_as_a_hand_written_rule(derivative, packing):
-    """Where JAX stages a call before it differentiates, by hand there are two traces: the primal, and its `fwd`."""
+    """A hand-written rule has two traces if JAX stages a call before it differentiates: the primal, and its `fwd`."""
     calls = []
     counts = []
     for f in counting_products(calls, *PACKINGS[packing]):
@@ -397,7 +397,7 @@ def test_user_code_is_traced_at_most_as_often_as_a_hand_written_rule(derivative,
     ours, (hand_written_forward, hand_written_backward) = counts
     assert ours == (16, hand_written_backward)
     runs_twice = bool(hand_written_backward) and derivative not in DIFFERENTIATED_AT_THE_CALL
-    assert EXPERIMENTAL or hand_written_forward == 16 + 16 * runs_twice  # JAX_CUSTOM_VJP3 traces its primal anew at each call
+    assert EXPERIMENTAL or hand_written_forward == 16 + 16 * runs_twice  # JAX_CUSTOM_VJP3 retraces its primal
 
 
 @row("A7")
@@ -458,7 +458,7 @@ def test_apply_may_be_overridden():
 
 @row("A1")
 def test_the_signature_of_apply_is_that_of_the_forward_it_calls():
-    """An `apply` of the user's own keeps its own, also that of a base class."""
+    """An overridden `apply` has its own behavior, also that of a base class."""
 
     class Scaled(jaxfn.Function):
         @staticmethod

@@ -45,7 +45,7 @@ class WeightedByName(Weighted):
 
 
 class WeightedNamed(Weighted):
-    """The keywords have an order of their own, which is not that of the alphabet or of the call."""
+    """The keywords have their own order, which is not alphabetical and not that of the call."""
 
     @staticmethod
     def forward(ctx, x, *, shift, scale):
@@ -234,7 +234,7 @@ def test_a_callable_replaced_by_one_that_compares_equal(method, context):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What ctx keeps
+# What ctx stores
 
 STORED = {
     "numbers and text": lambda x: {1: x, "name": [2 * x], None: 3.0},
@@ -544,7 +544,7 @@ class Branching(jaxfn.Function):
 @pytest.mark.parametrize("context", ["jit", "checkpoint", "scan", "cond", "vmap"])
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_errors_of_jax_name_the_function_its_file_and_its_parameters(differentiated, context):
-    """Where forward is staged into the program around it, JAX alone would name that one only."""
+    """If forward is staged into an outer jaxpr, JAX alone would name only the outer function."""
     call = CONTEXTS[context](lambda x: Branching.apply(x, 0.5).sum())
     line = Branching.forward.__code__.co_firstlineno
     where = rf"{re.escape(__file__)}:({line}|{line + 1}|{line + 2})\b"
@@ -648,7 +648,7 @@ USES = {
 
 
 def alive_after(uses, make):
-    """How many of the objects that functions made inside `uses` close over are alive afterwards, for each use.
+    """Counts, for each use, the live objects that functions defined inside `uses` closed over.
 
     Returns:
       The numbers before JAX's caches are cleared, and their sum afterwards.
@@ -677,7 +677,7 @@ def alive_after(uses, make):
 )
 @pytest.mark.usefixtures("few_objects")
 def test_a_function_defined_inside_a_traced_function_is_freed_with_it(uses):
-    """As early as what a hand-written custom_vjp closes over, and at the latest when JAX's caches are cleared."""
+    """Freed as early as what a hand-written custom_vjp closes over, and at the latest when JAX's caches are cleared."""
     ours, ours_cleared = alive_after(uses, function_of)
     hand_written, hand_written_cleared = alive_after(uses, custom_vjp_of)
     assert hand_written_cleared == ours_cleared == 0

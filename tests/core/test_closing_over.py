@@ -1,4 +1,4 @@
-"""Rows A5, A9 and D3: what forward and backward close over is right, or refused by name; never a zero."""
+"""Rows A5, A9 and D3: what forward and backward close over has the right derivative, or raises by name; never a zero."""
 
 import functools
 
@@ -39,7 +39,7 @@ PROGRAMS = {**CONTEXTS, "jit in jit": lambda f: jit(jit(f)), "vmap of jit": lamb
 
 
 def within(program, f, where):
-    """Puts a function of (w, x) into a program; the w that it gets is made in the program, or around it."""
+    """Wraps a function of (w, x) in transformations; its w is computed inside them, or outside."""
     if where == "around it":
         return lambda w, x: PROGRAMS[program](lambda x: f(w, x))(x)
     if where == "in it":
@@ -67,7 +67,7 @@ def within(program, f, where):
     ],
 )
 def test_a_value_that_is_not_differentiated(program, where, mode, save):
-    """By hand JAX raises in some of these, as the tracer in the closure is of another program."""
+    """JAX raises in some of these for a hand-written rule, as the tracer in the closure belongs to another trace."""
     for derivative in (lambda f: jax.grad(f, 1), lambda f: jax.grad(jax.grad(f, 1), 1)):
         ours = derivative(within(program, lambda w, x: scaled(w, mode, save)(x), where))
         expected = derivative(plain)(1.3, 0.7)
@@ -121,7 +121,7 @@ def test_a_value_that_is_differentiated_raises(program, argnums, mode, is_far):
 
 @row("A9")
 def test_a_global_and_an_array_that_is_not_needed():
-    """What the outputs do not depend on may be differentiated."""
+    """Values that the outputs do not depend on may be differentiated."""
 
     def loss(w, x):
         f = jaxfn.autograd_function(lambda ctx, x: (w, 2 * x)[1], lambda ctx, g: 2 * g)
@@ -145,12 +145,12 @@ def test_an_object_that_backward_closes_over_holds_a_value_of_another_program(wr
 
 
 def sine_with_scaled_slope(x, w):
-    """In plain JAX, as 0.10.0 forgets a custom_jvp in a scan: the sine's value, no derivative by w, w² cos(x) by x."""
+    """The sine's value, no derivative by w, w² cos(x) by x: in plain JAX, as 0.10.0 forgets a custom_jvp in a scan."""
     return stop_gradient(jnp.sin(x)) + w * w * (jnp.sin(x) - stop_gradient(jnp.sin(x)))
 
 
 def sine_closing_over_its_scale(w, form):
-    """The same, where the rules alone see the scale: in a closure, a closure's closure, defaults and tuples."""
+    """A sine whose rules alone see the scale: in a closure, a closure's closure, defaults and tuples."""
     square = functools.partial(jnp.square, w)
     held = ((w,),)
 
@@ -212,7 +212,7 @@ AROUND = {**CONTEXTS, "grad by the scale": jax.grad, "vmap of grad by the scale"
     ],
 )
 def test_rules_that_close_over_a_value_of_the_program_around(form, derivative, program, around):
-    """By hand JAX raises "No constant handler" in jit, scan and cond, and in others at second order."""
+    """JAX raises "No constant handler" for a hand-written rule in jit, scan and cond, and in others at second order."""
 
     def total(sine):
         def derived(w, x):
@@ -240,7 +240,7 @@ def test_rules_that_close_over_a_value_of_the_program_around(form, derivative, p
     ],
 )
 def test_rules_that_close_over_a_value_of_the_program_that_has_ended(program, form, derivative):
-    """They run when JAX differentiates, and the value is kept with the residuals."""
+    """They run when JAX differentiates, and the value is saved with the residuals."""
 
     def derived(sine):
         f = PROGRAMS[program](lambda x: sine(1.3 + 0 * jnp.sum(stop_gradient(x)), x))
@@ -408,7 +408,7 @@ CAPTURES = {"cell": "right", "default": "right", "object": "raises", "static arg
     [False, True],
 )
 def test_closed_over_values_next_to_a_saved_intermediate(program, captured_in, moves):
-    """What the outputs depend on beside the inputs keeps its derivative in backward, where forward can run again."""
+    """Captured values that the outputs depend on have their derivative in backward, if forward can run again."""
 
     def ours(c):
         holder = Holder(c)

@@ -23,7 +23,7 @@ BACK = [(b, a) for a, b in SHIFT]
 
 
 class Collective:
-    """A function of x and of a weight that all elements share, with its derivative written down.
+    """A function of x and of a weight that all elements share, with its hand-written derivative.
 
     Attributes:
       value: of (x, w).
@@ -106,7 +106,7 @@ def over(f, **options):
 
 
 def weighed(f):
-    """A number that tells the elements from each other."""
+    """A number that differs if elements are exchanged."""
     return lambda x, w: jnp.sum(jnp.sin(f(x, w)) * WEIGHTS)
 
 
@@ -205,14 +205,16 @@ def test_collectives_over_a_vmapped_axis(collective, rules, derivative, context)
     ids=str,
 )
 def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, derivative):
-    """In a custom_jvp, in both modes; in a custom_vjp in vmap(grad), as grad(vmap) ends in "unbound axis name"."""
+    """Compared with a custom_jvp in both modes, and a custom_vjp in vmap(grad): grad(vmap) raises "unbound axis name"."""
     c = COLLECTIVES[collective]
     if rules == "jvp":
         hand_written = jax.custom_jvp(c.value)
         hand_written.defjvp(lambda p, t: (hand_written(*p), TWICE * c.push(*p, *t)))
     else:
         hand_written = jax.custom_vjp(c.value)
-        hand_written.defvjp(lambda *xw: (hand_written(*xw), xw), lambda xw, g: tuple(THRICE * v for v in c.pull(*xw, g)))
+        hand_written.defvjp(
+            lambda *xw: (hand_written(*xw), xw), lambda xw, g: tuple(THRICE * v for v in c.pull(*xw, g))
+        )
     compare(DERIVATIVES[derivative](function_of(c, rules))(XS, W), DERIVATIVES[derivative](hand_written)(XS, W))
 
 

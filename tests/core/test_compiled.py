@@ -33,8 +33,8 @@ def train_step(f, num_args):
 
 
 FORWARD_MODE = {
-    "beside jvp": {"jvp": staticmethod(lambda ctx, *tangents: None)},
-    "beside generate_jvp_rule": {"generate_jvp_rule": True},
+    "with jvp": {"jvp": staticmethod(lambda ctx, *tangents: None)},
+    "with generate_jvp_rule": {"generate_jvp_rule": True},
 }
 
 
@@ -45,16 +45,16 @@ FORWARD_MODE = {
         *((name, "plain") for name in BY_NAME),
         ("dense", "vmap"),
         ("quantize", "vmap"),
-        ("linear", "beside jvp"),
-        ("rotate", "beside jvp"),
-        ("exp", "beside generate_jvp_rule"),
-        ("gelu", "beside generate_jvp_rule"),
+        ("linear", "with jvp"),
+        ("rotate", "with jvp"),
+        ("exp", "with generate_jvp_rule"),
+        ("gelu", "with generate_jvp_rule"),
     ],
     BY_NAME,
     ["plain", "vmap", *FORWARD_MODE],
 )
 def test_same_optimized_hlo_as_custom_vjp(name, how):
-    """Of a training step. A rule for forward mode adds nothing to reverse mode."""
+    """Compares the HLO of a training step. A rule for forward mode adds nothing to reverse mode."""
     case = BY_NAME[name]
     args = make_args(case, BATCH if how == "vmap" else None)
     f, g = with_attributes(case, FORWARD_MODE[how]) if how in FORWARD_MODE else case.apply, case.hand_written
@@ -128,7 +128,7 @@ def test_saved_bytes_equal_the_custom_vjp(name, policy, transform):
 
 
 def _named(saves):
-    """The same function with names inside, as a Function and by hand; `saves` is what is kept for backward."""
+    """A function with names inside, as a Function and hand-written; `saves` is what is saved for backward."""
 
     def compute(x):
         inner = checkpoint_name(jnp.tanh(x), "inner")
@@ -182,7 +182,7 @@ def test_names_inside_forward_are_found(saves, names, after):
     x = jnp.linspace(-1.0, 1.0, 1000)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
-    def chain(f):  # the input of f is no argument of the checkpointed function, so keeping it would show
+    def chain(f):  # the input of f is not an argument of the checkpointed function, so saving it would show
         return jax.checkpoint(lambda x: after(f(jnp.sin(x) * 2)).sum(), policy=policy)
 
     saved, by_custom_vjp = (residual_bytes(chain(f), (x,)) for f in (ours, hand_written))

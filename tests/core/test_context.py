@@ -446,7 +446,7 @@ def scan_body(f, carry, _):
     [Mul, MulSavingLess, MulSavingMuchLess],
 )
 def test_gradients_do_not_depend_on_which_were_taken_before(wrap, f):
-    """JAX keeps fwd's trace for each pattern of perturbed inputs, but only the last one's residual tree."""
+    """JAX caches fwd's trace for each pattern of perturbed inputs, but only the last one's residual tree."""
     f = f.apply
     body = functools.partial(scan_body, f)
     g = {
@@ -524,7 +524,7 @@ def test_marking_what_is_not_an_output_warns_once(transformation):
     ids=["the array", "astype", "ravel", "real"],
 )
 def test_a_marked_array_that_is_another_output_too_raises(copy, is_new, context):
-    """Where the operation gives a new array, that one alone has no derivative."""
+    """If the operation returns a new array, only that one has no derivative."""
 
     @jaxfn.function
     def sine(ctx, x):
@@ -737,7 +737,7 @@ def test_refs_created_inside_the_differentiated_function_raise(context, uses_out
 @EVERY_CONTEXT
 @pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["", "jit of all"])
 def test_a_ref_that_forward_makes_for_itself(outside, context):
-    """To JAX, what is read from it has a derivative, where the program is differentiated."""
+    """JAX gives a derivative to values read from it if the traced function is differentiated."""
 
     @jaxfn.function
     def triple(ctx, x):

@@ -287,7 +287,7 @@ def test_collectives_in_a_backward_that_are_right_are_accepted(copy, reduction, 
     "copy, reduction, mesh", [("typed", "as in torch", "8"), ("mean", "cast", "4 by 2"), ("sum of parts", "cast", "8")]
 )
 def test_second_derivatives_of_regions(copy, reduction, mesh):
-    """Of a copy of what was reduced, too."""
+    """Second derivatives of a copy of a reduced array are right too."""
 
     def second_order(loss):
         return jax.grad(lambda *args: sum(jnp.sum(jnp.sin(g)) for g in jax.grad(loss, (0, 1, 2))(*args)), (0, 1, 2))
@@ -321,7 +321,7 @@ def test_collectives_that_forward_has_too_are_left_alone(cast):
 
 @row("E2b")
 def test_a_sum_may_be_the_gradient_of_each_devices_own_input():
-    """Copies of a weight that are kept alike, one on each device, with and without a cast of the gradient."""
+    """Copies of a weight that stay equal, one on each device, with and without a cast of the gradient."""
     weights, x = np.ones((8, 4), np.float32), rng.normal(size=(8, 4)).astype(np.float32)
     for alike in (region(same, lambda g: varying(summed(g))), region(*COPIES["as in torch"])):
         split = (P("model"),) * 2
@@ -330,7 +330,7 @@ def test_a_sum_may_be_the_gradient_of_each_devices_own_input():
 
 
 def around_a_ring(g):
-    """The same sum, by eight devices that hand on what they got."""
+    """A sum by eight devices in a ring, each of which passes on what it received."""
     total = handed_on = varying(g)
     for _ in range(7):
         handed_on = jax.lax.ppermute(handed_on, "model", [(i, (i + 1) % 8) for i in range(8)])
@@ -340,7 +340,7 @@ def around_a_ring(g):
 
 @row("E2b")
 def test_work_that_devices_share_is_summed_once():
-    """What all devices have the same is multiplied in parts, one on each; the parts are summed, by hand and by JAX."""
+    """A product of replicated arrays is split over the devices; jaxfn sums the parts like a hand-written rule and JAX."""
     x = np.tile(X, (1, 2))
     for backward in (lambda g: summed(spread(3 * part(g), g)), lambda g: spread(3 * part(g), g)):
         loss = sharded(lambda x: jnp.sum(jnp.sin(region(same, backward)(x))), specs=P())
@@ -413,7 +413,7 @@ WRONG = {
     "copy": lambda: (wrong_model(), (X, W1, W2), 8),
     "copy on 4 by 2 devices": lambda: (wrong_model(mesh="4 by 2"), (X, W1, W2), 2),
     "copy in scan": lambda: (wrong_model("scan"), (X[:1], W1, W2), 64),
-    "copy in checkpoint beside a jvp": lambda: (wrong_model("checkpoint", "both"), (X[:1], W1, W2), 8),
+    "copy in checkpoint with a jvp": lambda: (wrong_model("checkpoint", "both"), (X[:1], W1, W2), 8),
     "copy in vmap with a generated jvp": lambda: (wrong_model("vmap", "generated"), (X[:1], W1, W2), 8),
     "copy of what varies": lambda: (loss_of_region(region(*COPIES["as in torch"]), varying), (WIDE,), 8),
     "reduction": lambda: (
@@ -502,8 +502,9 @@ def test_a_call_accepts_what_counts_more_than_once(wrong, transform, mesh):
     got = TRANSFORMS[transform](mlp(region(*copy), region(*reduction)), mesh)(X, W1, W2)
     plain = jax.grad(loss_of(mlp(same, same)), (0, 1, 2))(X, W1, W2)
     agree(got, [factor * g for factor, g in zip(factors, plain, strict=True)])
-    if wrong == "copy":  # JAX refuses a reduction so written by hand
-        agree(got, TRANSFORMS[transform](mlp(hand_written_region(*copy), hand_written_region(*reduction)), mesh)(X, W1, W2))
+    if wrong == "copy":  # JAX rejects a hand-written reduction like this
+        by_jax = mlp(hand_written_region(*copy), hand_written_region(*reduction))
+        agree(got, TRANSFORMS[transform](by_jax, mesh)(X, W1, W2))
 
 
 @row("E2b")
@@ -511,7 +512,8 @@ def test_a_call_accepts_what_counts_more_than_once(wrong, transform, mesh):
 def test_a_call_gives_the_number_of_a_hand_written_custom_vjp(where):
     backward, _ = SUMS[where]
     got, expected = (
-        jax.jit(jax.grad(loss_of_region(f)))(WIDE) for f in (region(same, backward), hand_written_region(same, backward))
+        jax.jit(jax.grad(loss_of_region(f)))(WIDE)
+        for f in (region(same, backward), hand_written_region(same, backward))
     )
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
@@ -529,7 +531,7 @@ def loss_on_devices(sine):
 @pytest.mark.parametrize("wrap", [jax.jit, same], ids=["jit", "eager"])
 @pytest.mark.parametrize("cast", [varying, same], ids=["cast", "not cast"])
 def test_a_callback_in_shard_map_is_right_where_its_result_is_cast(cast, wrap):
-    """JAX says that the result is the same on all devices, and sums its gradient over them; gradcheck finds that."""
+    """JAX says that the result is equal on all devices, and sums its gradient over them; gradcheck finds that."""
     sine = jaxfn.autograd_function(
         lambda ctx, x: ctx.save_for_backward(x) or cast(on_host(x)),
         lambda ctx, g: g * jnp.cos(ctx.saved_tensors[0]),
@@ -575,7 +577,7 @@ def test_the_example_of_a_host_routine_is_right_in_shard_map(kernel_example):
 @row("E2b", "E5")
 @pytest.mark.parametrize("shared", ["weight", "right sides"])
 def test_the_example_of_lapack_is_right_in_shard_map(shared, kernel_example):
-    """Each device has matrices of its own, and all have a weight or the right sides in common."""
+    """Each device has its own matrices, and all have a weight or the right sides in common."""
     lapack = kernel_example("lapack")
     axis = None if shared == "right sides" else 0
     lower, upper = (rng.normal(size=(8, 4)).astype(np.float32) for _ in range(2))

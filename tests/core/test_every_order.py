@@ -87,7 +87,7 @@ CHECKPOINTS = {
 )
 def test_checkpoint_does_not_change_the_derivatives_of_a_rule_that_is_not_linear(around, rules, save):
     if EXPERIMENTAL and save == "output" and around != "everything_saveable":
-        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive keeps")
+        pytest.xfail("JAX_REMAT3 has no public rule for what a primitive saves")
     f, x = squares_its_gradient(save, **RULES[rules]), 0.25 * X
     of_the_call, of_the_loss = CHECKPOINTS[around](f), CHECKPOINTS[around](lambda x: f(x) ** 2)
     for loss in (lambda x: of_the_call(x) ** 2, of_the_loss):
@@ -192,7 +192,7 @@ def hand_written_product(save):
     ],
 )
 def test_a_pullback_is_an_argument_of_grad(save, program, rules, argument):
-    """As one of a hand-written custom_vjp, whose leaves are all floating: a boolean one would need `allow_int`."""
+    """The leaves of the pullback are all floating, as of a hand-written custom_vjp: a boolean would need `allow_int`."""
     g, w = jnp.cos(X), jnp.sin(X)
     results = []
     for f in (product(save, rules), hand_written_product(save)):
@@ -206,7 +206,7 @@ def test_a_pullback_is_an_argument_of_grad(save, program, rules, argument):
         by_pull = jax.grad(lambda pull: sum(jnp.sum(jnp.sin(v)) for v in pull(g)))
         for derivative in (by_pull, jax.jit(by_pull)):
             leaves = jax.tree.leaves(derivative(pull))
-            # Gradients by residuals that nobody uses are zero; the others may come in any order.
+            # Gradients by residuals that are not used are zero; the others may come in any order.
             results.append(np.sort(np.concatenate([np.ravel(v[v != 0]) for v in leaves])))
     for got in results[:-1]:
         np.testing.assert_allclose(got, results[-1], rtol=1e-5)
@@ -267,7 +267,7 @@ IN_AXES = {"both": (0, 0), "the first": (0, None), "the second": (None, 0), "oth
     ["generate_jvp_rule", "jvp"],
 )
 def test_reverse_mode_of_a_mapped_call_does_without_forward_mode(in_axes, program, rules):
-    """A generated rule would be refused as not linear, and `jvp` is not run, not even to learn shapes."""
+    """A generated rule would raise as not linear, and `jvp` is not run, not even to learn shapes."""
     runs = []
 
     def jvp(ctx, *tangents):
@@ -393,7 +393,7 @@ OUTSIDE = {
 def test_mixed_derivatives_of_a_pure_forward_that_reads_its_flags_and_returns_an_integer(
     integer, program, outside, first
 ):
-    """Before, it was refused under `vmap` of `scan` and `checkpoint`, as if it had computed something else."""
+    """Before, it raised under `vmap` of `scan` and `checkpoint`, as if it had computed other values."""
     first, second = (0, 1) if first == "x" else (1, 0)
 
     def mixed(f):

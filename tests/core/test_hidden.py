@@ -1,4 +1,4 @@
-"""Arrays that `forward` hides on ctx in closures and objects: right at first order in one program, or refused."""
+"""Arrays that `forward` hides on ctx in closures and objects: right at first order in one program, or an error."""
 
 import collections
 import functools
@@ -113,7 +113,7 @@ def test_the_derivative_of_a_hidden_array_raises_and_not_the_call(wrap, kind):
 
 @row("B6")
 def test_an_object_from_outside_may_hold_traced_arrays():
-    """As a module that is handed to the Function, with parameters of an outer trace."""
+    """The object is like a module that is passed to the Function, with parameters of an outer trace."""
 
     def forward(ctx, x, module):
         ctx.module = module

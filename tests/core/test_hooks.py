@@ -24,7 +24,7 @@ WRAPS = pytest.mark.parametrize("wrap", [eager, jit], ids=["eager", "jit"])
 
 
 class Cube(jaxfn.Function):
-    """Saves an input and an intermediate for backward, an attribute beside them, and something else for jvp."""
+    """Saves an input and an intermediate for backward, an attribute as well, and something else for jvp."""
 
     @staticmethod
     def forward(ctx, x):
@@ -44,7 +44,7 @@ class Cube(jaxfn.Function):
 
 
 class SquareBoth(Square):
-    """With forward mode too."""
+    """Adds forward mode to `Square`."""
 
     generate_jvp_rule = True
 
@@ -260,7 +260,7 @@ def test_an_error_in_a_hook_comes_through(wrap):
     ],
 )
 def test_packed_residuals_take_less_memory(function, context, hooks, size):
-    """Of bfloat16, and of int8 beside a scale."""
+    """Packs as bfloat16, and as int8 with a scale."""
     f = total(CONTEXTS[context](function.apply))
     assert residual_bytes(f, (X,)) == 4000
     with hooks():
@@ -276,7 +276,7 @@ def test_packed_residuals_take_less_memory(function, context, hooks, size):
 @row("F1")
 @BOTH
 def test_bytes_of_a_scan_under_jit(function):
-    """What scan keeps for every step, for JAX and in the compiled program's own accounting."""
+    """The residuals that scan saves for every step, counted by JAX and by the compiled executable."""
 
     def loss(x):
         return jax.lax.scan(lambda c, _: (function.apply(c) + 1, None), x, None, length=64)[0].sum()
@@ -307,7 +307,7 @@ def test_right_to_rounding_for_every_kind_of_save(case):
         np.testing.assert_allclose(a, b, rtol=3e-2, atol=3e-2)
 
 
-# --- where hooks are in force
+# --- where hooks are active
 
 
 @row("F1")
@@ -474,7 +474,7 @@ def test_under_shard_map(function, check_vma):
 @BOTH
 @WRAPS
 def test_second_derivatives(wrap, function):
-    """To rounding through bfloat16; through integers there is none."""
+    """They are right to rounding through bfloat16; through integers there is none."""
 
     def loss(x):
         return jnp.sin(function.apply(x)).sum()
@@ -485,7 +485,7 @@ def test_second_derivatives(wrap, function):
     np.testing.assert_allclose(ours, jax.grad(total(jax.grad(lambda x: jnp.sin(x * x).sum())))(X), atol=0.1)
     with int8(), pytest.raises(NotImplementedError, match="Square.*second derivative goes through an array"):
         wrap(second)(X)
-    with int8():  # where nothing saved is differentiated there is nothing to refuse
+    with int8():  # where nothing saved is differentiated there is no reason to raise
         assert jax.grad(lambda c: jax.grad(function.apply)(3.0) * c)(1.0) == pytest.approx(6, abs=0.05)
 
 
@@ -587,12 +587,12 @@ def test_each_thread_may_disable_hooks_for_itself():
     assert entered == [1]
 
 
-# --- beside torch
+# --- compared with torch
 
 
 @row("F1", "F3")
 def test_matches_torch():
-    """Which hooks are called in what order, for what, in a number of situations; torch live."""
+    """Compares which hooks are called in what order, for what, with torch run live."""
     torch = pytest.importorskip("torch")
 
     def define(base):

@@ -127,7 +127,7 @@ SECOND_RUN = r"^Drawing[\s\S]*returned different values"
     PROGRAMS,
 )
 def test_a_second_run_that_draws_again_raises(program, source):
-    """For a second derivative forward runs again, and draws something else: that is noticed."""
+    """A second derivative runs forward again, which draws other numbers: that is detected."""
     with pytest.raises(NotImplementedError, match=SECOND_RUN):
         PROGRAMS[program](drawing(source))(X)
 
@@ -228,7 +228,7 @@ def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, source
 
 @row("A8")
 def test_what_forward_captures_has_its_part_in_the_third_derivative():
-    """Where forward does not run again, what it used besides its inputs is kept, and is differentiated too."""
+    """If forward does not run again, what it captured is saved, and is differentiated too."""
 
     def outer(w):
         scale = w**2  # traced here, by jit and by the derivative

@@ -94,7 +94,7 @@ EACH = pytest.mark.parametrize("name", PROGRAMS)
 
 @EACH
 def test_variables_of_subjaxprs_are_bound_to_those_of_the_eqn(name):
-    """By their types; a part of an array has an axis less."""
+    """They are bound by their types; a part of an array has one axis less."""
     function, kinds = PROGRAMS[name]
     eqns = [eqn for eqn in make_jaxpr(function, X).jaxpr.eqns if subjaxprs(eqn)]
     assert [sub.kind for eqn in eqns for sub in subjaxprs(eqn) if sub.kind != "jit" or name == "jit"] == kinds
@@ -129,7 +129,7 @@ def test_evaluation_by_eqns_is_that_of_the_function(name):
 
 
 def dependence(function, *args):
-    """For each output the inputs that it depends on, and the operations between them."""
+    """Returns, for each output, the inputs that it depends on, and the operations between them."""
     jaxpr = make_jaxpr(function, *args).jaxpr
     found = []
     for output in jaxpr.outvars:
@@ -184,7 +184,7 @@ def is_input_when_staged(function):
     return v is jaxpr.invars[0]
 
 
-# Beside those of `test_identity`.
+# In addition to those of `test_identity`.
 NO_OPS = {
     "device_put of a pair": lambda x: jax.device_put((x + 1, x), (jax.devices()[1], None))[1],
     "checkpoint of no-ops": jax.checkpoint(lambda x: with_jvp(jax.lax.stop_gradient(x))),

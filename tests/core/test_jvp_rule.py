@@ -1,4 +1,4 @@
-"""Contract rows B11, D4-D6 in detail: what `jvp` is given, what it may return, and where forward mode comes from."""
+"""Contract rows B11, D4-D6 in detail: what `jvp` is passed, what it may return, and where forward mode comes from."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_None_returned_is_a_zero_tangent(wrap):
 @row("B11")
 @WRAPS
 def test_what_jvp_reads(wrap):
-    """saved_tensors is what save_for_forward kept, once it was called; attributes are the same for both."""
+    """saved_tensors is what save_for_forward saved, once it was called; attributes are equal for both."""
     seen: dict[str, Any] = {}
 
     @jaxfn.function
@@ -278,7 +278,7 @@ def test_jvp_on_a_subclass_and_added_later():
 
 
 def jvp_only() -> dict[str, tuple[Any, Any, Any]]:
-    """Functions with a jvp and no backward, the same in plain JAX, and arguments."""
+    """Functions with a jvp and no backward, their equivalents in plain JAX, and arguments."""
 
     def softmax_jvp(ctx, tangent):
         (y,) = ctx.saved_tensors
@@ -368,7 +368,7 @@ NONLINEAR = {
     "multiplied into a constant": lambda g: X.at[0].mul(g[0]),
     "constant imaginary part": lambda g: (jax.lax.complex(g, X) * (1 + 1j)).real,
     "filled": lambda g: jnp.take(g, jnp.array([0, 7]), mode="fill", fill_value=1.0),
-    "stacked beside a constant": lambda g: jnp.stack([g[0], jnp.float32(2.0)]),
+    "stacked with a constant": lambda g: jnp.stack([g[0], jnp.float32(2.0)]),
     "custom_jvp": lambda g: _plus_one(g),
     "another Function": lambda g: PlusOne.apply(g),
     "product with itself": lambda g: g * g,
@@ -418,7 +418,7 @@ def with_a_generated_jvp(rule: Any) -> Any:
     ["eager", "vmap"],
 )
 def test_a_nonlinear_rule_raises_in_the_other_mode(rule, context):
-    """In its own mode it is what it says."""
+    """The rule holds in its own mode."""
     rule, around = NONLINEAR[rule], CONTEXTS[context]
     forward, reverse = around(with_a_jvp(rule)), around(with_a_generated_jvp(rule))
     np.testing.assert_allclose(jax.jvp(forward, (X,), (3 * X,))[1], rule(3 * X), rtol=1e-6)
@@ -501,7 +501,7 @@ LINEAR = {
 @row("D5")
 def test_what_is_linear_does_not_raise():
     """Forward mode is then the transposed matrix of reverse mode: all rules in one program for each mode."""
-    left_out = {"inside checkpoint"} if EXPERIMENTAL else set()  # JAX_REMAT3 cannot transpose jax.checkpoint by itself yet
+    left_out = {"inside checkpoint"} if EXPERIMENTAL else set()  # JAX_REMAT3 cannot transpose checkpoint
     functions = {name: with_a_generated_jvp(rule) for name, rule in LINEAR.items() if name not in left_out}
 
     def jacobians(of):

@@ -1,4 +1,4 @@
-"""What the mistakes of the first day say: the Function, the mistake and the cure, under the transformations too."""
+"""Messages of common mistakes: they name the Function, the mistake and the fix, under the transformations too."""
 
 import dataclasses
 import functools
@@ -378,7 +378,7 @@ class RayTracer:
 
 
 def with_one_more(rule):
-    """A decorator that passes an argument of its own."""
+    """A decorator that passes an additional argument."""
 
     @functools.wraps(rule)
     def called(ctx, *args):
@@ -411,7 +411,7 @@ def test_no_fix_is_suggested_where_it_is_wrong(case):
 
 @row("L1")
 def test_a_neighbour_of_jaxfn_is_user_code():
-    """A folder beside jaxfn's whose name begins as jaxfn's does."""
+    """A folder next to jaxfn's whose name begins with jaxfn's."""
     neighbour = f"{Path(jaxfn.__file__).parent}_layers/mine.py"
     namespace = {}
     exec(compile("def raising(ctx, x):\n    raise KeyError('mine')", neighbour, "exec"), namespace)

@@ -1,4 +1,4 @@
-"""Arguments that are pytree nodes of classes of their own: boxes, and nodes that are taken apart anew each time."""
+"""Arguments that are pytree nodes of user classes: array wrappers, and nodes whose flattening returns new objects each time."""
 
 import jax
 import jax.numpy as jnp

@@ -148,7 +148,7 @@ def test_outputs_that_depend_on_the_flags_raise():
     f.backward(lambda ctx, g, *_: (g * ctx.saved_tensors[1], g * ctx.saved_tensors[0]))
     inner = jax.grad(lambda x, w: f(x, w)[0] ** 2, 0)
     if not EXPERIMENTAL:  # which runs the primal too
-        # Eagerly forward is told of both derivatives, so that it returns the same.
+        # Eagerly forward receives the flags of both derivatives, so that it returns equal outputs.
         assert jax.grad(inner, 1)(2.0, 3.0) == 24.0
     with pytest.raises(RuntimeError, match="must not depend on ctx.needs_input_grad"):
         jax.grad(jax.jit(inner), 1)(2.0, 3.0)
@@ -240,7 +240,7 @@ def _sine_by_reference(x):
 
 
 def _saving(intermediate):
-    """cos(x), whose rule is by an intermediate that operations with effects made."""
+    """cos(x), whose rule is by an intermediate that operations with effects computed."""
     return saving(jnp.cos, lambda x, y: intermediate(x))
 
 

@@ -1,6 +1,6 @@
-"""Arrays that forward keeps outside ctx and backward reads: right at first order, refused without a derivative.
+"""Arrays that forward stores outside ctx and backward reads: right at first order, an error without a derivative.
 
-A global, a class or a list outside is no residual: JAX does not know that backward depends on the inputs by it, so that
+A global, a class or a list outside is not a residual: JAX does not know that backward depends on the inputs by it, so that
 a nested derivative would be wrong in silence.
 """
 
@@ -24,7 +24,7 @@ from tests.support.marks import cells, row
 
 X = jnp.float32(0.5)
 
-# --- where an array may be kept: each makes a function that keeps it and one that finds it again
+# --- where an array may be stored: each builds a function that stores it and one that reads it
 
 GLOBAL: Any = None
 
@@ -105,7 +105,7 @@ SLOPES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def storing(holder, what="input", rules="backward"):
-    """sin, whose backward needs an array that forward keeps outside."""
+    """sin, whose backward needs an array that forward stores outside."""
     put, get = holder()
     stored, slope = SLOPES[what]
 
@@ -117,7 +117,7 @@ def storing(holder, what="input", rules="backward"):
     def rule(ctx, g):
         return g * slope(get())
 
-    f = jaxfn.autograd_function(forward, rule, name="Keeping")
+    f = jaxfn.autograd_function(forward, rule, name="Storing")
     if rules == "both":
         f.jvp(rule)
     elif rules == "generated":
@@ -126,7 +126,7 @@ def storing(holder, what="input", rules="backward"):
 
 
 # Said by the check itself; or of a list in a closure of backward, that backward closes over another program's value.
-OUTSIDE_CTX = r"Keeping[\s\S]*(outside ctx|closes over)"
+OUTSIDE_CTX = r"Storing[\s\S]*(outside ctx|closes over)"
 UNSUPPORTED = SECOND_DERIVATIVES | GRADIENTS_OF_PROGRAMS
 EVERY = GRADIENTS | UNSUPPORTED
 EVERY_HOLDER = pytest.mark.parametrize("holder", HOLDERS, ids=lambda h: h.__name__)
@@ -150,7 +150,7 @@ def test_an_array_stored_anywhere_outside_is_right_at_first_order_and_raises_at_
 
 
 KINDS = [("input", "backward"), ("intermediate", "both"), ("output", "generated")]
-NAMED = r"Keeping[\s\S]*outside ctx[\s\S]*(ctx\.\w+ =|save it on ctx)"
+NAMED = r"Storing[\s\S]*outside ctx[\s\S]*(ctx\.\w+ =|save it on ctx)"
 
 
 @row("B14")
@@ -169,7 +169,7 @@ def test_an_array_stored_outside_raises_where_its_derivative_would_be_lost(what,
 
 
 class StoresOnItself(jaxfn.Function):
-    """Keeps its input on itself, as code does that was written for a single call."""
+    """Stores its input on itself, as code does that was written for a single call."""
 
     @staticmethod
     def forward(ctx, x):
@@ -185,7 +185,7 @@ class StoresOnItself(jaxfn.Function):
 @pytest.mark.parametrize("program", UNSUPPORTED)
 def test_two_calls_that_store_in_one_attribute(program):
     """The second call's array overwrites the first's, so that even the first derivative is of no use there."""
-    with pytest.raises(NotImplementedError, match=r"OwnAttribute[\s\S]*outside ctx"):
+    with pytest.raises(NotImplementedError, match=r"StoresOnItself[\s\S]*outside ctx"):
         UNSUPPORTED[program](lambda x: StoresOnItself.apply(StoresOnItself.apply(x)))(X)
 
 
@@ -208,12 +208,12 @@ def test_a_stored_array_that_backward_returns_unchanged():
             stored["slope"] = jnp.cos(x)
             return jnp.sin(x)
 
-        return jaxfn.autograd_function(forward, lambda ctx, g: stored["slope"], name="Keeping")
+        return jaxfn.autograd_function(forward, lambda ctx, g: stored["slope"], name="Storing")
 
     for program in ("grad", "jit of grad"):
         np.testing.assert_allclose(GRADIENTS[program](storing_slope())(X), jnp.cos(X), rtol=1e-6)
     for program in UNSUPPORTED.keys() - {"grad of vmap", "grad of grad of vmap"}:
-        with pytest.raises(NotImplementedError, match="Keeping"):
+        with pytest.raises(NotImplementedError, match="Storing"):
             UNSUPPORTED[program](storing_slope())(X)
     for program in ("grad of vmap", "grad of grad of vmap"):
         with pytest.raises(jax.errors.UnexpectedTracerError):  # JAX finds that first
@@ -248,7 +248,7 @@ def test_an_array_stored_outside_and_read_by_jvp_is_right_at_first_order(what):
 def test_an_array_stored_outside_and_read_in_forward_mode_raises_elsewhere(program, rules):
     for what in SLOPES:
         # A generated rule says so itself, in its own words, where the array is a tracer of another level.
-        with pytest.raises(RuntimeError if rules == "generated" else NotImplementedError, match="Keeping"):
+        with pytest.raises(RuntimeError if rules == "generated" else NotImplementedError, match="Storing"):
             FORWARD[program](storing(class_attribute, what, rules))(X)
 
 
@@ -266,7 +266,7 @@ class Statistics:
 
 
 def sine(forward_too, backward_too=lambda g: g):
-    """sin, with something done beside it in forward and in backward."""
+    """sin, with an effect in forward and in backward."""
 
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -312,7 +312,7 @@ HARMLESS: dict[str, Callable[[], Any]] = {
     "log": log_both,
     "logging": log_of_tracers_by_a_handler,
     "running mean": lambda: sine(update_mean),
-    "running mean beside a scale": lambda: sine(update_mean, lambda g: g * Statistics.scale),
+    "running mean and a scale": lambda: sine(update_mean, lambda g: g * Statistics.scale),
     "mask": mask,
     "counter": lambda: sine(counting, lambda g: counting(g) or g),
     "shape": lambda: sine(store_shape, lambda g: g.reshape(Statistics.shape[0]).astype(Statistics.shape[1])),
@@ -332,8 +332,8 @@ HARMLESS: dict[str, Callable[[], Any]] = {
         ("log", "grad of checkpoint of grad"),
         ("running mean", "vmap of grad"),
         ("running mean", "grad of jit of grad"),
-        ("running mean beside a scale", "grad of grad"),
-        ("running mean beside a scale", "grad of checkpoint"),
+        ("running mean and a scale", "grad of grad"),
+        ("running mean and a scale", "grad of checkpoint"),
         ("mask", "jit of grad"),
         ("mask", "grad of jit of grad"),
         ("mask", "jit of grad of grad"),
@@ -378,7 +378,7 @@ def test_an_eqn_that_computes_a_value_and_its_tangent(wrap):
 @row("B14")
 @pytest.mark.parametrize("logs", [False, True])
 def test_a_backward_that_branches_on_values(logs):
-    """Eagerly its values are known, and stay known where something is kept outside that it does not read."""
+    """Eagerly its values are known, and stay known where something is stored outside that it does not read."""
     seen: list[Any] = []
 
     def forward(ctx, x):

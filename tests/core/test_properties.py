@@ -48,7 +48,7 @@ def flat(tree: Any) -> list[Any]:
 
 
 class Scale(jaxfn.Function):
-    """Multiplies every differentiable leaf by its position plus two; returns what it was given, statics included."""
+    """Multiplies every differentiable leaf by its position plus two; returns its arguments, statics included."""
 
     needs: tuple[bool, ...] | None = None
     statics: list[Any] | None = None

@@ -336,7 +336,7 @@ def test_packed_residuals(wrap):
     np.testing.assert_allclose(wrap(transposed)(Y), A.T @ Y, rtol=1e-5)
 
 
-# --- what is refused
+# --- what is not supported
 
 
 def nonlinear(rules: str, save: str) -> Any:
@@ -390,7 +390,7 @@ def test_a_function_without_forward_mode_is_named(wrap, program):
 @RULES
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.vmap], ids=["", "checkpoint", "vmap"])
 def test_the_invariant_part_of_a_loop_is_taken_out_of_it(around, rules):
-    """JAX evaluates the rest of the body, by the same partial evaluation as in `linear_transpose`."""
+    """JAX evaluates the rest of the body, by partial evaluation, as in `linear_transpose`."""
     runs = []
 
     def forward(ctx, x, w):

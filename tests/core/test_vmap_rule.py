@@ -42,7 +42,7 @@ class Other(jaxfn.Function):
 
 
 class Plain(Other):
-    """The same without a rule: batched automatically."""
+    """The Function without a rule: batched automatically."""
 
     vmap = jaxfn.Function.vmap
 
@@ -430,12 +430,12 @@ def test_generate_vmap_rule_alone_is_automatic_batching_and_with_a_vmap_an_error
             f(ROWS[:, 0])
 
 
-# --- beside torch
+# --- compared with torch
 
 
 @row("E3")
 def test_matches_torch():
-    """What the rule gets, how often, and what comes out, by torch.vmap and torch.func.grad live."""
+    """Compares what the rule gets, how often, and the results, with torch.vmap and torch.func.grad run live."""
     torch = pytest.importorskip("torch")
 
     def define(library: Any, m: Any, log: list[Any]) -> Any:

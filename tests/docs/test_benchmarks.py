@@ -1,4 +1,4 @@
-"""Pages show the figures that are kept, and the benchmarks say where they can run."""
+"""Pages show the stored figures, and the benchmarks say where they can run."""
 
 import json
 import subprocess

@@ -34,7 +34,7 @@ ROWS = rows_in(PROMISED)
 
 @functools.cache
 def rows_of_all_tests():
-    """See `marked_rows`."""
+    """The `marked_rows` of all test files."""
     modules = [marked_rows(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
     return tuple(set().union(*rows) for rows in zip(*modules, strict=True))
 
@@ -58,5 +58,5 @@ def test_each_row_has_a_test():
 
 
 def test_marks_name_rows():
-    """What is tested is promised, and no longer among what is not there yet."""
+    """Tested rows are promised, and no longer listed as missing."""
     assert sorted(rows_of_all_tests()[0].difference(ROWS)) == []

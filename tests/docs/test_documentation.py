@@ -88,7 +88,7 @@ def test_readme_is_one_page_with_examples_and_commands():
 
 
 def test_links_of_the_files_next_to_README_resolve():
-    """Those of the site's pages are checked where it is built."""
+    """Links of the site's pages are checked where it is built."""
     for page in ROOT.glob("*.md"):
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (ROOT / link).exists(), f"{page.name}: {link}"

@@ -13,7 +13,7 @@ spec.loader.exec_module(error_gallery)
 
 
 def test_the_gallery_is_current():
-    """`python docs/scripts/error_gallery.py` writes it anew."""
+    """`python docs/scripts/error_gallery.py` writes it again."""
     page = error_gallery.PAGE.read_text()
     assert error_gallery.gallery(page) == page
 

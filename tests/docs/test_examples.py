@@ -165,7 +165,7 @@ def test_digits_trains_as_well_with_bfloat16_residuals(digits):
     assert exact.accuracy > 0.9
     assert abs(results.accuracy - exact.accuracy) <= 0.01
     assert results.compilations == 1
-    assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really in force
+    assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really active
 
 
 @slow

@@ -1,4 +1,4 @@
-"""What is published: the extras, the version, and the words about it."""
+"""The published package: its extras, its version, and the words about it."""
 
 import ast
 import re

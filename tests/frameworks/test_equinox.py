@@ -98,7 +98,7 @@ def some_of_pair(g):
     }
 
 
-# The module that is made of a layer, how backward returns its gradient, and what of the layer has none.
+# The module built from a layer, how backward returns its gradient, and which leaves of the layer have none.
 GRADIENTS_OF_MODULES = {
     "module of gradients": (lambda layer: layer, lambda g: g, ()),
     "dict by attribute": (lambda layer: layer, lambda g: {"weight": g.weight, "bias": g.bias}, ()),
@@ -156,7 +156,7 @@ def test_the_gradient_of_a_module_may_be_what_equinox_returns(wrapping, kind):
 def test_state_is_returned():
     """equinox's modules cannot be changed; their state comes back as a result, through a Function too.
 
-    It is marked non-differentiable, so that it has no batch where it is the same for all elements.
+    It is marked non-differentiable, so that it is not batched if it is equal for all elements.
     """
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="batch", mode="batch")
 

@@ -133,7 +133,7 @@ def test_haiku(op, lift):
 @row("L4")
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")  # orbax's own advice
 def test_training_goes_on_from_a_checkpoint(tmp_path):
-    """By optax and orbax: five steps are two, a checkpoint, and three."""
+    """Trains with optax and orbax: five steps equal two, a checkpoint, and three."""
     optax = pytest.importorskip("optax")
     checkpoint = pytest.importorskip("orbax.checkpoint")
     optimizer = optax.adam(0.1)

@@ -161,7 +161,7 @@ def test_a_variable_that_holds_a_pytree(value, tree):
 
 
 class Product(jaxfn.Function):
-    """With a batching rule, and gradients that are three times too large."""
+    """A product with a batching rule, and gradients that are three times too large."""
 
     @staticmethod
     def forward(x, tree):
@@ -304,7 +304,7 @@ class Block(nnx.Module):
 
 
 def without(names, *, of):
-    """Returns a nested dict without one entry, and otherwise the same."""
+    """Returns a nested dict without one entry."""
     name, *rest = names
     return {k: without(rest, of=v) if k == name else v for k, v in of.items() if rest or k != name}
 

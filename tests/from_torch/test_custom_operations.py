@@ -17,7 +17,7 @@ from tests.support.libraries import Jax, assert_derivatives_as_torch, assert_sam
 from tests.support.marks import row  # noqa: E402
 
 pytestmark = [
-    pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused, by a test in test_versions.py"),
+    pytest.mark.skipif(torch.__version__ < (2, 13), reason="raises, by a test in test_versions.py"),
     pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered"),
     pytest.mark.usefixtures("double_precision"),
 ]
@@ -167,8 +167,8 @@ LIBRARY.impl("overloaded", lambda x: x.sin(), "CPU")
 LIBRARY.impl("overloaded.scaled", lambda x, scale: x.sin() * scale, "CPU")
 torch.library.register_autograd("jaxfn_test_ops::overloaded", lambda ctx, gradient: gradient * 50, lib=LIBRARY)
 
-LIBRARY.define("own_autograd(Tensor x) -> Tensor")
-LIBRARY.impl("own_autograd", lambda x: x.sin(), "CPU")
+LIBRARY.define("registered_autograd(Tensor x) -> Tensor")
+LIBRARY.impl("registered_autograd", lambda x: x.sin(), "CPU")
 
 
 class RegisteredAutograd(torch.autograd.Function):
@@ -183,7 +183,9 @@ class RegisteredAutograd(torch.autograd.Function):
         return gradient * 1000 * ctx.saved_tensors[0] ** 2
 
 
-LIBRARY.impl("own_autograd", lambda x: RegisteredAutograd.apply(x) if x.requires_grad else x.detach().sin(), "Autograd")
+LIBRARY.impl(
+    "registered_autograd", lambda x: RegisteredAutograd.apply(x) if x.requires_grad else x.detach().sin(), "Autograd"
+)
 
 
 def gradient_inside(f, x, w):
@@ -232,7 +234,7 @@ CODE = {
     "keyword": ("module", lambda x, w: OPS.keyword(x, scale=3.0) * w + OPS.keyword(w)),
     "without autograd": ("function", lambda x, w: OPS.without_autograd(x) * w),
     "overloads": ("Function", lambda x, w: OPS.overloaded(x) * OPS.overloaded(w, 2.0)),
-    "an autograd of its own": ("module", lambda x, w: OPS.registered_autograd(x) * w),
+    "a registered autograd": ("module", lambda x, w: OPS.registered_autograd(x) * w),
     "operations in backward": ("Function", lambda x, w: gradient_by_operations(x * w) * w),
     "detached": ("function", lambda x, w: steep(x).detach() * w + steep(x.detach()) * x),
     "gradients inside": ("module", lambda x, w: gradient_inside(steep, x, w)),
@@ -382,7 +384,7 @@ def test_a_draw_is_repeated_in_backward():
         f(x)
 
 
-# --- Refusals.
+# --- What is not supported.
 
 
 @torch.library.custom_op("jaxfn_test_ops::mutating", mutates_args=("out",))
@@ -431,7 +433,7 @@ def test_a_backward_for_gpus_alone(ops):
 @row("H14")
 @pytest.mark.parametrize("inside", [False, True])
 def test_operations_that_others_call(inside):
-    """In code of a library, where no mode of torch's functions is on."""
+    """Library code calls them, without a mode for torch's functions."""
     kind = "calling" if inside else "calling_composite"
     LIBRARY.define(f"{kind}(Tensor x) -> Tensor")
     LIBRARY.impl(kind, lambda x: steep(x) * 2, "CPU" if inside else "CompositeImplicitAutograd")

@@ -1,4 +1,4 @@
-"""Rows H1-H5, H8-H10: torch Functions taken over by `from_torch`, beside the very same classes in torch."""
+"""Rows H1-H5, H8-H10: torch Functions converted by `from_torch`, compared with those classes in torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_outputs_and_derivatives_are_those_of_torch(library: Any, name: str):
     ["LinearFunction", "MaskedReLU", "Triangle", "Softmax", "AppliesAnother", "PickLogits"],
 )
 def test_under_vmap_and_scan(name: str):
-    """A batch of calls, of their gradients too, is the same as one call after another."""
+    """A batch of calls, of their gradients too, equals one call after another."""
     call, arrays = of_arrays(jaxfn.from_torch(CASES[name].function), CASES[name].args)
     argnums = [i for i, x in enumerate(arrays) if x.dtype.kind == "f"]
     gradient = jax.grad(lambda *xs: (call(*xs) ** 2).sum(), argnums)
@@ -140,7 +140,7 @@ def test_torch_code_runs_once_for_a_shape():
     gradient(jnp.ones(4))
     gradient(jnp.ones(4, "float32"))
     assert runs == ["forward", "backward"] * 3
-    power(jnp.ones(4), 2.0)  # torch tells 2.0 from 2
+    power(jnp.ones(4), 2.0)  # torch distinguishes 2.0 from 2
     assert runs == ["forward", "backward"] * 3 + ["forward"]
 
 
@@ -422,7 +422,7 @@ class UsesKernel(torch.autograd.Function):
 
 
 @row("H4")
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch is asked, by a test in test_versions.py")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="raises before torch is called, by a test in test_versions.py")
 def test_all_operations_without_a_translation_at_once():
     def many(x):
         y = double(x)
@@ -437,7 +437,7 @@ def test_all_operations_without_a_translation_at_once():
 
 
 @row("H4")
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused before torch is asked, by a test in test_versions.py")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="raises before torch is called, by a test in test_versions.py")
 def test_the_rest_is_unaffected():
     F = jaxfn.from_torch(UsesOperations, ops={double: lambda x: x * 2})
     assert_same([F.apply(jnp.ones(3))], [np.full(3, 2.0)])
@@ -480,7 +480,7 @@ REPLACED = {
 @row("H9")
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_replacement_is_called(name: str):
-    """Here `x + 7`, in the place of relu in forward or of a custom operation, whose backward is replaced too."""
+    """Here `x + 7`, instead of relu in forward or of a custom operation, whose backward is replaced too."""
     function = UsesOperations if "custom" in name else function_of(lambda x: torch.relu(x))
     F = jaxfn.from_torch(function, ops={REPLACED[name]: lambda x: x + 7, shapeless: lambda g: g * 3})
     assert_same([F.apply(jnp.ones(3))], [np.full(3, 8.0)])
@@ -528,7 +528,7 @@ def test_one_key_one_draw():
     mask = np.asarray(F.apply(x, 0.5, key=key))
     assert set(mask) == {0.0, 2.0} and 25 < (mask > 0).sum() < 75
     step = jax.jit(lambda x, key: jax.value_and_grad(lambda x: F.apply(x, 0.5, key=key).sum())(x))
-    assert_same([step(x, key)[1]], [mask])  # the same draw, in backward too
+    assert_same([step(x, key)[1]], [mask])  # an equal draw, in backward too
     assert not np.array_equal(step(x, jax.random.key(1))[1], mask)
     assert step._cache_size() == 1
     keys = jax.random.split(key, 5)
@@ -695,7 +695,7 @@ def test_an_instance_of_a_function_is_no_function():
 
 
 class ChecksDtype(torch.autograd.Function):
-    """As published code does that has only seen labels of 64 bits."""
+    """Checks for int64 labels, as published code does."""
 
     @staticmethod
     def forward(ctx, scores, target):

@@ -1,4 +1,4 @@
-"""Contract rows I1 to I4: hooks of tensors beside torch's, what backward writes, and refused hooks of modules."""
+"""Contract rows I1 to I4: hooks of tensors compared with torch's, what backward writes, and unsupported hooks of modules."""
 
 import functools
 
@@ -41,7 +41,7 @@ def build(make):
 
 
 def of_torch(make, args, argnums, order):
-    """Gradients, or those of the sum of their cubes, by all parameters and by the arguments at these places."""
+    """Gradients, or those of the sum of their cubes, by all parameters and by the arguments at these positions."""
     module = build(make)
     tensors = [torch.tensor(x) for x in args]
     sought = [*module.parameters(), *(tensors[i].requires_grad_() for i in argnums)]
@@ -133,11 +133,11 @@ def looks(module, *gradients):
 @cells(
     "method, when",
     [
-        ("register_full_backward_hook", "before adoption"),
+        ("register_full_backward_hook", "before conversion"),
         ("register_full_backward_pre_hook", "after a call"),
-        ("register_backward_hook", "before adoption"),
+        ("register_backward_hook", "before conversion"),
         ("register_module_full_backward_hook", "after a call"),
-        ("register_module_full_backward_pre_hook", "before adoption"),
+        ("register_module_full_backward_pre_hook", "before conversion"),
         ("register_module_backward_hook", "after a call"),
     ],
 )
@@ -150,7 +150,7 @@ def test_backward_hooks_of_modules_raise_by_name(method, when, monkeypatch):
         net(X)
     register = getattr(nn.modules.module if is_of_all else module[1], method)
     handle = register(functools.partial(looks))
-    if when == "before adoption":
+    if when == "before conversion":
         net = jaxfn.from_torch(module)
     owner = r"the module \(Sequential\)" if is_of_all else r"1 \(Tanh\)"
     try:
@@ -337,7 +337,7 @@ USES_ITS_RESULT = {
 @row("I2", "I3")
 @cells("name", ["tanh", "softmax", "std"], USES_ITS_RESULT)
 def test_second_derivatives_that_bypass_the_hook_of_a_tensor_raise(name):
-    """torch has them: through the `y` in tanh's `g * (1 - y * y)` they go by the hook of `y` once more."""
+    """torch has them: through the `y` in tanh's `g * (1 - y * y)` they pass the hook of `y` again."""
     make = USES_ITS_RESULT[name]
     first, _ = both_orders(make)
     of_jax = jax.grad(jaxfn.from_torch(squared_where(make)))

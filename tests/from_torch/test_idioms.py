@@ -1,4 +1,4 @@
-"""Row H2: idioms of published torch Functions that a trace could get wrong, beside torch on the same numbers."""
+"""Row H2: idioms of published torch Functions that a trace could get wrong, compared with torch on equal numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.torch_code import function_of  # noqa: E402
 X = np.random.default_rng(0).standard_normal(5).astype(np.float32)
 
 
-# --- A graph of autograd's that forward keeps for backward to go through.
+# --- A graph of autograd's that forward stores for backward to differentiate.
 
 
 def storing_graph(code: Any, by_backward: bool = False) -> Any:
@@ -45,7 +45,7 @@ def storing_graph(code: Any, by_backward: bool = False) -> Any:
 
 
 class SavedGraph(torch.autograd.Function):
-    """The same by saved tensors, of a mix of what has a graph and what has none."""
+    """A graph stored in saved tensors, next to tensors without a graph."""
 
     @staticmethod
     def forward(ctx, x):
@@ -72,7 +72,7 @@ def test_second_derivative_through_a_stored_graph():
 @row("H5")
 def test_a_stored_graph_with_random_numbers_raises():
     noisy = storing_graph(lambda x: x * torch.rand_like(x))
-    with pytest.raises(jaxfn.TranslationError, match="KeepsGraph.forward draws random .* stores .* graph on ctx"):
+    with pytest.raises(jaxfn.TranslationError, match="StoresGraph.forward draws random .* stores .* graph on ctx"):
         jaxfn.from_torch(noisy).apply(X, key=jax.random.key(0))
 
 
@@ -127,7 +127,7 @@ class RollBack(torch.autograd.Function):
 
 
 class Applies(torch.autograd.Function):
-    """Applies another Function, and has the same backward."""
+    """Applies another Function, and has an equal backward."""
 
     @staticmethod
     def forward(ctx, x, function):
@@ -183,7 +183,7 @@ def test_a_backward_that_applies_itself(function: Any):
 @row("H8")
 @pytest.mark.parametrize("derivatives", [0, 2])
 def test_a_backward_that_applies_itself_is_traced_once_for_each_derivative(derivatives: int):
-    """And once more in advance. Traced until Python's recursion limit, it crashed the interpreter."""
+    """Applies itself again in advance. Traced until Python's recursion limit, it crashed the interpreter."""
     traces = []
 
     class CountedFlip(torch.autograd.Function):
@@ -225,7 +225,7 @@ def test_a_backward_that_applies_itself_and_uses_parameters():
 
 
 class ChangesWhatItStored(torch.autograd.Function):
-    """Writes to what the call in its backward keeps, which that call's own backward finds in torch."""
+    """Writes to what the call in its backward stores, which that call's own backward reads in torch."""
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -243,7 +243,7 @@ class ChangesWhatItStored(torch.autograd.Function):
 @row("H8")
 @pytest.mark.usefixtures("double_precision")
 def test_a_backward_that_applies_itself_and_writes_to_what_that_call_stores():
-    """The first derivative is right. The second is twice as large in torch, and refused."""
+    """The first derivative is right. The second is twice as large in torch, and raises."""
 
     def cubed(x: Any, scale: Any) -> Any:
         return (ChangesWhatItStored.apply(x, scale) ** 3).sum()
@@ -251,7 +251,7 @@ def test_a_backward_that_applies_itself_and_writes_to_what_that_call_stores():
     function = jaxfn.from_torch(cubed)
     first = jax.grad(lambda x: function(x, 3.0 + jnp.zeros(5)))
     np.testing.assert_allclose(first(jnp.ones(5)), np.full(5, 81.0))
-    with pytest.raises(jaxfn.TranslationError, match="input 1 of the call in ChangesWhatItKept"):
+    with pytest.raises(jaxfn.TranslationError, match="input 1 of the call in ChangesWhatItStored"):
         jax.grad(lambda x: first(x).sum())(jnp.ones(5))
 
 
@@ -287,7 +287,7 @@ def test_a_backward_that_draws_while_another_thread_traces_it():
         np.testing.assert_array_equal(other.result(60), drawn)
 
 
-# --- Numbers written in the code, and tensors from outside.
+# --- Numbers written in the code, and external tensors.
 
 
 class Literal(torch.autograd.Function):
@@ -455,9 +455,9 @@ def test_a_backward_that_asks_whether_it_is_differentiated():
 
 
 IDIOMS = {
-    "a kept graph, by grad": storing_graph(lambda x: x**3),
-    "a kept graph, by backward": storing_graph(lambda x: x**3, by_backward=True),
-    "a kept graph of fake quantization": storing_graph(
+    "a stored graph, by grad": storing_graph(lambda x: x**3),
+    "a stored graph, by backward": storing_graph(lambda x: x**3, by_backward=True),
+    "a stored graph of fake quantization": storing_graph(
         lambda x: torch.fake_quantize_per_tensor_affine(x, 0.3, 0, -2, 1) * x
     ),
     "a saved graph": SavedGraph,
@@ -498,7 +498,7 @@ def test_values_and_gradients_are_those_of_torch(name: str):
         np.testing.assert_allclose(ours, gradient.numpy(), rtol=1e-5, atol=1e-6)
 
 
-# --- Half precision and whole numbers.
+# --- Half precision and integers.
 
 
 HALF = {

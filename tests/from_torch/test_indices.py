@@ -56,7 +56,7 @@ WRAPS = ("x[:, i]", "x[i, i]", "x[:, one]", "take", "index_fill", "index_put", "
 
 
 def torch_result(function: Callable[..., Any], index: int) -> tuple[Any, Any]:
-    """Value and gradient by `x` of the sum; an exception in place of both."""
+    """Value and gradient by `x` of the sum; or an exception instead of both."""
     x = torch.tensor(X, requires_grad=True)
     value = function(x, torch.tensor([index]))
     (gradient,) = torch.autograd.grad(value.sum(), x)

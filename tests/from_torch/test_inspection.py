@@ -1,4 +1,4 @@
-"""What `residuals` and `find_nan` say of torch code."""
+"""Reports of `residuals` and `find_nan` on torch code."""
 
 import inspect
 

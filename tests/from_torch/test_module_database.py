@@ -1,4 +1,4 @@
-"""Rows I1 and I2: every module of torch's own database of modules, adopted, beside torch on torch's own samples."""
+"""Rows I1 and I2: every module of torch's own database of modules, converted, compared with torch on torch's own samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATABASE = {info.name: info for info in torch_internal("common_modules").module_
 # Those whose operation has no translation.
 UNSUPPORTED = {"nn.Bilinear", "nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d", "nn.MultiLabelMarginLoss"}
 NAMES = [name for name in DATABASE if name not in UNSUPPORTED]
-# Which samples of each module, from 0 (the first) to 1 (the last): each in one dtype, for a trace is the same in both.
+# Which samples of each module, from 0 (the first) to 1 (the last): each in one dtype, as both have equal traces.
 POSITIONS = {torch.float32: [0.5], torch.float64: [0.0, 1.0]}
 # Compiling takes most of the time, and these programs run once.
 QUICK = {"xla_backend_optimization_level": 0}
@@ -71,7 +71,7 @@ def called_by_torch(info: Any, module_input: Any, training: bool, dtype: Any) ->
         return info.module_cls(*copied(constructor.args), **copied(constructor.kwargs)).to(dtype).train(training)
 
     module, other = make(), make()
-    # Each a leaf of its own: some samples have one tensor in two places.
+    # Each is a separate leaf: some samples have one tensor twice.
     arguments = pytree.tree_map_only(
         torch.Tensor,
         lambda x: x.detach().clone().requires_grad_(x.requires_grad),

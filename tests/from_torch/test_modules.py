@@ -1,4 +1,4 @@
-"""Contract rows I: whole modules and Python functions of tensors, beside torch on the same numbers."""
+"""Contract rows I: whole modules and Python functions of tensors, compared with torch on equal numbers."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ def of_torch(module, args):
 
 
 def check(make, *args, train=True, jit=True, written=()):
-    """A module on JAX against another one, made the same way, in torch; what forward writes to is among the buffers."""
+    """Compares a module on JAX with an equal one in torch; buffers include what forward mutates."""
     module, others = (make().train(train) for _ in range(2))
     before = {name: x.clone() for name, x in module.state_dict().items()}
     net = jaxfn.from_torch(module)
@@ -427,19 +427,19 @@ def checks_left_out_of_a_trace(module, x):
 
 
 def another_operation_in_a_trace(module, x):
-    """As transformers' mixtures of experts do."""
+    """Computes another operation in a trace, as transformers' mixtures of experts do."""
     y = x @ module.w
     return torch.special.airy_ai(y) if torch.compiler.is_compiling() else y.sin()
 
 
 def mistaken_in_a_trace(module, x):
-    """As transformers' Switch Transformer is."""
+    """Has a bug that shows in a trace, as transformers' Switch Transformer has."""
     mask = None if torch.compiler.is_compiling() else torch.ones(4, 1)
     return (x @ module.w) * mask[:3].sum()
 
 
 def seeded_and_not_drawn(module, x):
-    """As transformers' Reformer does."""
+    """Sets a seed and draws nothing, as transformers' Reformer does."""
     torch.manual_seed(int(torch.seed() % 2**31))
     return x @ module.w
 
@@ -671,7 +671,7 @@ def test_gradients_by_arguments_raise_where_only_those_would_be_others():
     x = jnp.asarray(X.numpy())
     slopes, _ = jax.vjp(net, x)
     np.testing.assert_array_equal(slopes, jax.jit(net)(x))  # computing it is right
-    with pytest.raises(TranslationError, match="(?s)only parameters can be.*in data_exchanged_and_kept"):
+    with pytest.raises(TranslationError, match="(?s)only parameters can be.*in data_exchanged_and_stored"):
         jax.grad(lambda x: net(x).sum())(x)
 
 
@@ -842,7 +842,7 @@ def test_modules_of_torch(name, train):
 
 
 class Packed(nn.Module):
-    """Sequences of lengths that are no multiple of each other, not sorted, and padded to more than the longest."""
+    """Sequences of lengths that are not multiples of each other, not sorted, and padded to more than the longest."""
 
     def __init__(self, layer):
         super().__init__()
@@ -914,7 +914,7 @@ def test_pooling_makes_no_array_of_all_windows():
     "norm, times", [(nn.BatchNorm2d(3), 4), (nn.LayerNorm((20, 21)), 6), (nn.GroupNorm(3, 3), 6)], ids=repr
 )
 def test_a_norm_sums_over_its_argument_no_more_than_it_must(norm, times):
-    """For mean and variance; in reverse for the mean, the variance, the weight (with the variance's) and the bias.
+    """Sums: for mean and variance; in reverse for the mean, the variance, the weight (with the variance's) and the bias.
 
     Batch norm's mean has its gradient from the sums for weight and bias.
     """
@@ -948,7 +948,7 @@ SECOND_ORDER = {
 @pytest.mark.usefixtures("double_precision")
 @cells("name", ["batch norm", "max pool", "large max pool", "adaptive max pool"], SECOND_ORDER)
 def test_second_derivatives_of_norms_and_pools(name):
-    """Of a function in which values, what they are multiplied by and their mean, far from zero, all vary."""
+    """Values, what they are multiplied by and their mean, far from zero, all vary."""
     make, shape = SECOND_ORDER[name]
     module, net = make(), jaxfn.from_torch(make())
     x, v = 2 + np.random.default_rng(0).standard_normal((2, *shape))
@@ -1317,7 +1317,7 @@ def is_fine(x):
 
 
 class Asking(nn.Module):
-    """Asks for values in three places, in a function, a method and forward."""
+    """Reads values in three lines: of a function, a method and forward."""
 
     def __init__(self):
         super().__init__()
@@ -1576,14 +1576,14 @@ IN_ANOTHER_ORDER = {
     "a part of a tensor": lambda x: Every2nd.apply(x[1:]),
     "what a Function returns": lambda x: ReturnsTransposed.apply(x).as_strided((4,), (2,)),
     "what depends on that": lambda x: (ReturnsTransposed.apply(x) + 1).as_strided((4,), (2,)),
-    "what a Function keeps": StoresTransposed.apply,
+    "what a Function saves": StoresTransposed.apply,
 }
 
 
 @row("I2")
 @pytest.mark.parametrize("read", IN_ANOTHER_ORDER.values(), ids=IN_ANOTHER_ORDER)
 def test_memory_in_another_order_is_not_read_across_a_Function(read):
-    """The arrays that go into and come out of a Function have no order of their own."""
+    """Arguments and results of a Function have no preferred strides."""
     net = jaxfn.from_torch(lambda x: read(x).sum())
     with pytest.raises(TranslationError, match=r"as_strided.*tensor.*transposed, or a part.*contiguous"):
         jax.grad(net)(np.arange(12, dtype=np.float32).reshape(3, 4))
@@ -1648,6 +1648,6 @@ def blend(x, original, tracing=1.0):
     ids=["checkpoint", "ops", "TorchScript", "BatchNorm", "detach_"],
 )
 def test_arguments_may_have_any_name(call):
-    """Also those that jaxfn's own functions have, which stand in for what is called."""
+    """Names include those of jaxfn's own functions, which replace what is called."""
     net = jaxfn.from_torch(call, ops={blend: lambda x, original, tracing: x * tracing + original})
     np.testing.assert_allclose(net(X.numpy()), call(X), rtol=1e-5, atol=1e-6)

@@ -26,7 +26,7 @@ MASK = torch.tensor([True, False, True, True, False])
 
 
 def assert_same(code: Callable[..., Any], *arrays: Any, rtol: float = 1e-5, theirs: Any = None) -> None:
-    """What `code` returns is the same by torch, eagerly and under jit."""
+    """Asserts that torch, JAX and JAX under jit return equal results of `code`."""
     wanted = (theirs or code)(*(torch.tensor(np.asarray(x)) for x in arrays))
     wanted = wanted if isinstance(wanted, (tuple, list)) else [wanted]
     for run in (jaxfn.from_torch(code), jax.jit(jaxfn.from_torch(code))):
@@ -99,7 +99,7 @@ WIDE: dict[str, Callable[..., Any]] = {
     "moved": lambda a, b, n: _digits(torch.cat([_wide(a).view(2, -1).t().flip(0)[3:7].reshape(-1), b.long()])),
     "power": lambda a, b, n: _digits(a.long() ** 3 * 2**20),
     "digits of 31": lambda a, b, n: functools.reduce(lambda h, x: h * 31 + x, n.view(10, 6).long()) % 1000003,
-    "place": lambda a, b, n: a[(_wide(b) % 60)],
+    "index": lambda a, b, n: a[(_wide(b) % 60)],
     "int": lambda a, b, n: _wide(a).int(),
     "constant": lambda a, b, n: torch.stack([a.long() < 2**40, a.long() != 2**32 + 5, b.long() <= -(2**35)]),
     "ratio": lambda a, b, n: torch.stack([a.long() / 2**40, 2**40 / (b.long() | 1), a.long() / -(2**31), a / 2**40]),

@@ -91,7 +91,7 @@ def leaves_of(results: Any) -> list[Any]:
 
 
 def compare(name: str, tested: Sample, results: Any) -> None:
-    """Shapes and dtypes are the same, and values where they are defined."""
+    """Asserts equal shapes and dtypes, and equal values where they are defined."""
     if name in FAILS_IN_TORCH:
         return
     with quiet():
@@ -100,7 +100,7 @@ def compare(name: str, tested: Sample, results: Any) -> None:
     got = leaves_of(results)
     assert len(got) == len(wanted)
     for w, g in zip(wanted, got, strict=True):
-        # Numbers that are no tensors, such as sizes, become arrays under jit.
+        # Numbers that are not tensors, such as sizes, become arrays under jit.
         assert (g.shape, g.dtype) == (w.shape, w.dtype) if torch.is_tensor(w) else g == w
     is_random = any(TABLE[entry].draws for entry in tested.entries) or "empty" in name
     if is_random or (name, tested.dtype) in TORCH_IS_WRONG:
@@ -131,7 +131,7 @@ def compare(name: str, tested: Sample, results: Any) -> None:
 
 
 def in_single_precision(tested: Sample, process: Callable[[Any], Any] | None) -> dict[int, Any]:
-    """What torch gives for the half-precision tensors of a sample in single precision, by number of the result."""
+    """Returns torch's results for the half-precision tensors of a sample in single precision, by number of the result."""
     tensors = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor.clone() for tensor in tested.tensors]
     with quiet():
         try:
@@ -142,7 +142,7 @@ def in_single_precision(tested: Sample, process: Callable[[Any], Any] | None) ->
 
 
 def farthest(result: Any, exact: Any) -> float:
-    """How far any element of torch's result in half precision is from that in single precision; 0 if unknown."""
+    """Returns the largest difference of torch's results in half and in single precision; 0 if unknown."""
     if not torch.is_tensor(exact) or exact.shape != result.shape:
         return 0.0
     distances = (result.float() - exact.float()).abs()
@@ -150,7 +150,7 @@ def farthest(result: Any, exact: Any) -> float:
 
 
 def check(name: str, samples: Sequence[Sample]) -> None:
-    """What is translated matches, and what is not is listed."""
+    """Asserts that translated operations match torch, and that the others are listed."""
     for s in samples:
         unlisted = [operation for operation in s.missing if operation not in NOT_TRANSLATED]
         assert not unlisted or name in NOT_TRACED, f"{name}, {s.label}: {unlisted}"
@@ -209,7 +209,7 @@ DERIVATIVES = [
 
 
 def torch_gradients(tested: Sample, tensors: Sequence[Any], flags: Sequence[bool]) -> tuple[list[int], Any, Any]:
-    """Which results torch differentiates, their cotangents, and the gradients for the tensors that are flagged."""
+    """Returns the results that torch differentiates, their cotangents, and the gradients for the flagged tensors."""
     tensors = [t.clone().requires_grad_(flag) for t, flag in zip(tensors, flags, strict=True)]
     with quiet():
         outputs = pytree.tree_leaves(tested.function(*(t.clone() for t in tensors)))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("double_precision", "few_objects")
 
 
 class Reversible(torch.autograd.Function):
-    """Keeps its output alone; backward computes the input again, and leaves gradients in `.grad` of f and g."""
+    """Saves its output alone; backward computes the input again, and leaves gradients in `.grad` of f and g."""
 
     @staticmethod
     def forward(ctx, x, f, g):
@@ -51,7 +51,7 @@ class Reversible(torch.autograd.Function):
 
 
 class Checkpoint(torch.autograd.Function):
-    """Of any Python function, which finds its parameters by itself."""
+    """A checkpoint of any Python function, which finds its parameters automatically."""
 
     @staticmethod
     def forward(ctx, run, x):
@@ -218,7 +218,7 @@ def test_every_parameter_gets_its_gradient(name, wrap):
 
 
 def plainly(self, x):
-    """What `block` computes, without a Function."""
+    """Computes `block` without a Function."""
     x1, x2 = x.chunk(2, -1)
     y1 = x1 + self.f(x2)
     return torch.cat([y1, x2 + self.g(y1)], -1)
@@ -227,7 +227,7 @@ def plainly(self, x):
 @row("I5")
 @pytest.mark.parametrize("order, name", [(1, "checkpoint"), (1, "vmap"), (1, "scan"), (2, "jit")])
 def test_derivatives_in_every_context(order, name):
-    """The block's backward is the derivative of what it computes, so JAX's own of that is the same."""
+    """The block's backward is the derivative of what it computes, so JAX's autodiff of that is equal."""
     module = build("reversible blocks")
     plain = nn.Sequential(*(Net(plainly, f=part.f, g=part.g) if hasattr(part, "f") else part for part in module))
 
@@ -385,7 +385,7 @@ class Masked(torch.autograd.Function):
 @row("I5", "H8")
 @pytest.mark.parametrize("was_called", [False, True])
 def test_an_intermediate_that_backward_alone_uses_raises_where_it_is_differentiated(was_called):
-    """Where torch has called the module before, it holds a mask, of another input."""
+    """The module holds a mask of another input if torch has called it before."""
 
     def forward(self, x):
         self.mask = self.a(x)

@@ -42,7 +42,7 @@ class Wild(NamedTuple):
       args: returns the arguments; NumPy arrays are inputs.
       wanted: the positions of the inputs that get gradients. Default: all floating ones.
       draws: whether it draws random numbers, so that only shapes are compared.
-      refused: the source line that the error names, where values decide what Python code does.
+      error_line: the source line that the error names, where values decide what Python code does.
     """
 
     package: str
@@ -206,7 +206,7 @@ def in_torch(wild: Wild, function: Any) -> tuple[list[np.ndarray], list[np.ndarr
 
 
 def in_jax(wild: Wild, function: Any, jit: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The same; one seed for a Function that draws."""
+    """Outputs and gradients in JAX; one seed for a Function that draws."""
     args = wild.args()
     positions = [i for i, x in enumerate(args) if isinstance(x, (np.ndarray, np.generic))]
     options = {"key": jax.random.key(0)} if wild.draws else {}

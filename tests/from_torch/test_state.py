@@ -1,4 +1,4 @@
-"""Rows I2 and I4: what a module keeps besides its parameters and buffers: its mode, attributes, and plain objects."""
+"""Rows I2 and I4: what a module stores apart from its parameters and buffers: its mode, attributes, and plain objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contract row H16: TorchScript in torch code, which jaxfn interprets, whatever its executor has made of it."""
+"""Contract row H16: TorchScript in torch code, which jaxfn interprets, whatever its executor has compiled."""
 
 from __future__ import annotations
 

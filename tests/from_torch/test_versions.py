@@ -74,7 +74,7 @@ def test_all_answers_that_differ_are_named(untested_torch, monkeypatch):
 
     shifted = {name: shift(answer) for name, answer in self_test.known_answers().items()}
     monkeypatch.setattr(self_test, "known_answers", lambda: shifted)
-    for _ in range(2):  # and the next call is refused too
+    for _ in range(2):  # and the next call raises too
         with pytest.raises(TranslationError, match=r"torch 2\.99\.0, which differs .* Install torch 2\.8, ") as caught:
             jaxfn.from_torch(Square)
         assert all(
@@ -261,7 +261,7 @@ IN_A_MODULE = {
 
 
 class InPlace(torch.autograd.Function):
-    """As published ones are, for memory."""
+    """A Function that mutates its input to save memory, as published ones do."""
 
     @staticmethod
     def forward(ctx, x):
@@ -520,7 +520,8 @@ def test_constants_that_code_stores_are_plain_tensors_afterwards():
         assert type(tensor) is torch.Tensor
     assert torch.equal(triangle(3) @ torch.ones(3), torch.tensor([1.0, 2.0, 3.0]))
     (Holder.scale * 3).backward()
-    assert Holder.scale.grad == 3 and stored["range"][0].tolist() == [1, 2, 3] and (layer.count * 2).tolist() == [2, 2, 2]
+    assert Holder.scale.grad == 3
+    assert stored["range"][0].tolist() == [1, 2, 3] and (layer.count * 2).tolist() == [2, 2, 2]
     np.testing.assert_allclose(function.apply(torch.tensor(x)), f(x))
 
 
@@ -543,7 +544,7 @@ def store_in_a_closure(x, cell=[]):  # noqa: B006
 @row("H12")
 @pytest.mark.parametrize(
     ("store", "location"),
-    [(store_in_a_module, "Net.mem"), (store_in_a_list, "test_versions.KEPT"), (store_in_a_closure, "a list")],
+    [(store_in_a_module, "Net.mem"), (store_in_a_list, "test_versions.STORED"), (store_in_a_closure, "a list")],
 )
 def test_a_tensor_of_the_inputs_that_code_stores_raises_and_its_location_is_named(store, location):
     def storing(x):
@@ -614,7 +615,7 @@ def test_what_code_drops_again_is_not_taken_for_a_tensor_that_it_stores():
 
 @row("H12")
 def test_one_thread_traces_and_another_trains():
-    """In torch, with Functions of its own and distributions that check their parameters."""
+    """The other thread trains in torch, with separate Functions and distributions that check their parameters."""
 
     def train():
         for step in range(1000):

@@ -1,4 +1,4 @@
-"""Contract rows H1 and E3: a torch Function's own `vmap` is converted, next to torch's vmap on the same numbers."""
+"""Contract rows H1 and E3: a torch Function's own `vmap` is converted, next to torch's vmap on equal numbers."""
 
 from __future__ import annotations
 

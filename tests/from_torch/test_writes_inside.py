@@ -22,7 +22,7 @@ X = np.array([0.5, -1.25, 2.0], np.float32)
 
 
 class Average(Base):
-    """As quantizers and normalizations have it: a running average, which is written to and used."""
+    """A running average that is mutated and used, as in quantizers and normalizations."""
 
     @staticmethod
     def forward(ctx, x, average):
@@ -88,7 +88,7 @@ class ByModule(Base):
 
 
 class Outer(Base):
-    """Applies one that writes to what was given to it."""
+    """Applies a Function that mutates its argument."""
 
     @staticmethod
     def forward(ctx, x, average):
@@ -214,7 +214,7 @@ class Marking(Base):
 @row("H8", "I2")
 @pytest.mark.parametrize("apply", [Average.apply, lambda x, y: Marking.apply(x, y)[0]], ids=["unmarked", "marked"])
 @pytest.mark.parametrize(
-    "other", [lambda x: x, lambda x: x[1:2], lambda x: x.view(3, 1)[:, 0]], ids=["the same", "a part", "a view"]
+    "other", [lambda x: x, lambda x: x[1:2], lambda x: x.view(3, 1)[:, 0]], ids=["itself", "a part", "a view"]
 )
 def test_a_write_that_is_seen_in_another_argument_raises(apply: Any, other: Any):
     net = jaxfn.from_torch(Writes(lambda module, x: (lambda y: apply(other(y), y))(x.clone())))
@@ -239,7 +239,7 @@ def test_memory_that_is_shared_and_not_written_to_is_no_trouble(code: Any):
     assert_output_as_torch(code)
 
 
-# --- A clone is another tensor, and on JAX the same array.
+# --- A clone is another tensor, and on JAX an alias of the array.
 
 
 class MarksClone(Base):
@@ -319,7 +319,7 @@ def test_second_derivatives_where_a_clone_of_an_output_is_saved(copied: str):
         np.testing.assert_allclose(found, 0 * X if copied == "detach" else 5 * np.exp(X), rtol=1e-6)
 
 
-# --- One tensor in several places.
+# --- One tensor as several arguments or outputs.
 
 
 class InputTwice(Base):
@@ -413,11 +413,11 @@ def test_a_write_to_what_shares_memory_with_what_a_function_returned_raises(name
         net.apply(net.parameters, net.buffers, X)
 
 
-# --- What a Function keeps is in torch the caller's memory.
+# --- What a Function stores is in torch the caller's memory.
 
 
 class Stores(Base):
-    """Keeps what `kept` takes of its second argument and its output, saved or as an attribute."""
+    """Stores what `select` returns of its second argument and its output, saved or as an attribute."""
 
     @staticmethod
     def forward(ctx, x, state, select, is_saved=False):
@@ -456,7 +456,7 @@ STORED = {
 def test_backward_that_would_find_what_was_written_afterwards_raises(name: str):
     assert_output_as_torch(STORED[name])
     net = jaxfn.from_torch(Writes(STORED[name]))
-    with pytest.raises(jaxfn.TranslationError, match="Keeps.backward uses the new value, after an in-place update"):
+    with pytest.raises(jaxfn.TranslationError, match="Stores.backward uses the new value, after an in-place update"):
         jax.grad(lambda x: net.apply(net.parameters, net.buffers, x)[0].sum())(X)
 
 

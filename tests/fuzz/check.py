@@ -21,19 +21,19 @@ from tests.fuzz.program import Operation, Program, walk
 from tests.fuzz.source import write, write_alone
 from tests.fuzz.types import FLOATS
 
-AGREED, DISCARDED, REJECTED, WRONG = "agreed", "discarded", "refused", "wrong"
+AGREED, DISCARDED, REJECTED, WRONG = "agreed", "discarded", "rejected", "wrong"
 _REJECTIONS = (NotImplementedError, RuntimeError, TypeError, ValueError)
 _TOLERANCES = {"float32": 5e-4, "bfloat16": 0.1}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program went.
+    """The result of checking a program.
 
     Attributes:
-      kind: the two sides agreed; the twins raise, so that the program means nothing; jaxfn refused it by name; or
+      kind: the two sides agreed; the twins raise, so that the program means nothing; jaxfn rejected it by name; or
         what jaxfn did is wrong.
-      message: what was refused, or is wrong, without the names and numbers of this one program.
+      message: what was rejected, or is wrong, without the names and numbers of this one program.
       comparisons: how many arrays and counts were compared.
     """
 
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def sort(self) -> str:
-        """What stays the same while a program is shrunk: the kind, and how the message begins."""
+        """The part that shrinking a program preserves: the kind, and the beginning of the message."""
         beginning, _, detail = self.message.partition(": ")
         return f"{self.kind} {beginning} {'' if 'often' in beginning else detail[:24]}".strip()
 
@@ -72,13 +72,13 @@ def check(program: Program) -> Outcome:
         namespace = _namespace(write(program, write_hand_written_in_forward_mode))
         hand_written, _ = _measured(program, namespace, "TWINS")
         if not is_of_one_draw(hand_written, argument, tolerance):
-            return Outcome(DISCARDED, "a jax.custom_jvp by hand: its gradient belongs to another draw as well")
+            return Outcome(DISCARDED, "a hand-written jax.custom_jvp: its gradient belongs to another draw as well")
     return Outcome(WRONG if message else AGREED, message, comparisons)
 
 
 @contextmanager
 def _all_frames() -> Generator[None]:
-    """Errors show the frames of jaxfn too, by which a refusal is known."""
+    """Errors show the frames of jaxfn too, by which a rejection is known."""
     filtering = cast(Any, jax.config).jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -111,7 +111,7 @@ def agrees_in_double_precision(program: Program) -> bool:
 
 
 def tolerance_of(program: Program) -> float:
-    """How much results may differ, relative to the largest."""
+    """Returns how much results may differ, relative to the largest."""
     dtypes = {argument.dtype for argument in program.arguments}
     names = {s.name for s in walk(program.block) if isinstance(s, Operation)}
     is_coarse = "bfloat16" in dtypes or any("bfloat16" in OPERATIONS[name].source for name in names)

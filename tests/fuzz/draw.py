@@ -232,7 +232,7 @@ class _Drawing:
         return 0 if rng.random() < 0.4 else rng.randint(-rank - 1, rank)
 
     def _results(self, statements: Sequence[Statement], scope: Scope, most: int) -> tuple[str, ...]:
-        """Some of what the statements made, and their last float among it."""
+        """Chooses some outputs of the statements, among them their last float."""
         assigned = [name for statement in statements for name in statement.outputs]
         floats = [name for name in assigned if scope[name].is_float]
         if not floats:

@@ -1,4 +1,4 @@
-"""The ways of writing a Function down: source of a formula's Function, and of what stands beside it."""
+"""The styles of a Function: source of a formula's Function, and of its twin."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class FunctionSpec:
       formula: a name in `FORMULAS`.
       saving: a name among the formula's savings.
       style: one of `STYLES`.
-      keeping: by which means things are saved, one of `KEEPINGS`.
+      save_style: how values are saved, one of `SAVE_STYLES`.
       modes: `backward`, `backward` and `jvp`, `backward` and `generate_jvp_rule`, or `jvp`.
       guards: whether `backward` looks at `needs_input_grad`.
       materialize: whether missing gradients come as zeros.
-      vmap_rule: where a `vmap` of its own puts the batch, "" for none.
+      vmap_rule: where the Function's `vmap` puts the batch, "" for none.
       packed: whether the parameters come in one dict.
-      passes_statics: whether static arguments are given in the call, and not left to their defaults.
+      passes_statics: whether static arguments are passed in the call, and not left to their defaults.
     """
 
     formula: str
@@ -49,7 +49,7 @@ class FunctionSpec:
 
     @property
     def rules(self) -> Saving:
-        """What is saved, and the rules made of it."""
+        """The saved values, and the rules that use them."""
         return self.mathematics.savings[self.saving]
 
     @property
@@ -132,12 +132,13 @@ def write_hand_written_in_forward_mode(spec: FunctionSpec, name: str) -> list[st
     results = ", ".join(formula.output_names)
     names = [*(["packed"] if spec.packed else formula.parameters), *formula.static_names]
     tangents = [f'd{name} = dpacked["{name}"]' for name in formula.parameters] if spec.packed else []
-    unpacking = [f"{tuple_of(names)} = primals", f"{tuple_of([f'd{n}' for n in names])} = tangents", *unpacked, *tangents]
+    primals_and_tangents = [f"{tuple_of(names)} = primals", f"{tuple_of([f'd{n}' for n in names])} = tangents"]
     return [
         "@jax.custom_jvp", f"def {name}({_signature(spec)}):",
         *indented([*unpacked, *formula.body, f"return {results}"]), "",
         f"@{name}.defjvp", f"def {name}_jvp(primals, tangents):",
-        *indented([*unpacking, *formula.body, f"return ({results}), ({', '.join(map(str, spec.rules.tangents))})"]),
+        *indented([*primals_and_tangents, *unpacked, *tangents, *formula.body]),
+        f"    return ({results}), ({', '.join(map(str, spec.rules.tangents))})",
     ]  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def value_of(spec: FunctionSpec, name: str) -> str:
 
 
 def arguments_of(spec: FunctionSpec, inputs: Sequence[str]) -> str:
-    """What stands between the parentheses of a call."""
+    """The source between the parentheses of a call."""
     formula = spec.mathematics
     if spec.packed:
         return _dict(formula.parameters, inputs)
@@ -194,7 +195,7 @@ def _setup_context(spec: FunctionSpec) -> list[str]:
 
 
 def _saves(spec: FunctionSpec) -> list[str]:
-    """What puts things on ctx."""
+    """The lines that save values on ctx."""
     formula, names = spec.mathematics, spec.rules.names
     lines = [f"ctx.mark_non_differentiable({', '.join(f'y{i}' for i in formula.marked)})"] if formula.marked else []
     if not spec.materialize:
@@ -278,7 +279,7 @@ def _renamed(function: Sequence[str], name: str) -> list[str]:
 
 
 def indented(lines: Sequence[str]) -> list[str]:
-    """Lines one level further in."""
+    """Lines indented by one more level."""
     return [f"    {line}" if line else line for line in lines]
 
 

@@ -70,7 +70,7 @@ def _called(call: Call, types: list[Type], closed: list[Type]) -> list[Type]:
 
 
 def parameter_types(kind: str, label: str, options: Options, types: Sequence[Type]) -> list[Type]:
-    """What the block of a transformation is given."""
+    """The types of the parameters of a transformation's block."""
     if kind == "vmap":
         pairs = list(zip(types, options.in_axes, strict=True))
         demand(all(axis is None or -t.rank <= axis < t.rank for t, axis in pairs))

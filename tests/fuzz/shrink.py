@@ -1,4 +1,4 @@
-"""Makes a program smaller, as long as the same goes wrong."""
+"""Makes a program smaller, as long as it goes wrong in one way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIMPLE_MEASURES = ("value", "grad", "jvp", "grad of grad", "value_and_grad")
 def shrink(
     program: Program, outcome: Outcome, seconds: float, checked: Callable[[Program], Outcome] = check
 ) -> Program:
-    """The smallest program found in this time of which `checked` says the same as of the program given."""
+    """The smallest program found in this time for which `checked` returns what it does for `program`."""
     deadline = time.monotonic() + seconds
     tried = {program}
     progress = True
@@ -62,7 +62,7 @@ def simpler(program: Program) -> Iterator[Program]:
 
 
 def _set(items: tuple[Any, ...], i: int, *values: Any) -> tuple[Any, ...]:
-    """The items with these in place of one of them."""
+    """The items with these instead of one of them."""
     return (*items[:i], *values, *items[i + 1 :])
 
 
@@ -81,9 +81,9 @@ def _with_simpler_block(block: Block, scope: Scope) -> Iterator[Block]:
 
 
 def _without(block: Block, i: int, scope: Scope) -> Iterator[Block]:
-    """The block without a statement: results that it made are dropped, or something else stands for them.
+    """The block without a statement: its results are dropped or replaced.
 
-    That is something of the same type, if there is, and otherwise what the statement read.
+    A result is replaced by a value of its type, if there is one, and otherwise by an input of the statement.
     """
     removed = block.statements[i]
     rest = replace(block, statements=_set(block.statements, i))
@@ -100,7 +100,7 @@ def _without(block: Block, i: int, scope: Scope) -> Iterator[Block]:
 
 
 def _inlined(block: Block, wrap: Wrap, i: int) -> Block:
-    """The block with a transformation's block in place of the call of it."""
+    """The block with a transformation's block instead of its call."""
     inner = _renamed(wrap.block, dict(zip(wrap.block.parameters, wrap.inputs, strict=True)))
     spliced = replace(block, statements=_set(block.statements, i, *inner.statements))
     return _renamed(spliced, dict(zip(wrap.outputs, inner.results, strict=False)))

@@ -52,7 +52,7 @@ def long_program(spec: FunctionSpec, stateful: bool = False) -> Program:
 
 
 def outcome_of_running(source: str) -> subprocess.CompletedProcess[str]:
-    """Runs a printed program in a process of its own."""
+    """Runs a printed program in a separate process."""
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
 
 
@@ -103,10 +103,10 @@ def test_a_forward_that_runs_twice_is_found_shrunk_and_printed(monkeypatch):
     monkeypatch.setitem(measures.HELPERS, "drawn_thrice", helper)
     write_functions_with(monkeypatch, "drawn_by_numpy", "drawn_thrice")
     found = shrunk(long_program(DROPS, stateful=True))
-    assert found.outcome.message.startswith("forward runs more often than by hand")
+    assert found.outcome.message.startswith("forward runs more often than hand-written")
     ran = outcome_of_running(found.source)
     assert ran.returncode == 1, ran
-    assert re.search(r"forward runs more often than by hand: \[3, 6\], not \[[12], [23]\]", ran.stderr), ran
+    assert re.search(r"forward runs more often than hand-written: \[3, 6\], not \[[12], [23]\]", ran.stderr), ran
 
 
 def test_a_gradient_of_another_draw_is_found(monkeypatch):

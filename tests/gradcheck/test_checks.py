@@ -272,7 +272,7 @@ def test_complex(fast_mode, reference):
 
 @row("G5")
 def test_functions_without_a_complex_derivative():
-    """Neither holomorphic nor antiholomorphic, against torch's convention by hand."""
+    """Neither holomorphic nor antiholomorphic, against hand-written derivatives in torch's convention."""
 
     def mixed(ctx, z):
         ctx.save_for_backward(z)
@@ -417,7 +417,7 @@ def test_as_many_projections_as_unit_vectors_are_not_taken_for_those():
     assert (mismatch.output, mismatch.count, mismatch.total) == ("output 0", 2, 4)
 
 
-# Programs are used again for the same function, and for no other one.
+# Compiled checks are reused for an identical function, and for no other one.
 
 
 def test_the_second_check_on_other_values_compiles_nothing(monkeypatch):
@@ -429,7 +429,7 @@ def test_the_second_check_on_other_values_compiles_nothing(monkeypatch):
     assert compiled
     compiled.clear()
     passes(function, normal(3, 7, seed=1))
-    passes(scaled_sine(1.0), normal(3, 7, seed=2))  # another function object with the same code
+    passes(scaled_sine(1.0), normal(3, 7, seed=2))  # another function object with equal code
     assert not compiled
     failure(scaled_sine(1.001), normal(3, 7))
     assert compiled
@@ -498,7 +498,7 @@ RIGHT_AND_WRONG = {
     "changed", ["array that backward reads", "jax constant inside", "input that backward reads", "jvp"], RIGHT_AND_WRONG
 )
 def test_functions_are_distinguished(changed):
-    """As when a rule is mended in a notebook and checked again: each of these is found in the other's place."""
+    """Each of these changes is detected, as when a rule is fixed in a notebook and checked again."""
     options = {"check_forward_ad": "jvp" in changed, "raise_exception": False}
     with jax.enable_x64(True):
         for is_right in (True, False, True):

@@ -15,7 +15,7 @@ from tests.support.marks import cells, row
 
 
 def by_pallas(kernel, *arrays):
-    """A kernel whose output is float32, whatever goes in; its whole numbers are those of JAX's default."""
+    """A kernel whose output is float32, whatever goes in; its integers have JAX's default dtype."""
 
     def body(*refs):
         index = jax.lax.div(pl.program_id(0) + jnp.arange(1)[0], jnp.int32(1))

@@ -142,7 +142,7 @@ def test_kernelcheck_runs_checks_of_the_caller():
 
 
 @row("G2")
-@pytest.mark.parametrize("inside", ["alone", "beside another output"])
+@pytest.mark.parametrize("inside", ["alone", "next to another output"])
 def test_a_function_without_the_derivative_of_its_surrogate_is_wrong(inside):
     """The rule that `surrogate` is about was forgotten."""
     if inside == "alone":

@@ -318,7 +318,7 @@ def test_autodiff_of_what_has_no_derivative_raises():
 
 @row("G2")
 def test_programs_of_other_batching_rules_are_not_used_again():
-    """The traces of both read the same; what they do when they are batched is in no text."""
+    """Both jaxprs have equal text, which does not contain their batching rules."""
     for _ in range(2):
         for multiple, in_a_loop in ((1, False), (3, True)):
             report = passes(batched_as(multiple)(1), normal(3))

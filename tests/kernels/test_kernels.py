@@ -1,4 +1,4 @@
-"""The kernels of `examples/kernels` beside plain JAX in double precision, under every transformation."""
+"""The kernels of `examples/kernels` compared with plain JAX in double precision, under every transformation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.kernel_examples import (
 )
 from tests.support.marks import EXPERIMENTAL, cells, row, slow
 
-CLOSED = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 leaves custom derivatives closed in jaxprs", strict=False)
+CLOSED = pytest.mark.xfail(EXPERIMENTAL, reason="JAX_CUSTOM_VJP3 closes custom derivatives in jaxprs", strict=False)
 
 # (rows, columns, width); blocks have 16 of each.
 SIZES = [(1, 1, 1), (15, 17, 3), (16, 32, 16), (33, 31, 5), (50, 20, 17)]
@@ -78,7 +78,7 @@ def test_a_batch_by_any_axis_and_next_to_unbatched_arguments(kernel, module, axe
 
 @row("E3")
 def test_a_batching_rule_by_axes_other_than_the_first():
-    """Of the Function itself: the functions around it have moved the batch to the first axis when it sees it."""
+    """Tests the Function itself: the functions around it move the batch to the first axis first."""
     module = small("layer_norm")
     x, weight, bias = (np.stack([a, a + 1]) for a in LAYER_NORM.args(17, 19, 5))
     rows, weights = np.moveaxis(x[:, None], 0, 2), np.moveaxis(weight[:, None, None], 0, 3)
@@ -116,7 +116,7 @@ def pallas_grids(jaxpr) -> list[tuple[int, ...]]:
 @row("E3")
 @CLOSED
 def test_a_batch_becomes_an_axis_of_the_grid(kernel, module):
-    """With the batching rule each kernel is still one call, without a loop around it."""
+    """Each kernel is still one call with the batching rule, without a loop around it."""
     args = kernel.args(17, 19, 5)
 
     def step(*args):
@@ -251,7 +251,7 @@ TARGETS = {"gpu": ("cuda", "triton"), "tpu": ("tpu", "tpu_custom_call")}  # the 
     ids=str,
 )
 def test_kernels_lower_for_accelerators(kernel, module, monkeypatch, platform, sizes, dtype):
-    """Whether they run there only an accelerator can tell; that sizes of blocks are right for it, its lowering does."""
+    """Lowering checks that sizes of blocks are right for the accelerator; only the accelerator can run them."""
     target, name = TARGETS[platform]
     monkeypatch.setattr(module.blocks, "platform", lambda: platform)
     args = kernel.args(*sizes, jnp.dtype(dtype))
@@ -267,7 +267,7 @@ def test_kernels_lower_for_accelerators(kernel, module, monkeypatch, platform, s
 
 @row("E2")
 def test_kernels_are_traced_under_check_vma(kernel, module, monkeypatch):
-    """As far as JAX goes without an accelerator: it cannot interpret such a kernel."""
+    """Kernels are traced only: JAX cannot interpret them without an accelerator."""
     monkeypatch.setattr(module.blocks, "platform", lambda: "tpu")
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     in_specs, _ = kernel.split

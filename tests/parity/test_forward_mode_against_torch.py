@@ -1,4 +1,4 @@
-"""Forward mode beside torch's: one source in both, `torch.func.jvp` and `torch.autograd.forward_ad` live.
+"""Forward mode compared with torch's: one source in both, `torch.func.jvp` and `torch.autograd.forward_ad` live.
 
 Of nested forward mode torch 2.13 drops a term for custom Functions, right rules included, so that is not compared.
 """
@@ -72,7 +72,7 @@ class Exp(Cube):
 
 
 class Rotate(jaxfn.Function):
-    """Two inputs and outputs, a static argument, an output without derivative, what jvp alone keeps."""
+    """Two inputs and outputs, a static argument, an output without derivative, what jvp alone saves."""
 
     @staticmethod
     def forward(x, y, factor):

@@ -1,7 +1,7 @@
 """Mistakes planted in right backward rules.
 
 A base is a definition as in `gradcheck_pairs`, right for torch and JAX alike. A mutant is the base's source with one
-piece of text replaced, so it is the same mistake in both.
+piece of text replaced, so both have one and only that bug.
 """
 
 from __future__ import annotations

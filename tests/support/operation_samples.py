@@ -31,7 +31,7 @@ from jaxfn._torch.values.flatten import flatten_tensors, unflatten_tensors  # no
 from tests.support.torch_internals import torch_internal  # noqa: E402
 
 _internal: Any = torch_internal("common_methods_invocations")
-# Random numbers after a seed that the code sets itself are refused, and these set one only to draw the same again.
+# Random numbers after a seed that the code sets itself raise, and these set one only to repeat a draw.
 _internal.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
 # Whenever torch makes samples it searches the whole stack for a `unittest.TestCase`, which took half of the time of
 # these tests. Under pytest there is none.
@@ -178,7 +178,7 @@ def sample(label: str, function: Callable[..., Any], tensors: Sequence[Any], pro
 
 
 def trace(function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    """The graph of a function of tensors, which returns what the function returned, with the same structure."""
+    """The graph of a function of tensors, which returns what the function returned, with an equal structure."""
     for tensor in tensors:
         to_jax(tensor)  # raises where a tensor has no counterpart
     with quiet(), checking_leaks("Recorded"):

@@ -398,7 +398,7 @@ class BackwardInside(Function):
 
 @case(normal(4, 3), np.sign(normal(4, 3, seed=1)), order=1)
 class OldIdioms(Function):
-    """What old code does: resizes, `new`, writes to the gradient it gets."""
+    """Idioms of old code: resizes, `new`, an in-place update of the gradient."""
 
     @staticmethod
     def forward(ctx, predictions, targets):
@@ -437,7 +437,7 @@ round_through = RoundThrough.apply
 
 @case(normal(4, 3) * 3)
 class AppliesAnother(Function):
-    """In forward and in backward, by a name taken beforehand."""
+    """Applies another Function in forward and in backward, by a name bound beforehand."""
 
     @staticmethod
     def forward(ctx, x):
@@ -468,7 +468,7 @@ class SwishBackward(Function):
 
 @case(normal(4, 3))
 class Swish(Function):
-    """The double-backward idiom: the gradient is a Function of its own."""
+    """The double-backward idiom: the gradient is a separate Function."""
 
     @staticmethod
     def forward(ctx, x):
