@@ -396,7 +396,7 @@ def test_a_gradient_is_cast_to_bfloat16(wrap):
 @row("C9")
 @in_each_library
 @pytest.mark.parametrize("value", [1.0, 2, True, [1.0, 2.0], "text", 1j], ids=repr)
-def test_python_values_are_no_gradients(lib, value):
+def test_python_values_are_not_gradients(lib, value):
     named = f"returned a Python {type(value).__name__} as the gradient of input 0 ('x')"
     with raises(lib, TypeError, r"expected (Variable|an array).* or None", named):
         gradients(lib, returning(lib, lambda g: (value,)), np.array(2.0))
@@ -409,7 +409,7 @@ def test_python_values_are_no_gradients(lib, value):
     ids=str,
 )
 @EITHER
-def test_containers_and_random_keys_are_no_gradients(value, kind, wrap):
+def test_containers_and_random_keys_are_not_gradients(value, kind, wrap):
     apply = returning(jaxfn, lambda g: (value,))
     with pytest.raises(TypeError, match=rf"returned a {kind} as the gradient of input 0 \('x'\)"):
         wrap(lambda x: gradient(apply, x))(ARRAY)

@@ -118,7 +118,7 @@ def test_one_name_for_two_inputs_raises():
 
 @row("A2", "A3")
 @in_each_library
-def test_static_arguments_arrive_as_the_same_objects(lib):
+def test_static_arguments_arrive_as_identical_objects(lib):
     static_args = print, {"a": 1}, [1, 2], "text", object(), slice(1, 2), None, 3, True
     received = []
 
@@ -240,7 +240,7 @@ def test_apply_is_one_picklable_hashable_object():
 
 
 @row("A4", "A7")
-def test_a_call_is_traced_once_for_arguments_of_the_same_shapes():
+def test_a_call_is_traced_once_for_arguments_of_equal_shapes():
     traces = []
 
     @jaxfn.function
@@ -262,7 +262,7 @@ def test_a_call_is_traced_once_for_arguments_of_the_same_shapes():
     assert traces == ["forward", "step"]
 
 
-def test_threads_that_meet_the_same_unknown_compiler_option(monkeypatch):
+def test_threads_that_meet_one_unknown_compiler_option(monkeypatch):
     """Both find that this XLA does not know it; neither fails."""
     monkeypatch.setattr(_compat, "_QUICK", [{"xla_no_such_option": True}, {}])
     lowered = [jax.jit(lambda x, k=k: x + k).lower(jnp.float32(0)) for k in range(4)]
@@ -287,7 +287,7 @@ def test_threads_that_meet_the_same_unknown_compiler_option(monkeypatch):
 
 @row("A5")
 def test_forward_runs_directly_where_none_of_its_arrays_is_traced():
-    """If a rule is attached, forward gets tracers and cannot look at values."""
+    """Forward gets tracers, and cannot read values, if a rule is attached."""
     values, of_gradient = [], []
 
     @jaxfn.function

@@ -544,7 +544,7 @@ class Branching(jaxfn.Function):
 @pytest.mark.parametrize("context", ["jit", "checkpoint", "scan", "cond", "vmap"])
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_errors_of_jax_name_the_function_its_file_and_its_parameters(differentiated, context):
-    """If forward is staged into an outer jaxpr, JAX alone would name only the outer function."""
+    """JAX alone would name only the outer function if forward is staged into its jaxpr."""
     call = CONTEXTS[context](lambda x: Branching.apply(x, 0.5).sum())
     line = Branching.forward.__code__.co_firstlineno
     where = rf"{re.escape(__file__)}:({line}|{line + 1}|{line + 2})\b"

@@ -164,7 +164,7 @@ COLLECTIVE: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 
 def check(loss: Callable[..., Any], change: Callable[[Any], Any], is_linear: bool) -> None:
-    """The second derivative of a loss of (tanh, a checkpoint), after a check that it saves as much as the hand-written one."""
+    """The second derivative of a loss of (tanh, a checkpoint), once it saves as much as the hand-written one."""
     ours, theirs = tanh_with(change), hand_written(change)
     expected = second(loss(theirs, lambda f: f), X)
     for checkpoint in (lambda f: f, jax.checkpoint):

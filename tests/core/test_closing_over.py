@@ -1,4 +1,4 @@
-"""Rows A5, A9 and D3: what forward and backward close over has the right derivative, or raises by name; never a zero."""
+"""Rows A5, A9 and D3: what forward and backward close over has the right derivative or raises; never a zero."""
 
 import functools
 

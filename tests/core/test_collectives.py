@@ -205,7 +205,7 @@ def test_collectives_over_a_vmapped_axis(collective, rules, derivative, context)
     ids=str,
 )
 def test_collectives_without_jit_as_in_a_hand_written_rule(collective, rules, derivative):
-    """Compared with a custom_jvp in both modes, and a custom_vjp in vmap(grad): grad(vmap) raises "unbound axis name"."""
+    """Rules equal a custom_jvp in both modes, and a custom_vjp in vmap(grad): grad(vmap) raises "unbound axis name"."""
     c = COLLECTIVES[collective]
     if rules == "jvp":
         hand_written = jax.custom_jvp(c.value)

@@ -158,7 +158,7 @@ def test_none_is_saved_as_none_and_a_second_save_replaces_the_first(lib):
 @row("B4")
 @in_each_library
 @pytest.mark.parametrize("value", [3, 1.5, "text", [1.0], {"a": 1}, (1,)], ids=str)
-def test_saving_what_is_no_array_raises(lib, value):
+def test_saving_what_is_not_an_array_raises(lib, value):
     class Saves(lib.Function):
         @staticmethod
         def forward(ctx, x):
@@ -524,7 +524,7 @@ def test_marking_what_is_not_an_output_warns_once(transformation):
     ids=["the array", "astype", "ravel", "real"],
 )
 def test_a_marked_array_that_is_another_output_too_raises(copy, is_new, context):
-    """If the operation returns a new array, only that one has no derivative."""
+    """Only the new array has no derivative, if the operation returns one."""
 
     @jaxfn.function
     def sine(ctx, x):
@@ -625,7 +625,7 @@ def by_fori_loop(f, x, n):
     [(jnp.int32(2), True), (jnp.array([True, False, True]), True), (jnp.int32(2), False), (jax.random.key(3), True)],
     ids=["int", "bools", "int, None", "key"],
 )
-def test_the_gradient_of_what_is_no_number_in_loops(count, materialize, loop):
+def test_the_gradient_of_what_is_not_a_number_in_loops(count, materialize, loop):
     received = []
 
     @jaxfn.function

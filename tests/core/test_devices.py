@@ -340,7 +340,7 @@ def around_a_ring(g):
 
 @row("E2b")
 def test_work_that_devices_share_is_summed_once():
-    """A product of replicated arrays is split over the devices; jaxfn sums the parts like a hand-written rule and JAX."""
+    """A product of replicated arrays is split over devices; the parts are summed as by a hand-written rule and JAX."""
     x = np.tile(X, (1, 2))
     for backward in (lambda g: summed(spread(3 * part(g), g)), lambda g: spread(3 * part(g), g)):
         loss = sharded(lambda x: jnp.sum(jnp.sin(region(same, backward)(x))), specs=P())

@@ -192,7 +192,7 @@ def hand_written_product(save):
     ],
 )
 def test_a_pullback_is_an_argument_of_grad(save, program, rules, argument):
-    """The leaves of the pullback are all floating, as of a hand-written custom_vjp: a boolean would need `allow_int`."""
+    """All leaves of the pullback are floating, as of a hand-written custom_vjp: a boolean would need `allow_int`."""
     g, w = jnp.cos(X), jnp.sin(X)
     results = []
     for f in (product(save, rules), hand_written_product(save)):

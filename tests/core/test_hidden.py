@@ -112,7 +112,7 @@ def test_the_derivative_of_a_hidden_array_raises_and_not_the_call(wrap, kind):
 
 
 @row("B6")
-def test_an_object_from_outside_may_hold_traced_arrays():
+def test_an_external_object_may_hold_traced_arrays():
     """The object is like a module that is passed to the Function, with parameters of an outer trace."""
 
     def forward(ctx, x, module):

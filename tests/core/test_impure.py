@@ -228,7 +228,7 @@ def test_value_and_gradient_are_of_one_run_if_it_reads_its_flags(program, source
 
 @row("A8")
 def test_what_forward_captures_has_its_part_in_the_third_derivative():
-    """If forward does not run again, what it captured is saved, and is differentiated too."""
+    """Captured values are saved, and differentiated too, if forward does not run again."""
 
     def outer(w):
         scale = w**2  # traced here, by jit and by the derivative

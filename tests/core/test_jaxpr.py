@@ -167,7 +167,7 @@ def test_a_read_depends_on_what_was_written_before():
 
 
 @pytest.mark.skipif(EXPERIMENTAL, reason="JAX's experimental custom_vjp is lowered before")
-def test_an_operand_for_the_rule_alone_is_no_dependence():
+def test_an_operand_for_the_rule_alone_is_not_a_dependence():
     assert dependence(lambda x, y: with_vjp(x, jnp.sin(y)), 1.0, 2.0) == [({0}, {"custom_vjp_call"})]
 
 
@@ -204,7 +204,7 @@ NEW = {
 
 
 @pytest.mark.parametrize("name", NO_OPS)
-def test_what_returns_the_same_array_returns_an_operand_unchanged(name):
+def test_a_no_op_returns_an_operand_unchanged(name):
     def function(x):
         return jax.tree.leaves(NO_OPS[name](x))[-1]
 

@@ -151,7 +151,7 @@ def test_save_for_forward_takes_arrays_only():
 @row("B4")
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_a_jvp_rule_adds_nothing_to_what_is_saved(case):
-    """Nor does generate_jvp_rule, which has the same derivative in reverse mode."""
+    """Nor does generate_jvp_rule, whose derivative in reverse mode is equal."""
     args = make_args(case)
     for forward_mode in ({"jvp": staticmethod(lambda ctx, *tangents: None)}, {"generate_jvp_rule": True}):
         assert residual_bytes(with_attributes(case, forward_mode), args) == residual_bytes(case.hand_written, args)

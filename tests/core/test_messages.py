@@ -551,7 +551,7 @@ def test_a_traceback_shows_all_where_jax_is_configured_to():
 
 
 @row("L1")
-def test_an_argument_too_many_is_no_forgotten_ctx():
+def test_an_argument_too_many_is_not_a_forgotten_ctx():
     with pytest.raises(TypeError, match=r"^Thing\.apply\(x\): too many positional arguments$"):
         build().apply(X, X)
 

@@ -1,4 +1,4 @@
-"""Arguments that are pytree nodes of user classes: array wrappers, and nodes whose flattening returns new objects each time."""
+"""Arguments that are pytree nodes of user classes: array wrappers, and nodes that flatten to new objects."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Arrays that forward stores outside ctx and backward reads: right at first order, an error without a derivative.
 
-A global, a class or a list outside is not a residual: JAX does not know that backward depends on the inputs by it, so that
+A global, class or list outside is not a residual: JAX does not know that backward depends on the inputs by it, so that
 a nested derivative would be wrong in silence.
 """
 

@@ -1,6 +1,6 @@
 """Contract row A8: how often user code runs, draws and has effects, compared with a hand-written custom_vjp.
 
-What is expected is what the hand-written function does, in the same program, or half of it where that runs its primal
+Expected is what the hand-written function does in that program, or half of it where it runs its primal
 and its `fwd`. Where that raises (JAX loses a traced key that both of these change), the table says what jaxfn does.
 
 Every draw `m` has outputs and derivatives that identify it: `m * sin(x)` and `m * cos(x)`.
@@ -348,8 +348,8 @@ def at(transform):
     ],
 )
 def test_code_runs_as_often_as_in_a_hand_written_rule(source, name, transform, outcome):
-    """Or half as often, where JAX stages the call before it differentiates it, and a custom_vjp runs its primal and its
-    fwd. If forward reads its flags it runs again there, and a third time in `cond`, which JAX differentiates twice.
+    """It runs half as often where JAX stages the call before it differentiates it, and a custom_vjp runs both
+    of its functions. If forward reads its flags it runs again there, and a third time in `cond`, which JAX differentiates twice.
 
     "right": JAX raises for the hand-written rule, as a tracer escapes.
     """
@@ -439,7 +439,7 @@ def derivatives(f, inner=lambda f: f):
 
 
 def derivatives_of_batch(f):
-    """Derivatives of the mapped function: one cotangent for the whole batch is enough, as no element depends on another."""
+    """Derivatives of the mapped function: one cotangent for the batch is enough, as no element depends on another."""
 
     def all_three(x, key):
         xs = x + 0.1 * jnp.arange(BATCH)

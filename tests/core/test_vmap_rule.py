@@ -214,7 +214,7 @@ def test_out_dims():
 
 
 @row("E3")
-def test_outputs_that_are_no_arrays():
+def test_outputs_that_are_not_arrays():
     class Named(jaxfn.Function):
         @staticmethod
         def forward(x):

@@ -95,7 +95,7 @@ def test_stored_figures_name_the_machine():
     assert saved.path_for(WHERE | {"backend": "gpu", "device": "NVIDIA X1"}).name == "nvidia-x1.json"
 
 
-def test_parts_are_merged_with_others_of_the_same_machine_and_versions(tmp_path):
+def test_parts_are_merged_with_others_of_that_machine_and_versions(tmp_path):
     path = tmp_path / "a.json"
     saved.update(path, WHERE, False, {"functions": [1]})
     saved.update(path, WHERE | {"load_before": 0.1}, False, {"kernels": [2]})

@@ -79,7 +79,7 @@ def test_under_vmap_and_scan(name: str):
 
 
 @row("H1")
-def test_is_a_Function_with_the_same_name_and_parameters():
+def test_is_a_Function_with_torchs_name_and_parameters():
     Linear = jaxfn.from_torch(CASES["LinearFunction"].function)
     assert issubclass(Linear, jaxfn.Function)
     assert (Linear.__name__, Linear.__doc__) == ("LinearFunction", CASES["LinearFunction"].function.__doc__)
@@ -689,7 +689,7 @@ def test_torch_is_optional():
 
 @row("H1")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-def test_an_instance_of_a_function_is_no_function():
+def test_an_instance_of_a_function_is_not_a_function():
     with pytest.raises(TypeError, match="Pass its class, and pass the arguments of __init__ to apply"):
         jaxfn.from_torch(function_of(torch.sin)())
 

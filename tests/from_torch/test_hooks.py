@@ -1,4 +1,4 @@
-"""Contract rows I1 to I4: hooks of tensors compared with torch's, what backward writes, and unsupported hooks of modules."""
+"""Contract rows I1 to I4: hooks of tensors next to torch's, what backward writes, and unsupported hooks of modules."""
 
 import functools
 

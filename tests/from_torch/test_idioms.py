@@ -344,7 +344,7 @@ WEIGHT = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
 
 
 @row("H3")
-def test_a_number_in_the_code_is_not_a_value_from_outside():
+def test_a_number_in_the_code_is_not_an_external_value():
     traces = []
     function = jaxfn.from_torch(function_of(lambda x: traces.append(1) or x * torch.tensor(2).item()))
     for _ in range(3):
@@ -532,7 +532,7 @@ def test_numbers_are_not_rounded_to_half_precision(name: str, dtype: str):
     ],
     ids=["full", "tensor", "plus"],
 )
-def test_numbers_of_64_bits_are_not_cut(code: Any):
+def test_int64_numbers_are_not_truncated(code: Any):
     long = function_of(lambda x: code(x) + 0 * x.long()[:1])
     with pytest.raises(jaxfn.TranslationError, match="needs 64 bits. Without .*jax_enable_x64"):
         jaxfn.from_torch(long).apply(X)

@@ -110,7 +110,7 @@ def test_integers_become_the_smallest_one(dtype):
 
 
 @row("H13")
-def test_ignored_labels_are_no_error_and_a_wrong_one_makes_the_mean_nan():
+def test_ignored_labels_do_not_raise_and_a_wrong_one_makes_the_mean_nan():
     def loss(x, labels):
         return F.cross_entropy(x, labels, ignore_index=-1, reduction="none") + F.cross_entropy(
             x, labels.where(labels >= 0, -100)

@@ -1,4 +1,4 @@
-"""Rows I1 and I2: every module of torch's own database of modules, converted, compared with torch on torch's own samples."""
+"""Rows I1 and I2: the modules of torch's own database, converted, compared with torch on torch's own samples."""
 
 from __future__ import annotations
 

@@ -914,7 +914,7 @@ def test_pooling_makes_no_array_of_all_windows():
     "norm, times", [(nn.BatchNorm2d(3), 4), (nn.LayerNorm((20, 21)), 6), (nn.GroupNorm(3, 3), 6)], ids=repr
 )
 def test_a_norm_sums_over_its_argument_no_more_than_it_must(norm, times):
-    """Sums: for mean and variance; in reverse for the mean, the variance, the weight (with the variance's) and the bias.
+    """Sums for mean and variance; in reverse for the mean, the variance, the weight (with the variance's) and the bias.
 
     Batch norm's mean has its gradient from the sums for weight and bias.
     """

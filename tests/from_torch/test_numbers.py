@@ -230,7 +230,7 @@ def test_code_that_needs_no_values(name: str):
 
 
 @row("H3")
-def test_a_mask_from_outside_may_change():
+def test_an_external_mask_may_change():
     mask = torch.tensor([True, False])
     taken = jaxfn.from_torch(lambda x: x[mask])
     assert taken(X[:2]).shape == (1,)

@@ -131,7 +131,7 @@ def compare(name: str, tested: Sample, results: Any) -> None:
 
 
 def in_single_precision(tested: Sample, process: Callable[[Any], Any] | None) -> dict[int, Any]:
-    """Returns torch's results for the half-precision tensors of a sample in single precision, by number of the result."""
+    """Returns, by index, torch's results in single precision for the half-precision tensors of a sample."""
     tensors = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor.clone() for tensor in tested.tensors]
     with quiet():
         try:

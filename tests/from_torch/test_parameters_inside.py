@@ -293,7 +293,7 @@ def test_on_four_devices(within):
 
 @row("H12", "I5")
 def test_one_thread_traces_modules_and_another_trains():
-    """Both go through the same Functions at the same time, and the one that trains comes to what it does alone."""
+    """Both go through the same Functions concurrently, and the one that trains has the losses that it has alone."""
     started, done = threading.Event(), threading.Event()
 
     def train(module, is_over):

@@ -1,4 +1,4 @@
-"""Rows I2 and I4: what a module stores apart from its parameters and buffers: its mode, attributes, and plain objects."""
+"""Rows I2 and I4: a module's state apart from parameters and buffers: its mode, attributes, and plain objects."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ ZEROS = torch.zeros(2)
     ],
 )
 @row("I2")
-def test_attributes_that_no_call_depends_on_are_no_state(code, attributes):
+def test_attributes_that_no_call_depends_on_are_not_state(code, attributes):
     module = Net(code, **attributes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -356,7 +356,7 @@ def test_a_changed_numpy_array_and_set_are_seen():
 
 
 @row("I4")
-def test_objects_that_hold_each_other_are_no_trouble():
+def test_objects_that_hold_each_other_are_supported():
     config = types.SimpleNamespace(scale=2.0)
     config.again = config
     module = Net(lambda self, x: x * self.config.scale, config=config)

@@ -129,7 +129,7 @@ def test_a_module_of_which_a_call_fails_is_as_it_was():
 
 @pytest.mark.filterwarnings("ignore:.*changes the attribute")
 @row("H16", "I1")
-def test_a_script_module_by_itself():
+def test_a_script_module_alone():
     module = scripted(Scripted()).double()
     net = jaxfn.from_torch(module)
     output, buffers = net.apply(net.parameters, net.buffers, X, scale=3.0)

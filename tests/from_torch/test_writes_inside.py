@@ -235,7 +235,7 @@ def outputs_that_share_memory(module, x):
 
 @row("H8", "I2")
 @pytest.mark.parametrize("code", [parts_that_do_not_overlap, outputs_that_share_memory])
-def test_memory_that_is_shared_and_not_written_to_is_no_trouble(code: Any):
+def test_memory_that_is_shared_and_not_written_to_is_supported(code: Any):
     assert_output_as_torch(code)
 
 
@@ -282,7 +282,7 @@ COPIED = {
 @row("H2", "B8")
 @pytest.mark.parametrize("context", ["eager", "checkpoint"])
 @pytest.mark.parametrize("copied", COPIED)
-def test_a_mark_on_a_clone_of_an_output_is_no_mark_on_the_output(copied: str, context: str):
+def test_a_mark_on_a_clone_of_an_output_is_not_a_mark_on_the_output(copied: str, context: str):
     def loss(apply, x):
         y, same = apply(x, COPIED[copied])
         return 2 * y + 3 * same

@@ -119,7 +119,7 @@ def tolerance_of(program: Program) -> float:
 
 
 def is_rejection(error: BaseException) -> bool:
-    """Whether an exception is jaxfn's own, in words that name the Function.
+    """Whether an exception is jaxfn's own, with a message that names the Function.
 
     Or JAX's, of an eager `shard_map` inside an eager `jax.checkpoint`.
     """

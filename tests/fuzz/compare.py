@@ -35,7 +35,7 @@ def result_and_runs(measured: Any, arguments: tuple[Any, ...], runs: dict[str, i
 
 
 def difference_of_counts(got: Any, want: Any, argument: Any, tolerance: float) -> str:
-    """Whether forward runs more often than a hand-written one, or the gradient belongs to another draw than the output."""
+    """Describes extra runs of forward compared with the hand-written one, or a gradient of another draw; "" if none."""
     (result, counts), (_, hand_written) = got, want
     # Not at all where the output is not used.
     if any(ours > theirs or bool(ours) is not bool(theirs) for ours, theirs in zip(counts, hand_written, strict=True)):

@@ -136,6 +136,6 @@ def test_a_rejection_is_counted_by_its_message(monkeypatch):
 
 
 @cells("seed", [0], range(2))
-def test_printed_programs_run_by_themselves(seed):
+def test_printed_programs_run_alone(seed):
     ran = outcome_of_running(write_alone(draw(seed), 1e-3))
     assert ran.returncode == 0 and ran.stdout, ran
