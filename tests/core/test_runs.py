@@ -348,8 +348,8 @@ def at(transform):
     ],
 )
 def test_code_runs_as_often_as_in_a_hand_written_rule(source, name, transform, outcome):
-    """It runs half as often where JAX stages the call before it differentiates it, and a custom_vjp runs its primal and
-    its fwd. A forward that reads its flags runs again there, and a third time in `cond`, which JAX differentiates twice.
+    """It runs half as often where JAX stages the call before it differentiates it, and a custom_vjp runs its primal
+    and its fwd. A forward that reads its flags runs again, and a third time in `cond`, which is differentiated twice.
 
     "right": JAX raises for the hand-written rule, as a tracer escapes.
     """
