@@ -1,4 +1,4 @@
-"""Pages show the figures that are kept, and the benchmarks say where they can run."""
+"""Pages show the stored figures, and the benchmarks say where they can run."""
 
 import json
 import subprocess
@@ -21,14 +21,14 @@ WHERE = {"backend": "cpu", "processor": "Some CPU (R) @ 2 GHz", "cpus": 2, "devi
 
 
 @pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.stem)
-def test_pages_have_the_figures_that_are_kept(path):
+def test_pages_have_the_stored_figures(path):
     """`python -m benchmarks.pages` writes them."""
     page = path.read_text()
     assert pages.with_figures(page, pages.PAGES[path](saved.load_all())) == page
     assert pages.with_figures(page, "other figures") != page
 
 
-def test_plots_show_the_figures_that_are_kept():
+def test_plots_show_the_stored_figures():
     """`python -m benchmarks.pages` writes them."""
     drawn = pages.pictures(saved.load_all())
     assert {path: path.read_text() for path in (ROOT / "docs/pictures/benchmarks").iterdir()} == drawn
@@ -86,7 +86,7 @@ def test_the_ratios_of_README_are_those_of_the_medians():
     assert f"| eager value-and-grad | {middle:.2f} |" in (ROOT / "README.md").read_text()
 
 
-def test_what_is_kept_names_the_machine():
+def test_stored_figures_name_the_machine():
     for content in saved.load_all():
         assert not content["quick"]
         assert {"processor", "cpus", "jax", "jaxlib", "python", "device"} <= content["environment"].keys()
@@ -95,7 +95,7 @@ def test_what_is_kept_names_the_machine():
     assert saved.path_for(WHERE | {"backend": "gpu", "device": "NVIDIA X1"}).name == "nvidia-x1.json"
 
 
-def test_parts_are_kept_beside_others_of_the_same_machine_and_versions(tmp_path):
+def test_parts_are_merged_with_others_of_that_machine_and_versions(tmp_path):
     path = tmp_path / "a.json"
     saved.update(path, WHERE, False, {"functions": [1]})
     saved.update(path, WHERE | {"load_before": 0.1}, False, {"kernels": [2]})

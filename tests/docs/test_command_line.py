@@ -94,5 +94,5 @@ def test_parity_and_explain(folder):
     right = run(folder, "parity", "functions:square", "torch:square", "--shape", "3")
     assert right.returncode == 0 and "paritycheck" in right.stdout, right.stderr
     assert run(folder, "parity", "functions:wrong", "torch:square", "--shape", "3").returncode == 1
-    refused = run(folder, "explain", "torch:square", "--shape", "3")
-    assert refused.returncode == 2 and "explain takes a torch Function" in refused.stderr
+    failed = run(folder, "explain", "torch:square", "--shape", "3")
+    assert failed.returncode == 2 and "explain takes a torch Function" in failed.stderr

@@ -87,8 +87,8 @@ def test_readme_is_one_page_with_examples_and_commands():
     assert "examples/digits.py" in readme and "pytest" in readme
 
 
-def test_links_of_the_files_beside_README_lead_somewhere():
-    """Those of the site's pages are checked where it is built."""
+def test_links_of_the_files_next_to_README_resolve():
+    """Links of the site's pages are checked where it is built."""
     for page in ROOT.glob("*.md"):
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (ROOT / link).exists(), f"{page.name}: {link}"

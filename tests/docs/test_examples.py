@@ -84,9 +84,9 @@ def test_digits_gives_its_buffers_away(digits):
     assert not data.train_images.is_deleted()
 
 
-def test_digits_relu_keeps_only_its_mask(digits):
+def test_digits_relu_saves_only_its_mask(digits):
     _, vjp = jax.vjp(digits.ReLU.apply, jnp.array([-1.0, 2.0]))
-    assert [kept.dtype for kept in jax.tree.leaves(vjp)] == [bool]
+    assert [residual.dtype for residual in jax.tree.leaves(vjp)] == [bool]
 
 
 def test_decorator():
@@ -165,7 +165,7 @@ def test_digits_trains_as_well_with_bfloat16_residuals(digits):
     assert exact.accuracy > 0.9
     assert abs(results.accuracy - exact.accuracy) <= 0.01
     assert results.compilations == 1
-    assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really in force
+    assert 1e-6 < results.gradient_difference < 1e-2  # the hooks were really active
 
 
 @slow
@@ -245,7 +245,7 @@ SMALLER = {
 
 @slow
 @pytest.mark.parametrize("name", SMALLER)
-def test_a_kernel_is_what_plain_JAX_is_and_keeps_less(name):
+def test_a_kernel_matches_plain_JAX_and_saves_less(name):
     """`main` asserts what else it claims: that no array has the size of the logits or scores, and what is needed."""
     results = load_kernel(name).main(**SMALLER[name])
     assert results.differences.keys() == {"jit", "vmap", "shard_map"}

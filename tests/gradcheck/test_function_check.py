@@ -142,7 +142,7 @@ def test_kernelcheck_runs_checks_of_the_caller():
 
 
 @row("G2")
-@pytest.mark.parametrize("inside", ["alone", "beside another output"])
+@pytest.mark.parametrize("inside", ["alone", "next to another output"])
 def test_a_function_without_the_derivative_of_its_surrogate_is_wrong(inside):
     """The rule that `surrogate` is about was forgotten."""
     if inside == "alone":
@@ -196,12 +196,12 @@ class NanInTheSecondElement(NotFinite):
     constant, added = 0.0, np.array([[np.nan, 0, 0], [0, 0, 0]])
 
 
-class OneBesideInfinity(NotFinite):
+class OneNextToInfinity(NotFinite):
     added = 1.0
 
 
 @row("G6")
-@pytest.mark.parametrize("function", [NanInTheSecondElement, OneBesideInfinity])
+@pytest.mark.parametrize("function", [NanInTheSecondElement, OneNextToInfinity])
 def test_a_wrong_vmap_method_with_values_that_are_not_finite_is_found(function):
     """`nan_to_num` makes NaN 0, as the right output is, and infinity so large that the tolerance allows anything."""
     report = jaxfn.gradcheck(function.apply, INPUTS, check_vmap=True, return_report=True)

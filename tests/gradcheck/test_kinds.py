@@ -183,7 +183,7 @@ OTHERS = {
         lambda g, x, w: (g * (2 * symmetric(w) + 1e-4 * jnp.eye(3)), 2 * g * symmetric(x)),
     ),
     "the mean": saving(lambda x, w: x - x.mean() + 0 * w, lambda y, x, w: (x, w), lambda g, x, w: (g, 0 * g)),
-    "an output in a wrong place": saving(
+    "an output at a wrong position": saving(
         lambda x, w: jnp.exp(x) * w, lambda y, x, w: (y, w), lambda g, y, w: (g * w, g * y)
     ),
 }
