@@ -132,15 +132,12 @@ def _depthwise(stride: Sequence[int], dilation: Sequence[int], x: Array, kernel:
     lengths = _result_lengths(x, kernel, stride, dilation)
     x = x.reshape(n, channels, 1, *spatial)
     kernel = kernel.reshape(channels, -1, *kernel.shape[2:])
-    # The weight is repeated by a product with ones, since its derivative is a product too then, which is faster than a sum.
-    ones = jnp.ones(math.prod(lengths), x.dtype)
     products: list[Array] = []
     for element in np.ndindex(*kernel.shape[2:]):
         part = x
         for axis, (i, d, length, s) in enumerate(zip(element, dilation, lengths, stride, strict=True), 3):
             part = _shifted(part, axis, i * d, length, s)
-        weight = lax.dot_general(kernel[(..., *element)], ones, (((), ()), ((), ())))
-        products.append(part * weight.reshape(channels, -1, *lengths))
+        products.append(part * kernel[(..., *element)].reshape(channels, -1, *[1] * len(lengths)))
     return lax.collapse(reduce(add, products), 1, 3)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxfn._torch.operations.derivative import apply_vjp
+from jaxfn._torch.operations.platforms import along_axis
 from jaxfn._torch.operations.table import data_movement, operation, register_all
 
 Table = np.ndarray[Any, Any]
@@ -84,7 +85,7 @@ def _linear_antialiased(
     return np.minimum(indices, length - 1), weights / weights.sum(1, keepdims=True)
 
 
-def _resample(x: Array, axis: int, table: tuple[Table, Table]) -> Array:
+def _resample(table: tuple[Table, Table], x: Array, axis: int) -> Array:
     indices, weights = table
     shape = (-1, *[1] * (x.ndim - axis - 1))
     # Without weights of 0, which would spread NaN and inf.
@@ -100,7 +101,8 @@ def _upsample(
 ) -> Array:
     precision = np.float64 if x.dtype == np.float64 else np.float32
     for axis, (new, scale) in enumerate(zip(size, scales, strict=True), 2):
-        x = _resample(x, axis, method(x.shape[axis], new, align_corners, scale, precision))
+        table = method(x.shape[axis], new, align_corners, scale, precision)
+        x = along_axis(partial(_resample, table), x, axis)
     return x
 
 
@@ -146,7 +148,12 @@ def _pad(indices: Callable[[Table, int], Table], x: Array, padding: Sequence[int
     for number in range(len(padding) // 2):
         axis = x.ndim - 1 - number
         before, after = padding[2 * number : 2 * number + 2]
-        x = jnp.take(x, indices(np.arange(-before, x.shape[axis] + after), x.shape[axis]), axis)
+        length = x.shape[axis]
+        at = np.arange(-before, length + after)
+        edges = (jnp.take(x, indices(part, length), axis) for part in (at[at < 0], at[at >= length]))
+        first = min(max(-before, 0), length)
+        middle = lax.slice_in_dim(x, first, max(min(length, length + after), first), axis=axis)
+        x = jnp.concatenate([next(edges), middle, next(edges)], axis)
     return x
 
 
@@ -174,7 +181,7 @@ for _name, _map_indices in (("reflection", _reflect), ("replication", _replicate
 def constant_pad_nd(x: Array, padding: Sequence[int], value: Any = 0) -> Array:
     pads = [(padding[i], padding[i + 1], 0) for i in range(0, len(padding), 2)]
     config = [*[(0, 0, 0)] * (x.ndim - len(pads)), *reversed(pads)]
-    return jax.lax.pad(x, jnp.asarray(value, x.dtype), config)
+    return lax.pad(x, jnp.asarray(value, x.dtype), config)
 
 
 @operation("aten.grid_sampler_2d", "aten.grid_sampler_3d")
@@ -194,9 +201,9 @@ def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_c
         points = [clip(p, n) for p, n in zip(points, lengths, strict=True)]
     choices: list[list[tuple[Array, Any]]] = []
     for p, n in zip(points, lengths, strict=True):
-        below = jnp.floor(jax.lax.stop_gradient(p))
+        below = jnp.floor(lax.stop_gradient(p))
         if interpolation == 1:
-            choices.append([(jnp.round(jax.lax.stop_gradient(p)), 1)])
+            choices.append([(jnp.round(lax.stop_gradient(p)), 1)])
         elif interpolation == 0:
             choices.append([(below, below + 1 - p), (below + 1, p - below)])
         else:
