@@ -49,9 +49,7 @@ def convolution(
     return y if bias is None else y + bias.reshape(-1, *[1] * spatial)
 
 
-def _plain(
-    stride: Sequence[int], pads: Pads, dilation: Sequence[int], groups: int, x: Array, kernel: Array
-) -> Array:
+def _plain(stride: Sequence[int], pads: Pads, dilation: Sequence[int], groups: int, x: Array, kernel: Array) -> Array:
     return lax.conv_general_dilated(x, kernel, stride, pads, None, dilation, feature_group_count=groups)
 
 
@@ -79,8 +77,8 @@ def _swap_channels(weight: Array, groups: int) -> Array:
 
 # ---------------------------------------------------------------------------------------------------------- on a CPU
 #
-# XLA has fast code on a CPU for convolutions of up to two axes, one group, and a kernel that is not mirrored. All others
-# run in plain loops, also where only the derivative is another one. These are composed of fast ones here.
+# XLA has fast code for convolutions over up to two axes, with one group and a kernel that is not mirrored. Others
+# run in plain loops, as do derivatives that are such convolutions. Here they are composed of fast ones.
 
 # The largest number of products that a depthwise convolution is written as.
 _MOST_PRODUCTS = 128

@@ -40,7 +40,10 @@ def along_axis(f: Formulation, x: Array, axis: int, *operands: Array) -> Array:
     def on_cpu(x: Array, *operands: Array) -> Array:
         return jnp.moveaxis(f(jnp.moveaxis(x, axis, 0), 0, *operands), 0, axis)
 
-    return by_platform(on_cpu, lambda x, *operands: f(x, axis, *operands), x, *operands)
+    def elsewhere(x: Array, *operands: Array) -> Array:
+        return f(x, axis, *operands)
+
+    return by_platform(on_cpu, elsewhere, x, *operands)
 
 
 @partial(by_platform.defjvp, symbolic_zeros=True)

@@ -194,17 +194,17 @@ def _window_sums(x: Array, kernel: list[int], steps: list[int], pads: Sequence[t
         x = lax.pad(x, zero, [(low, high, 0) for low, high in pads])
         return _block_sums(x.reshape([part for n, k in zip(x.shape, kernel, strict=True) for part in (n // k, k)]))
 
-    def sums(x: Array, axes: Collection[int]) -> Array:
-        options = (
-            [value if axis in axes else default for axis, value in enumerate(values)]
-            for values, default in ((kernel, 1), (steps, 1), (pads, (0, 0)))
-        )
-        return lax.reduce_window(x, zero, lax.add, *options)
+    def sum_along(x: Array, axes: Collection[int]) -> Array:
+        window, strides = ([v if axis in axes else 1 for axis, v in enumerate(values)] for values in (kernel, steps))
+        padding = [pad if axis in axes else (0, 0) for axis, pad in enumerate(pads)]
+        return lax.reduce_window(x, zero, lax.add, window, strides, padding)
 
-    axes = [axis for axis, k in enumerate(kernel) if k > 1 or steps[axis] > 1 or pads[axis] != (0, 0)]
-    return by_platform(
-        lambda x: reduce(lambda x, axis: sums(x, [axis]), axes, x), lambda x: sums(x, range(x.ndim)), x
-    )
+    def on_cpu(x: Array) -> Array:
+        for axis in range(x.ndim):
+            x = sum_along(x, [axis]) if (kernel[axis], steps[axis], pads[axis]) != (1, 1, (0, 0)) else x
+        return x
+
+    return by_platform(on_cpu, partial(sum_along, axes=range(x.ndim)), x)
 
 
 @jax.custom_jvp

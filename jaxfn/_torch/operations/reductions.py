@@ -51,9 +51,10 @@ def extreme_index(function: Callable[..., Array], x: Array, dim: int | None = No
         indices = lax.broadcasted_iota(jax.dtypes.canonicalize_dtype(np.int64), x.shape, axis)
         return jnp.min(jnp.where((x == best) | (x != x), indices, x.shape[axis] - 1), axis, keepdims=keepdim)
 
-    found = lax.platform_dependent(
-        lax.stop_gradient(flat), cpu=on_cpu, default=lambda x: function(x, axis, keepdims=keepdim)
-    )
+    def elsewhere(x: Array) -> Array:
+        return function(x, axis, keepdims=keepdim)
+
+    found = lax.platform_dependent(lax.stop_gradient(flat), cpu=on_cpu, default=elsewhere)
     return found.reshape(shape) if flat is not x else found
 
 

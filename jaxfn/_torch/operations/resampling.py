@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxfn._primitives import LinearMap, bind_linear_map
 from jaxfn._torch.operations.derivative import apply_vjp
-from jaxfn._torch.operations.platforms import along_axis
 from jaxfn._torch.operations.table import data_movement, operation, register_all
 
 Table = np.ndarray[Any, Any]
@@ -85,15 +85,70 @@ def _linear_antialiased(
     return np.minimum(indices, length - 1), weights / weights.sum(1, keepdims=True)
 
 
-def _resample(table: tuple[Table, Table], x: Array, axis: int) -> Array:
+# Sums of up to this many terms are written term by term, without an array of all terms.
+_MOST_TERMS = 16
+
+
+def _resample(x: Array, axis: int, table: tuple[Table, Table]) -> Array:
+    """Returns weighted sums of elements along an axis. An index after the end reads 0."""
     indices, weights = table
     shape = (-1, *[1] * (x.ndim - axis - 1))
+    if indices.shape[1] > _MOST_TERMS:
+        seen = jnp.take(x, indices, axis, mode="fill", fill_value=0)
+        return jnp.sum(seen * jnp.asarray(weights, x.dtype).reshape(*weights.shape, *shape[1:]), axis + 1)
     # Without weights of 0, which would spread NaN and inf.
-    if indices.shape[1] == 1:
-        return jnp.take(x, indices[:, 0], axis)
+    if indices.shape[1] == 1 and (weights == 1).all():
+        return jnp.take(x, indices[:, 0], axis, mode="fill", fill_value=0)
     columns = zip(indices.T, weights.T, strict=True)
-    parts = [jnp.take(x, index, axis) * jnp.asarray(weight, x.dtype).reshape(shape) for index, weight in columns]
+    parts = [
+        jnp.take(x, index, axis, mode="fill", fill_value=0) * jnp.asarray(weight, x.dtype).reshape(shape)
+        for index, weight in columns
+    ]
     return sum(parts[1:], parts[0])
+
+
+class _Resampling(LinearMap):
+    """The interpolation along one axis. Its transpose reads too, since to write to indices is slow."""
+
+    def __init__(self, x: Array, axis: int, table: tuple[Table, Table]) -> None:
+        self._axis = axis
+        self._table = table
+        self._transposed = _transpose(table, x.shape[axis])
+        aval = jax.typeof(x)
+        self._aval = aval.update(shape=(*x.shape[:axis], len(table[0]), *x.shape[axis + 1 :]))
+
+    @property
+    def avals(self) -> Sequence[Any]:
+        return [self._aval]
+
+    def apply(self, residuals: Sequence[Any], tangents: Sequence[Array]) -> list[Array]:
+        return [_resample(tangents[0], self._axis, self._table)]
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Array | None]:
+        return [_resample(cotangents[0], self._axis, self._transposed)]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _apply(resampling: _Resampling, x: Array) -> Array:
+    return resampling.apply((), [x])[0]
+
+
+@_apply.defjvp
+def _apply_jvp(resampling: _Resampling, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _apply(resampling, *primals), bind_linear_map(resampling, (), tangents)[0]
+
+
+def _transpose(table: tuple[Table, Table], length: int) -> tuple[Table, Table]:
+    """Returns the table of the transpose, filled up with an index after the end."""
+    sources, weights = (part.ravel() for part in table)
+    order = np.argsort(sources, kind="stable")
+    counts = np.bincount(sources, minlength=length)
+    column = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = length, max(counts.max(initial=0), 1)
+    indices, transposed_weights = np.full(shape, len(table[0])), np.ones(shape)
+    indices[sources[order], column] = order // table[0].shape[1]
+    transposed_weights[sources[order], column] = weights[order]
+    return indices, transposed_weights
 
 
 def _upsample(
@@ -101,8 +156,8 @@ def _upsample(
 ) -> Array:
     precision = np.float64 if x.dtype == np.float64 else np.float32
     for axis, (new, scale) in enumerate(zip(size, scales, strict=True), 2):
-        table = method(x.shape[axis], new, align_corners, scale, precision)
-        x = along_axis(partial(_resample, table), x, axis)
+        resampling = _Resampling(x, axis, method(x.shape[axis], new, align_corners, scale, precision))
+        x = _apply(resampling, x)
     return x
 
 
