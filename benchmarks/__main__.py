@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from benchmarks import checking, kernels, pages, saved, suite, table, training
+from benchmarks import checking, kernels, operations, pages, saved, suite, table, training
 from benchmarks.environment import environment
 from benchmarks.functions import TORCH, installed_forms
 from benchmarks.measure import settle
@@ -75,6 +75,8 @@ def _measured(part: str, options: argparse.Namespace) -> list[Any]:
         return _printed(checking.header(), checking.run(TORCH in forms, options.quick), checking.Result.line)
     if part == saved.TRAINING:
         return _printed(training.header(), training.run(effort.steps), training.Result.line)
+    if part == saved.OPERATIONS:
+        return _printed(operations.header(), operations.run(effort.steps), operations.Result.line)
     return _printed(kernels.header(), kernels.run(effort.steps), kernels.Result.line)
 
 

@@ -32,12 +32,12 @@ def settle() -> None:
     gc.freeze()
 
 
-def seconds(call: Callable[[], object], number: int = 1) -> float:
+def seconds(call: Callable[[], object], number: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
     """Returns the seconds of one call, averaged over `number` calls."""
-    begin = time.perf_counter()
+    begin = clock()
     for _ in range(number):
         call()
-    return (time.perf_counter() - begin) / number
+    return (clock() - begin) / number
 
 
 def shuffled(names: Iterable[_K], round: int) -> list[_K]:
@@ -49,7 +49,10 @@ def shuffled(names: Iterable[_K], round: int) -> list[_K]:
 
 
 def interleaved(
-    calls: Mapping[_K, Callable[[], object]], rounds: int, sample_seconds: float = 0.004
+    calls: Mapping[_K, Callable[[], object]],
+    rounds: int,
+    sample_seconds: float = 0.004,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[_K, list[float]]:
     """Returns the seconds of each call in each round; every round runs all of the calls.
 
@@ -57,6 +60,7 @@ def interleaved(
       calls: by name; each waits for its own result.
       rounds: how many samples of each.
       sample_seconds: how long one sample should take: short calls are repeated within it.
+      clock: what measures; `time.process_time` counts the time of the processor, of all threads.
     """
     numbers: dict[_K, int] = {}
     for name, call in calls.items():
@@ -67,7 +71,7 @@ def interleaved(
         with no_collection():
             for name in shuffled(calls, i):
                 calls[name]()  # once untimed, since another library ran before
-                samples[name].append(seconds(calls[name], numbers[name]))
+                samples[name].append(seconds(calls[name], numbers[name], clock))
     return samples
 
 

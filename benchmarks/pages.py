@@ -123,6 +123,14 @@ def _training(results: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
+def _operations(results: Iterable[Mapping[str, Any]]) -> str:
+    forms = ("from_torch", "plain JAX", TORCH)
+    return _table(
+        ["operation", *forms],
+        [[f"{r['operation']}: {r['measurement']}", *_cells(r["medians"], forms, r["unit"])] for r in results],
+    )
+
+
 def _kernels(results: Iterable[Mapping[str, Any]]) -> str:
     forms = ("kernel", "plain JAX")
     return _table(
@@ -148,6 +156,7 @@ _PARTS: Mapping[str, tuple[str, Callable[[Iterable[Mapping[str, Any]]], str]]] =
     saved.FUNCTIONS: ("A Function in four forms", _functions),
     saved.CHECKING: ("Checking derivatives", _checking),
     saved.TRAINING: ("Whole models", _training),
+    saved.OPERATIONS: ("Operations", _operations),
     saved.KERNELS: ("Kernels", _kernels),
 }
 _PICTURES = _ROOT / "docs" / "pictures" / "benchmarks"

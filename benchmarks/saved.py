@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FUNCTIONS, CHECKING, TRAINING, KERNELS = PARTS = ("functions", "checking", "training", "kernels")
+PARTS = ("functions", "checking", "training", "operations", "kernels")
+FUNCTIONS, CHECKING, TRAINING, OPERATIONS, KERNELS = PARTS
 FOLDER = Path(__file__).with_name("results")
 _VARIES = "load_before"
 

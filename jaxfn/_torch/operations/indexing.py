@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxfn._torch.operations.dims import along, vector
+from jaxfn._torch.operations.platforms import along_axis
 from jaxfn._torch.operations.promotion import half_to_single, result_type
 from jaxfn._torch.operations.shapes import to_dtype
 from jaxfn._torch.operations.table import data_movement, mark_unsupported, operation
@@ -133,7 +134,10 @@ def put(x: Array, indices: Array, source: Array, accumulate: bool = False) -> Ar
 
 @data_movement("aten.index_select")
 def index_select(x: Array, dim: int, indices: Array) -> Array:
-    rows = read(vector(x), along(vector(x), dim, vector(indices)))
+    def read_along(x: Array, axis: int, indices: Array) -> Array:
+        return read(x, along(x, axis, indices))
+
+    rows = along_axis(read_along, vector(x), dim % max(x.ndim, 1), vector(indices))
     return rows.reshape(()) if x.ndim == 0 else rows
 
 
