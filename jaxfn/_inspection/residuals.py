@@ -115,14 +115,16 @@ class ResidualTable(Sequence[Residual]):
 
 
 class ResidualComparison(Mapping[str, ResidualTable]):
-    """The residuals of a function under several checkpoint policies, which print side by side.
+    """Residuals under several checkpoint policies, or of several functions: a mapping that prints side by side.
 
-    A mapping from the name of each policy to its `ResidualTable`; the table "no checkpoint" comes first. The text has
-    one column of bytes for each, and one row for each Function, name, shape and dtype: "3 x 4,000" are three arrays,
-    "-" is an array that another row counts.
+    The text has a column of bytes for each `ResidualTable`, and a row for each Function, name, shape and dtype:
+    "3 x 4,000" are three arrays, "-" is an array that another row counts.
+
+    Args:
+      tables: the tables by name.
 
     Attributes:
-      total_bytes: the number of bytes of all arrays, by policy.
+      total_bytes: the number of bytes of all arrays, by the name of the table.
     """
 
     def __init__(self, tables: Mapping[str, ResidualTable]) -> None:
@@ -225,7 +227,7 @@ def residuals(
     Returns:
       A `ResidualTable` with one row per array and Function, in the order of the pullback's arrays, without arrays of
       size 0. `print` formats it; tests can assert its `total_bytes` and `bytes_by_function`. With `policies`, a
-      `ResidualComparison`: `f` without a checkpoint, and under each policy.
+      `ResidualComparison`: the table "no checkpoint" of `f`, and one for each policy.
 
     Raises:
       TypeError: An output is not an array, an argument in `argnums` has no array or float, or a policy is not callable.
