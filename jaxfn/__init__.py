@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxfn._inspection.find_nan import NanOrigin, find_nan
     from jaxfn._inspection.logs import logged, with_logs
     from jaxfn._inspection.reports import CheckError, CheckReport
-    from jaxfn._inspection.residuals import Residual, ResidualTable, residuals
+    from jaxfn._inspection.residuals import Residual, ResidualComparison, ResidualTable, residuals
     from jaxfn._kernelcheck import KernelcheckError, KernelReport, kernelcheck
     from jaxfn._parity.paritycheck import paritycheck, record_oracle
     from jaxfn._parity.report import ParitycheckError, ParityReport
@@ -48,6 +48,7 @@ __all__ = [  # and ConvertedFunction, ConvertedModule and Explanation, which nee
     "ParityReport",
     "ParitycheckError",
     "Residual",
+    "ResidualComparison",
     "ResidualTable",
     "TranslationError",
     "VmapInfo",
@@ -88,7 +89,7 @@ _TOOLS = {
     "jaxfn._inspection.find_nan": ("NanOrigin", "find_nan"),
     "jaxfn._inspection.reports": ("CheckError", "CheckReport"),
     "jaxfn._inspection.logs": ("logged", "with_logs"),
-    "jaxfn._inspection.residuals": ("ResidualTable", "Residual", "residuals"),
+    "jaxfn._inspection.residuals": ("ResidualComparison", "ResidualTable", "Residual", "residuals"),
     "jaxfn._kernelcheck": ("KernelReport", "KernelcheckError", "kernelcheck"),
     "jaxfn._parity.paritycheck": ("paritycheck", "record_oracle"),
     "jaxfn._parity.report": ("ParitycheckError", "ParityReport"),

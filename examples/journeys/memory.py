@@ -1,6 +1,6 @@
-"""Save memory: list the arrays that an MLP saves for its backward pass, and save fewer bytes with a Function.
+"""Save memory: list what an MLP saves for its backward pass, and save less with a Function or a checkpoint policy.
 
-You get the bytes by layer before and after, without running anything: `residuals` traces the loss only.
+You get the bytes by Function side by side, without running anything: `residuals` traces the loss only.
 
     python examples/journeys/memory.py
 """
@@ -8,6 +8,7 @@ You get the bytes by layer before and after, without running anything: `residual
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,29 +40,30 @@ def loss(activation: Callable[[jax.Array], jax.Array], weights: list[jax.Array],
     return jnp.mean(x**2)
 
 
-def tables() -> dict[str, jaxfn.ResidualTable]:
+def compare() -> jaxfn.ResidualComparison:
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
     x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
-    versions = {"jax.nn.gelu": jax.nn.gelu, "8-bit gelu": gelu}
-    return {
-        name: jaxfn.residuals(lambda w, x, f=activation: loss(f, w, x), weights, x, argnums=0)
-        for name, activation in versions.items()
-    }
+    # The alternatives to a Function: a checkpoint, which recomputes everything, or all but the products.
+    policies = {"checkpoint": None, "dots_saveable": jax.checkpoint_policies.dots_saveable}
+    plain = jaxfn.residuals(partial(loss, jax.nn.gelu), weights, x, argnums=0, policies=policies)
+    tables = {"jax.nn.gelu": plain["no checkpoint"]} | {name: plain[name] for name in policies}
+    return jaxfn.ResidualComparison(
+        tables | {"8-bit gelu": jaxfn.residuals(partial(loss, gelu), weights, x, argnums=0)}
+    )
 
 
-def main() -> dict[str, jaxfn.ResidualTable]:
-    results = tables()
-    for name, table in results.items():
-        print(f"{name}: {table.total_bytes / 2**20:.1f} MiB\n{table}\n")
-    return results
+def main() -> jaxfn.ResidualComparison:
+    comparison = compare()
+    print(comparison)
+    return comparison
 
 
 def picture() -> Any:
-    """Returns a bar chart of the bytes by Function, before and after."""
+    """Returns a bar chart of the bytes by Function, for each way to save memory."""
     from matplotlib.figure import Figure
 
-    results = tables()
-    figure = Figure(figsize=(7, 2.2), layout="constrained")
+    results = compare()
+    figure = Figure(figsize=(7, 2.8), layout="constrained")
     panel: Any = figure.subplots()
     names = sorted({name for table in results.values() for name in table.bytes_by_function})
     left = [0.0] * len(results)

@@ -1,31 +1,34 @@
-"""`residuals`: lists the arrays that reverse mode keeps for the backward pass."""
+"""`residuals`: lists the arrays that reverse mode saves for the backward pass."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import numbers
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
 
 from jaxfn._compat import make_jaxpr, memory_space, name_p
 from jaxfn._inspection.reports import aligned, html_table
 from jaxfn._jaxpr import SubJaxpr, is_any_of, is_variable, open_jaxpr, primitives, subjaxprs
 from jaxfn._observe import OBSERVATION, Label, Observation, label_p
 from jaxfn._primitives import attach_p, stop_p
-from jaxfn._tree import is_array_leaf
+from jaxfn._tree import is_array_leaf, is_inexact, replace_at
 
 
 class Residual(NamedTuple):
-    """An array that reverse mode keeps for the backward pass, and the Function that saved it.
+    """An array that reverse mode saves for the backward pass, and the Function that saved it.
 
     Attributes:
       function: the name of the Function that saved it; "JAX" for residuals of JAX's own operations.
       name: the name, index or attribute of ctx under which it was saved: "x", `saved_tensors[0]`, `ctx.mask`. For a
-        residual of JAX, the name of the argument that it is, if any.
+        residual of JAX, the argument that it is, the name from `checkpoint_name`, or the operation that computes it.
       shape, dtype, nbytes: those of the whole array; in a scan, of the stacked array of all steps.
       kind: "input", "output" or "intermediate" of the Function (for a residual of JAX, of the whole function);
         "closed over" if `backward` captures it; "constant" for a constant of the jaxpr.
@@ -34,7 +37,7 @@ class Residual(NamedTuple):
         "checkpoint", "cond", ...
       is_packed: whether saved-tensor hooks have packed it.
       is_on_host: whether it is in host memory.
-      is_duplicate: whether an earlier row has the same array, which is counted once.
+      is_duplicate: whether an earlier row has this array, which is counted once.
     """
 
     function: str
@@ -103,29 +106,131 @@ class ResidualTable(Sequence[Residual]):
     def __str__(self) -> str:
         rows, totals = self._cells()
         head, *lines = aligned([_HEADER, *rows, *totals], to_the_right=[4])
-        rule = "-" * max(map(len, lines))
-        return "\n".join([head, rule, *lines[: len(rows)], rule, *lines[len(rows) :]])
+        return _with_rules(head, lines, len(rows))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the table as plain Python values."""
+        rows = [row._asdict() for row in self._rows]
+        return {"rows": rows, "bytes_by_function": self.bytes_by_function, "total_bytes": self.total_bytes}
 
 
-def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None) -> ResidualTable:
-    """Lists the arrays that reverse mode keeps for the backward pass of `f`, and which Function saved each of them.
+class ResidualComparison(Mapping[str, ResidualTable]):
+    """Residuals under several checkpoint policies, or of several functions: a mapping that prints side by side.
+
+    The text has a column of bytes for each `ResidualTable`, and a row for each Function, name, shape and dtype:
+    "3 x 4,000" are three arrays, "-" is an array that another row counts.
+
+    Args:
+      tables: the tables by name.
+
+    Attributes:
+      total_bytes: the number of bytes of all arrays, by the name of the table.
+    """
+
+    def __init__(self, tables: Mapping[str, ResidualTable]) -> None:
+        self._tables = dict(tables)
+        self.total_bytes = {name: table.total_bytes for name, table in self._tables.items()}
+
+    def __getitem__(self, name: str) -> ResidualTable:
+        return self._tables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[tuple[str, ...]]]:
+        """Returns the header, the rows, and the rows of the totals."""
+        counts = [Counter[Any]() for _ in self]
+        sources: dict[Any, int] = {}  # their sizes, in order
+        for count, table in zip(counts, self.values(), strict=True):
+            for r in table:
+                source = r.function, r.name, str(r.shape), r.dtype
+                sources[source] = r.nbytes
+                count[source] += not r.is_duplicate
+
+        def cell(count: Counter[Any], source: Any) -> str:
+            number, nbytes = count[source], f"{sources[source]:,}"
+            return ("-" if source in count else "") if not number else nbytes if number == 1 else f"{number} x {nbytes}"
+
+        rows = [(*source, *(cell(count, source) for count in counts)) for source in sources]
+        functions = dict.fromkeys(name for table in self.values() for name in table.bytes_by_function)
+        sums = {name: [table.bytes_by_function.get(name, 0) for table in self.values()] for name in functions}
+        sums["all"] = list(self.total_bytes.values())
+        if any(r.is_on_host for table in self.values() for r in table):
+            on_host = [[r.nbytes for r in table if r.is_on_host and not r.is_duplicate] for table in self.values()]
+            sums["on the host"] = list(map(sum, on_host))
+        totals = [(name, "", "", "", *(f"{nbytes:,}" for nbytes in line)) for name, line in sums.items()]
+        return (*_HEADER[:4], *self), rows, totals
+
+    def _repr_html_(self) -> str:
+        """Returns the comparison for a notebook."""
+        header, rows, totals = self._table()
+        return html_table(header, [*rows, *totals])
+
+    def __str__(self) -> str:
+        header, rows, totals = self._table()
+        head, *lines = aligned([header, *rows, *totals], to_the_right=range(4, len(header)))
+        return _with_rules(head, lines, len(rows))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the comparison as plain Python values."""
+        return {name: table.to_dict() for name, table in self.items()}
+
+
+def _with_rules(head: str, lines: Sequence[str], num_rows: int) -> str:
+    rule = "-" * max(map(len, lines))
+    return "\n".join([head, rule, *lines[:num_rows], rule, *lines[num_rows:]])
+
+
+_Policy = Callable[..., Any] | None
+
+
+@overload
+def residuals(
+    f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None, policies: None = None
+) -> ResidualTable: ...
+
+
+@overload
+def residuals(
+    f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | None = None, policies: Mapping[str, _Policy]
+) -> ResidualComparison: ...
+
+
+def residuals(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] | None = None,
+    policies: Mapping[str, _Policy] | None = None,
+) -> ResidualTable | ResidualComparison:
+    """Lists the arrays that reverse mode saves for the backward pass of `f`, and which Function saved each of them.
 
     `f` is traced, not executed, with its checkpoint policies, hooks and transformations. The total equals the size of
-    the pullback of `jax.vjp`. XLA may keep less, since it rematerializes and shares memory.
+    the pullback of `jax.vjp`. XLA may store less, since it rematerializes and shares memory.
 
     Args:
       f: A function of pytrees of arrays. It may call jaxfn Functions.
-      *args: Example arguments. `jax.ShapeDtypeStruct` is accepted in place of an array. Arguments that are not
-        differentiated may be any Python value.
+      *args: Example arguments: arrays, models of flax or equinox, or any Python value. `jax.ShapeDtypeStruct` is
+        accepted in place of an array.
       argnums: The arguments to differentiate with respect to, as in `jax.grad`. Default: all. Arguments that are not
-        differentiated need no residuals, so pass what the training step passes.
+        differentiated need no residuals, so pass what the training step passes. If such an argument has leaves that
+        `jax.grad` does not accept (functions, strings, Python integers and booleans), it is differentiated with respect
+        to its arrays only, as by `equinox.filter_grad`.
+      policies: Checkpoint policies to compare, by name: the `policy` of `jax.checkpoint(f, policy=...)`, of which
+        `None` saves only arguments.
 
     Returns:
       A `ResidualTable` with one row per array and Function, in the order of the pullback's arrays, without arrays of
-      size 0. `print` formats it; tests can assert its `total_bytes` and `bytes_by_function`.
+      size 0. `print` formats it; tests can assert its `total_bytes` and `bytes_by_function`. With `policies`, a
+      `ResidualComparison`: the table "no checkpoint" of `f`, and one for each policy.
 
     Raises:
-      TypeError: An output, or an argument in `argnums`, is not an array.
+      TypeError: An output is not an array, an argument in `argnums` has no array or float, or a policy is not callable.
       ValueError: `argnums` names an argument that was not passed.
 
     Examples:
@@ -145,99 +250,127 @@ def residuals(f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] | 
       Function  saved as  shape    dtype    bytes  is
       ---------------------------------------------------------------------
       swish     x         (1000,)  float32  4,000  input         is args[0]
-      JAX                 (1000,)  float32  4,000  intermediate
+      JAX       cos       (1000,)  float32  4,000  intermediate
       ---------------------------------------------------------------------
       swish                                 4,000                total
       JAX                                   4,000                total
       all                                   8,000                total
       >>> assert ledger.total_bytes == 8000
+      >>> everything = jax.checkpoint_policies.everything_saveable
+      >>> jaxfn.residuals(lambda x: jnp.sin(swish(x)), x, policies={"none": None, "all": everything}).total_bytes
+      {'no checkpoint': 8000, 'none': 4000, 'all': 8000}
 
-    Torch counterpart: none; `torch.autograd.graph.saved_tensors_hooks` can be made to print what is saved.
+    Torch counterpart: none; `torch.autograd.graph.saved_tensors_hooks` can print what is saved.
     """
     chosen = range(len(args)) if argnums is None else np.atleast_1d(argnums).tolist()
     if any(not -len(args) <= i < len(args) for i in chosen):
         raise ValueError(f"residuals: argnums={argnums}, but {len(args)} arguments were passed.")
-    return ResidualTable(list(_Passes(f, args, [i % len(args) for i in chosen]).rows()))
+    differentiated = {i % len(args): _differentiated(args[i]) for i in chosen}
+    for i, found in differentiated.items():
+        is_required = argnums is not None or not any(differentiated.values())
+        if not found and is_required and jax.tree_util.tree_leaves(args[i]):
+            raise TypeError(
+                f"residuals: args[{i}], of type {type(args[i]).__name__}, has no array or float to differentiate with "
+                "respect to. Pass the arguments that have some: residuals(..., argnums=...)."
+            )
+
+    def table(transform: Callable[[Any], Any]) -> ResidualTable:
+        return ResidualTable(list(_Passes(transform, f, args, differentiated).rows()))
+
+    if policies is None:
+        return table(lambda f: f)
+    for name, policy in policies.items():
+        if policy is not None and not callable(policy):
+            raise TypeError(f"residuals: policies[{name!r}] is {policy!r}, expected a jax.checkpoint policy or None.")
+    compared = {name: table(partial(jax.checkpoint, policy=policy)) for name, policy in policies.items()}
+    return ResidualComparison({"no checkpoint": table(lambda f: f)} | compared)
 
 
 class _Passes:
     """The forward and the backward pass of a function as jaxprs; the backward pass has labels."""
 
-    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], argnums: list[int]) -> None:
+    def __init__(
+        self,
+        transform: Callable[[Any], Any],
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        leaves_by_argument: Mapping[int, Sequence[int]],
+    ) -> None:
         trees: list[Any] = []
         paths, tree_of_args = jax.tree_util.tree_flatten_with_path(args)
-        names = [f"args{jax.tree_util.keystr(path)}" for path, _ in paths]
-        for name, (path, leaf) in zip(names, paths, strict=True):
-            if path[0].idx in argnums and not (_is_array(leaf) or isinstance(leaf, (numbers.Number, np.generic))):
-                raise TypeError(
-                    f"residuals: {name} is of type {type(leaf).__name__}, expected an array. Pass the arguments to "
-                    "differentiate with respect to: residuals(..., argnums=...)."
-                )
+        leaves = [leaf for _, leaf in paths]
+        arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        starts = [0, *itertools.accumulate(len(jax.tree_util.tree_leaves(arg)) for arg in args)]
+        differentiated = [starts[argument] + i for argument, found in leaves_by_argument.items() for i in found]
+        operands = sorted({*arrays, *differentiated})
 
-        def forward(*arrays: Any) -> tuple[list[Any], list[Any]]:
-            remaining = iter(arrays)
-            leaves = [next(remaining) if _is_array(leaf) else leaf for _, leaf in paths]
-            args = jax.tree_util.tree_unflatten(tree_of_args, leaves)
+        @transform
+        def function_of_operands(*values: Any) -> Any:
+            # Unflattened here, since a module of flax can only be mutated under the trace that unflattens it.
+            return f(*jax.tree_util.tree_unflatten(tree_of_args, replace_at(operands, leaves, values)))
 
-            def function_of_chosen(*values: Any) -> Any:
-                chosen = dict(zip(argnums, values, strict=True))
-                return f(*(chosen.get(i, x) for i, x in enumerate(args)))
+        def forward(*values: Any) -> tuple[list[Any], list[Any]]:
+            current = replace_at(arrays, leaves, values)
 
-            output, pullback = jax.vjp(function_of_chosen, *(args[i] for i in argnums))
-            outputs, (kept, tree) = jax.tree_util.tree_leaves(output), jax.tree_util.tree_flatten(pullback)
+            def function_of_differentiated(*values: Any) -> Any:
+                merged = replace_at(differentiated, current, values)
+                return function_of_operands(*(merged[i] for i in operands))
+
+            output, pullback = jax.vjp(function_of_differentiated, *(current[i] for i in differentiated))
+            outputs, (saved, tree) = jax.tree_util.tree_leaves(output), jax.tree_util.tree_flatten(pullback)
             trees[:] = tree, jax.tree_util.tree_structure(output)
-            return outputs, kept
+            return outputs, saved
 
-        self._forward, _ = open_jaxpr(jax.make_jaxpr(forward)(*(leaf for _, leaf in paths if _is_array(leaf))))
+        self._forward, _ = open_jaxpr(jax.make_jaxpr(forward)(*(leaves[i] for i in arrays)))
         pullback_tree, output_tree = trees
         num_outputs = output_tree.num_leaves
         self._outputs = self._forward.outvars[:num_outputs]
-        self._kept = self._forward.outvars[num_outputs:]
-        names = [name for name, (_, leaf) in zip(names, paths, strict=True) if _is_array(leaf)]
+        self._saved = self._forward.outvars[num_outputs:]
+        names = [f"args{jax.tree_util.keystr(paths[i][0])}" for i in arrays]
         self._arguments = dict(zip(self._forward.invars, names, strict=True))
 
-        def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             filled = [
                 ct if ct is not None else _no_cotangent(v.aval) for ct, v in zip(cotangents, outputs, strict=True)
             ]
-            pullback: Any = jax.tree_util.tree_unflatten(pullback_tree, kept)
+            pullback: Any = jax.tree_util.tree_unflatten(pullback_tree, saved)
             return pullback(jax.tree_util.tree_unflatten(output_tree, filled))
 
         outputs = self._outputs
         cotangents = [_like(v.aval) if jnp.issubdtype(v.aval.dtype, jnp.inexact) else None for v in outputs]
         with OBSERVATION(Observation.RESIDUALS):
-            self._backward, _ = open_jaxpr(make_jaxpr(backward, [_like(v.aval) for v in self._kept], cotangents))
+            self._backward, _ = open_jaxpr(make_jaxpr(backward, [_like(v.aval) for v in self._saved], cotangents))
 
     def rows(self) -> Iterator[Residual]:
         """Yields a row for each residual array and each Function that reads it."""
         seen: set[Any] = set()
         constants = set(self._forward.constvars)
-        for kept, read in zip(self._kept, self._backward.invars, strict=False):
-            nbytes = math.prod(kept.aval.shape) * kept.aval.dtype.itemsize
+        for saved, read in zip(self._saved, self._backward.invars, strict=False):
+            nbytes = math.prod(saved.aval.shape) * saved.aval.dtype.itemsize
             if not nbytes:
                 continue
-            is_traced = is_variable(kept)
-            argument = self._arguments.get(kept, "") if is_traced else ""
+            is_traced = is_variable(saved)
+            argument = self._arguments.get(saved, "") if is_traced else ""
             row = Residual(
                 "JAX",
-                argument,
-                kept.aval.shape,
-                str(kept.aval.dtype),
+                argument or _operation(self._forward, saved),
+                saved.aval.shape,
+                str(saved.aval.dtype),
                 nbytes,
                 "input" if argument else "intermediate",
                 argument=argument,
-                is_on_host=is_traced and memory_space(kept) == jax.memory.Space.Host,
+                is_on_host=is_traced and memory_space(saved) == jax.memory.Space.Host,
             )
-            if not is_traced or kept in constants:
+            if not is_traced or saved in constants:
                 row = row._replace(kind="constant")
-            elif any(kept is output for output in self._outputs):
+            elif any(saved is output for output in self._outputs):
                 row = row._replace(kind="output")
             readers = list(_readers(self._backward, read, ()))
             by_functions = [reader for reader in readers if reader[0] is not None]
             for label, enclosing in by_functions or readers[:1] or [(None, ())]:
-                is_duplicate = is_traced and kept in seen
+                is_duplicate = is_traced and saved in seen
                 if is_traced:
-                    seen.add(kept)
+                    seen.add(saved)
                 reader_row = row._replace(enclosing=enclosing, is_duplicate=is_duplicate)
                 if label is not None:
                     reader_row = reader_row._replace(
@@ -246,11 +379,22 @@ class _Passes:
                 yield reader_row
 
 
+def _differentiated(argument: Any) -> list[int]:
+    """Returns the indices of the leaves with respect to which an argument is differentiated."""
+    leaves = jax.tree_util.tree_leaves(argument)
+    is_accepted_by_grad = all(_is_array(leaf) or _is_inexact_number(leaf) for leaf in leaves)
+    return [i for i, leaf in enumerate(leaves) if is_accepted_by_grad or _is_array(leaf)]
+
+
 def _is_array(leaf: Any) -> bool:
     """Whether a leaf is an argument of the jaxpr. Numbers, also of NumPy, become literals."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return isinstance(leaf, np.ndarray) and is_array_leaf(leaf)
-    return is_array_leaf(leaf) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))  # a `jax.ShapeDtypeStruct`
+    return is_array_leaf(leaf) or isinstance(leaf, (jax.ShapeDtypeStruct, AbstractValue))
+
+
+def _is_inexact_number(leaf: Any) -> bool:
+    return isinstance(leaf, (float, complex)) or (isinstance(leaf, np.generic) and is_inexact(leaf.dtype))
 
 
 def _like(aval: Any) -> Any:
@@ -268,6 +412,9 @@ _DATA_MOVEMENT = primitives("reshape squeeze broadcast_in_dim copy pvary optimiz
     stop_p,
 }
 
+
+# `jax.checkpoint` rounds what it saves to the precision that it has, and moves it by a policy that offloads.
+_ADDED_BY_CHECKPOINT = primitives("reduce_precision device_put")
 
 _Reader = tuple[Label | None, tuple[str, ...]]
 
@@ -293,6 +440,27 @@ def _readers(jaxpr: Any, variable: Any, enclosing: tuple[str, ...]) -> Iterator[
             if result is not None and result < len(eqn.outvars):
                 found += _readers(jaxpr, eqn.outvars[result], enclosing)
         yield from found or ([] if inner else [(None, enclosing)])
+
+
+def _operation(jaxpr: Any, variable: Any) -> str:
+    """Returns the name of the operation that computes a variable, or its name from `checkpoint_name`; "" if none."""
+    producers = ((eqn, i) for eqn in jaxpr.eqns for i, result in enumerate(eqn.outvars) if result is variable)
+    eqn, index = next(producers, (None, 0))
+    if eqn is None:
+        return ""
+    if eqn.primitive is name_p:
+        return eqn.params["name"]
+    if is_any_of(eqn, _DATA_MOVEMENT | _ADDED_BY_CHECKPOINT):
+        return _operation(jaxpr, eqn.invars[index]) or eqn.primitive.name
+    for sub in subjaxprs(eqn):
+        if index in sub.results:
+            atom = sub.jaxpr.outvars[list(sub.results).index(index)]
+            inputs = [i for i, invar in enumerate(sub.jaxpr.invars) if invar is atom]
+            if not inputs:
+                return _operation(sub.jaxpr, atom)
+            is_carry = any(inputs[0] == i for _, i in sub.carried)
+            return "carry" if is_carry else _operation(jaxpr, eqn.invars[sub.operands[inputs[0]]])
+    return eqn.primitive.name
 
 
 def _unchanged_outputs(jaxpr: Any, variable: Any) -> Iterator[int]:

@@ -197,3 +197,23 @@ def test_a_gradient_of_a_module_with_other_names(gradient, problem):
     apply = calling(lambda _: gradient(jnp.ones((5, 4))))
     with pytest.raises(RuntimeError, match=rf"Calls\.backward .*input 1 \('module'\).*{problem}"):
         eqx.filter_grad(lambda m: loss_of(apply(INPUTS[0], m)))(mlp)
+
+
+@row("K2")
+def test_residuals_of_a_whole_model():
+    """Activations, sizes, probabilities and flags in a module are static, as under `equinox.filter_vjp`."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = [eqx.nn.MLP(3, 5, 7, 2, key=keys[0]), eqx.nn.Dropout(0.3), eqx.nn.Linear(5, 2, key=keys[1])]
+    model, x = eqx.nn.Sequential(layers), jnp.linspace(-1, 1, 12).reshape(4, 3)
+
+    def mean(model, x, key):
+        return jnp.mean(eqx.filter_jit(jax.vmap(lambda x: model(x, key=key)))(x) ** 2)
+
+    table = jaxfn.residuals(mean, model, x, keys[2], argnums=0)
+    _, pullback = eqx.filter_vjp(lambda model: mean(model, x, keys[2]), model)
+    assert table.total_bytes == sum(a.nbytes for a in jax.tree.leaves(pullback) if eqx.is_array(a))
+    names = {r.name for r in table if r.argument}
+    assert names == {"args[1]", "args[0].layers[2].weight"} | {f"args[0].layers[0].layers[{i}].weight" for i in (1, 2)}
+    # Types of arrays suffice, also in a model.
+    types = eqx.filter_eval_shape(lambda: (model, x, keys[2]))
+    assert jaxfn.residuals(mean, *types, argnums=0).to_dict() == table.to_dict()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxfn
 from tests.frameworks.pairs import INPUTS, Dense, DenseOfDict, hand_written_dense, loss_of
 from tests.support.marks import row
 
@@ -155,3 +156,18 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
         keeper.save(tmp_path / "two", trained(*start, 2))
         restored = keeper.restore(tmp_path / "two", item=trained(*start, 0))
     assert_same_trees(trained(*restored, 3), trained(*start, 5))
+
+
+@row("K2")
+def test_residuals_of_a_linen_module():
+    layer = linen_layer(Dense.apply)()
+    variables = layer.init(jax.random.key(0), INPUTS)
+
+    def mean(layer, variables, x):
+        return jnp.mean(layer.apply(variables, x, mutable=["batch_stats"])[0] ** 2)
+
+    table = jaxfn.residuals(mean, layer, variables, INPUTS, argnums=1)
+    arguments = {r.argument: r.function for r in table if r.argument}
+    assert arguments == {"args[2]": "Dense", "args[1]['params']['w']": "Dense"}
+    kept = jax.tree.leaves(jax.vjp(lambda variables: mean(layer, variables, INPUTS), variables)[1])
+    assert table.total_bytes == sum(a.nbytes for a in kept)

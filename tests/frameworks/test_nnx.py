@@ -398,3 +398,35 @@ def test_a_gradient_of_a_module_with_other_names(gradient, problem):
 
     with pytest.raises(RuntimeError, match=rf"Calls\.backward .*input 1 \('module'\).*{problem}"):
         nnx.grad(lambda m: loss_of(Calls.apply(INPUTS, m)))(Block(nnx.Rngs(0)))
+
+
+class Stateful(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(3, 5, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.activation = nnx.gelu
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.activation(self.dense(x))))
+
+
+@row("K2")
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+def test_residuals_of_a_module_with_state(argnums):
+    model, x = Stateful(nnx.Rngs(0)), jnp.linspace(-1, 1, 12).reshape(4, 3)
+    structure, state = nnx.split(model)
+
+    def mean(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    def of_differentiated(*values):
+        merged = dict(zip([argnums] if isinstance(argnums, int) else argnums, values, strict=True))
+        return mean(nnx.merge(structure, merged.get(0) or jax.tree.map(lambda a: a, state)), merged.get(1, x))
+
+    differentiated = [(state, x)[i] for i in ([argnums] if isinstance(argnums, int) else argnums)]
+    kept = jax.eval_shape(lambda *args: jax.tree.leaves(jax.vjp(of_differentiated, *args)[1]), *differentiated)
+    table = jaxfn.residuals(mean, model, x, argnums=argnums, policies={"default": None})
+    assert table.total_bytes["no checkpoint"] == sum(a.size * a.dtype.itemsize for a in kept)
+    assert {r.argument for r in table["default"]} >= {"args[0].norm.scale.value", "args[0].dropout.rngs.key.value"}
+    assert float(jnp.abs(model.norm.mean[...]).sum()) == 0  # the caller's module is unchanged
