@@ -6,7 +6,8 @@ Gradients are in torch's convention for complex numbers on both sides.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,16 +24,32 @@ Measurements = dict[str, Array]
 
 
 class Backend(ABC):
-    """A library that evaluates a function and its derivatives."""
+    """A library that evaluates a function and its derivatives.
 
-    def __init__(self, function: Any) -> None:
+    Args:
+      function: the function, a Function, or a module.
+      differentiated: the indices of the outputs whose derivatives are computed. Default: all.
+
+    Attributes:
+      name: the name of the function, the Function, or the class of the module.
+    """
+
+    def __init__(self, function: Any, differentiated: Collection[int] | None = None) -> None:
         self.function: Callable[..., Any] = function.apply if isinstance(function, type) else function
         if not callable(self.function):
             raise TypeError(f"paritycheck compares functions, got {function!r}")
+        self.name = _function_name(function)
+        self._differentiated_outputs = differentiated
+
+    def is_differentiated(self, output: int) -> bool:
+        """Whether derivatives of an output are computed."""
+        return self._differentiated_outputs is None or output in self._differentiated_outputs
 
     def measure(self, inputs: Inputs, second_order: bool) -> tuple[Measurements, str | None]:
         """Returns everything that is compared, and the reason if there are no second derivatives."""
         measured: Measurements = {f"output {i}": y for i, y in enumerate(self.outputs(inputs))}
+        if not any(map(self.is_differentiated, range(len(measured)))):
+            return measured, None
         for pattern in inputs.patterns():
             gradients = self.gradients(inputs, pattern)
             for i, gradient in zip(pattern, gradients, strict=True):
@@ -59,6 +76,15 @@ class Backend(ABC):
         """Returns the gradients of all gradients, for random cotangents, by input and by `grad_output 0`, ..."""
 
 
+def _function_name(function: Any) -> str:
+    if isinstance(function, partial):
+        return _function_name(function.func)
+    name, owner = getattr(function, "__name__", None), getattr(function, "__self__", function)
+    if name is not None and (name != "apply" or owner is function):
+        return name
+    return owner.__name__ if isinstance(owner, type) else type(getattr(owner, "torch_module", owner)).__name__
+
+
 def _together(inputs: Inputs, pattern: Sequence[int]) -> str:
     if len(inputs.values) == 1:
         return ""
@@ -81,7 +107,8 @@ class TorchBackend(Backend):
         """Returns the inputs as leaves of torch's graph, and the outputs that require gradients."""
         leaves = [to_torch(x).requires_grad_(i in pattern) for i, x in enumerate(inputs.values)]
         outputs = self._call(inputs, leaves)
-        return [leaves[i] for i in pattern], [(i, y) for i, y in enumerate(outputs) if y.requires_grad]
+        differentiated = [(i, y) for i, y in enumerate(outputs) if y.requires_grad and self.is_differentiated(i)]
+        return [leaves[i] for i in pattern], differentiated
 
     def outputs(self, inputs: Inputs) -> list[Array]:
         return [_to_numpy(y) for y in self._call(inputs, [to_torch(x) for x in inputs.values])]
@@ -156,7 +183,7 @@ class JaxBackend(Backend):
             for i, value in zip(pattern, chosen, strict=True):
                 merged[i] = value
             outputs = self._call(inputs, merged)
-            indices[:] = [i for i, y in enumerate(outputs) if is_inexact(y.dtype)]
+            indices[:] = [i for i, y in enumerate(outputs) if is_inexact(y.dtype) and self.is_differentiated(i)]
             return [outputs[i] for i in indices]
 
         outputs, vjp = jax.vjp(function_of_chosen, *(values[i] for i in pattern))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jaxfn._parity.backends import Measurements
 from jaxfn._parity.inputs import Array
 
-_RUNS = ("given", "double", "nudged")
+_RUNS = ("native", "double", "nudged")
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,22 @@ class Oracle:
     Attributes:
       name: the name of the function.
       args: its arguments, with NumPy arrays.
-      given, double, nudged: the results for the arguments, for them in double precision, and a small step away.
+      native, double, nudged: the results for the arguments in their dtypes, in double precision, and a small step away.
       no_second_order: the reason if there are no second derivatives.
       versions: the versions of torch and NumPy.
     """
 
     name: str
     args: tuple[Any, ...]
-    given: Measurements
+    native: Measurements
     double: Measurements
     nudged: Measurements
     no_second_order: str | None
     versions: dict[str, str]
+
+    def without_derivatives(self) -> Oracle:
+        """Returns the outputs."""
+        return replace(self, native={what: array for what, array in self.native.items() if what.startswith("output")})
 
 
 def save(path: str, oracle: Oracle) -> None:
@@ -65,6 +69,8 @@ def load(path: str) -> Oracle:
         run: {name.removeprefix(f"{run}/"): x for name, x in arrays.items() if name.startswith(f"{run}/")}
         for run in _RUNS
     }
+    if not runs["native"]:
+        raise ValueError(f"paritycheck: {path} has no outputs. Write it with record_oracle of this version of jaxfn.")
     args = tuple(_decoded(arg, arrays) for arg in content["args"])
     return Oracle(
         content["name"], args, **runs, no_second_order=content["no_second_order"], versions=content["versions"]

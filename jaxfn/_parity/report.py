@@ -23,6 +23,7 @@ class Row:
     """The comparison of one array.
 
     Attributes:
+      function: the name of the port.
       what: the name of the array.
       shape, dtype: the shape and dtype in torch.
       max_error, relative_error: the largest errors; `None` if the arrays cannot be compared.
@@ -35,6 +36,7 @@ class Row:
 
     PASSING: ClassVar[frozenset[str]] = frozenset({"equal", "intermediate"})
 
+    function: str
     what: str
     shape: tuple[int, ...]
     dtype: str
@@ -53,7 +55,8 @@ class ParityReport(CheckReport):
     """The report of `paritycheck`; true if everything agrees, apart from derivatives of saved intermediates.
 
     Attributes:
-      function: the name of the torch function.
+      function: the name of the torch function, Function or module.
+      port: the name of the JAX one.
       versions: the versions of torch, NumPy and JAX.
       rows: a row for each output, gradient and second derivative.
       notes: how it was checked, as far as that matters for the result.
@@ -62,6 +65,7 @@ class ParityReport(CheckReport):
     error: ClassVar[type[CheckError]] = ParitycheckError
 
     function: str
+    port: str
     versions: dict[str, str]
     rows: list[Row] = field(default_factory=list[Row])
 
@@ -72,7 +76,8 @@ class ParityReport(CheckReport):
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        head = f"paritycheck of {self.function}: {'passed' if self.passed else 'FAILED'} ({versions})"
+        name = self.port if self.port == self.function else f"{self.port}, a port of {self.function}"
+        head = f"paritycheck of {name}: {'passed' if self.passed else 'FAILED'} ({versions})"
         return "\n".join([head, *aligned([_HEADER, *self._cells()]), *(f"note: {note}" for note in self.notes)])
 
     def _cells(self) -> list[list[str]]:

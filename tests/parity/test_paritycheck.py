@@ -1,5 +1,6 @@
 """H6, H7: a port beside the torch Function that it was ported from, live and from a recorded oracle."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -221,6 +222,79 @@ def test_shapes_dtypes_and_missing_outputs():
 
 
 @row("H6")
+def test_another_number_of_outputs_is_said_once_and_right_gradients_are_equal(tmp_path):
+    def one(x):
+        return torch.sin(x)
+
+    def port(x):
+        return jnp.sin(x), jnp.cos(x)
+
+    (x,) = random((3, 2))
+    report = jaxfn.paritycheck(port, one, [x], raise_exception=False)
+    wrong = {what: verdict for what, verdict in verdicts(report).items() if verdict != "equal"}
+    assert wrong == {"output 1": "extra"} and "gradient of input 0" in verdicts(report)
+    assert report.notes[0].endswith("Derivatives are those of output 0 alone.")
+    assert "port, a port of one: FAILED" in str(report) and (report.port, report.function) == ("port", "one")
+    doubled = jaxfn.paritycheck(lambda x: (port(x)[0] * 2, x), one, [x], raise_exception=False)
+    assert verdicts(doubled)["gradient of input 0"] == "formula"  # a wrong gradient is still found
+
+    jaxfn.record_oracle(one, [x], tmp_path / "one.npz")
+    assert verdicts(jaxfn.paritycheck(port, tmp_path / "one.npz", raise_exception=False)) == verdicts(report)
+    jaxfn.record_oracle(lambda x: (x.sin(), x.cos()), [x], tmp_path / "two.npz")
+    missing = jaxfn.paritycheck(jnp.sin, tmp_path / "two.npz", raise_exception=False)
+    assert verdicts(missing) == {"output 0": "equal", "output 1": "missing"}
+    assert missing.notes[0].endswith("Derivatives are not compared.")
+
+
+@row("H6")
+@pytest.mark.parametrize(("factor", "verdict"), [(1, "equal"), (3, "formula")])
+def test_derivatives_are_compared_for_the_outputs_that_both_return(factor, verdict):
+    """Of three outputs one has another shape and one is missing."""
+
+    @jaxfn.function
+    def port(ctx, x):
+        ctx.save_for_backward(x)
+        return x[0] * 2, x**3
+
+    @port.backward
+    def _(ctx, g0, g1):
+        (x,) = ctx.saved_tensors
+        return jnp.zeros_like(x).at[0].set(2 * g0) + factor * 3 * x**2 * g1
+
+    (x,) = random((3, 2))
+    report = jaxfn.paritycheck(port, lambda x: (x * 2, x**3, x.exp()), [x], raise_exception=False)
+    found = verdicts(report)
+    assert [found.pop(f"output {i}") for i in range(3)] == ["shape (2,)", "equal", "missing"]
+    assert found["gradient of input 0"] == found["second derivative, input 0"] == verdict
+    assert set(found) == {"gradient of input 0", "second derivative, input 0", "second derivative, grad_output 1"}
+
+
+class TorchSine(torch.nn.Module):
+    def forward(self, x):
+        return torch.sin(x)
+
+
+@row("H6")
+@pytest.mark.parametrize(
+    ("port", "reference", "names"),
+    [
+        (Square, in_library(Square, Torch).apply, "Square"),
+        (jaxfn.from_torch(in_library(Square, Torch)).apply, lambda x: x * x, "Square, a port of <lambda>"),
+        (jaxfn.from_torch(TorchSine()).apply, TorchSine(), "TorchSine"),
+        (jaxfn.from_torch(TorchSine()), torch.sin, "TorchSine, a port of sin"),
+        (functools.partial(jax.jit(jnp.square)), in_library(Square, Torch), "square, a port of Square"),
+    ],
+)
+def test_a_report_names_the_functions(port, reference, names):
+    with pytest.raises(jaxfn.ParitycheckError) as failure:
+        jaxfn.paritycheck(port, lambda *args: reference(*args) + 1, random((3,))) if False else None
+        report = jaxfn.paritycheck(port, reference, random((3,)), atol=-1.0)
+    report = failure.value.report
+    assert str(failure.value).startswith(f"paritycheck of {names}: FAILED")
+    assert {row.function for row in report.failures} == {names.partition(",")[0]}
+
+
+@row("H6")
 def test_64_bit_follows_the_setting():
     assert jaxfn.paritycheck(lambda x: jnp.sin(x), torch.sin, random((3,), dtype=np.float64))
     with jax.enable_x64(True):
@@ -265,7 +339,7 @@ def test_recorded_and_checked_without_torch(tmp_path):
     path = tmp_path / "linear.npz"
     jaxfn.record_oracle(TorchLinear, LINEAR, path)
     with np.load(path, allow_pickle=False) as file:
-        np.testing.assert_array_equal(file["given/output 0"], TorchLinear.apply(*map(torch.tensor, LINEAR)).numpy())
+        np.testing.assert_array_equal(file["native/output 0"], TorchLinear.apply(*map(torch.tensor, LINEAR)).numpy())
     script = f"""
         import sys
         sys.modules["torch"] = None  # importing it fails
@@ -301,3 +375,15 @@ def test_what_cannot_be_written(tmp_path):
         jaxfn.record_oracle(lambda x, f: f(x), [np.ones(2, np.float32), lambda x: x], tmp_path / "f.npz")
     with pytest.raises(TypeError, match="Omit `inputs`"):
         jaxfn.paritycheck(lambda x: x, tmp_path / "f.npz", [1.0])
+
+
+@row("H7")
+def test_a_file_without_outputs_is_no_agreement(tmp_path):
+    jaxfn.record_oracle(torch.sin, random((3,)), tmp_path / "sin.npz")
+    with np.load(tmp_path / "sin.npz") as file:
+        content = json.loads(str(file["content"]))
+        others = {name: file[name] for name in file if not name.startswith(("content", "native/"))}
+    content["dtypes"] = {name: dtype for name, dtype in content["dtypes"].items() if name in others}
+    np.savez(tmp_path / "old.npz", content=np.array(json.dumps(content)), **others)
+    with pytest.raises(ValueError, match="old.npz has no outputs.*record_oracle"):
+        jaxfn.paritycheck(jnp.sin, tmp_path / "old.npz")
