@@ -51,7 +51,7 @@ HOME_MADE = {
     r"likewise": "name the object again",
     r"(?<!there )(?<!There )\b(?:is|are) no (?!longer|more\b)": "is not a",
     r"inside of|outside of": "inside, outside",
-    r"kept(?! for backward)": "saved, residual, stored, cached, captured",
+    r"kept": "saved, residual, stored, cached, captured",
     r"(?<!in )(?<!in-)(?<!last )(?<!decimal )\bplaces?\b(?! of\b)": "index, position, location",
     r"(?:is|are|was|were|been) given|as given|given (?:by|to|as)": "passed, received; args, operands, cotangents",
     r"(?:is|are|was|were|been) made(?! to\b)|made (?:by|of|from|again|here|inside)": "created, computed, built",
